@@ -3,7 +3,8 @@
 There is one re-entrant gate per process, for all synchronised models in it. A forward of a gated model holds it. Each
 model has a *hook*, the object that installs its updates (``GateHook``), or two (with ``register_shared_weights``). When
 a thread that does not hold the gate yet enters it, and only then, the gate has each hook install a pending update; so a
-forward sees one version from its first layer to its last.
+forward sees one version from its first layer to its last. When the thread leaves the gate, each hook releases what the
+forward used (a slot of shared memory). Errors of hooks are raised in the caller of the forward.
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
 soon as the running forward ends, even if no other forward follows. With
@@ -93,7 +94,7 @@ class Gate:
             self.gate_lock.hooks = (*self.gate_lock.hooks, hook)
 
     def detach(self, hook: GateHook) -> None:
-        """Stop calling ``hook``. Called by the thread that shuts down."""
+        """Stop calling ``hook``. Called by the thread that shuts down, or connects again, or has failed to."""
         with self.gate_lock.lock:
             self.gate_lock.hooks = tuple(other for other in self.gate_lock.hooks if other is not hook)
 

@@ -31,9 +31,10 @@ class Receiver:
     Its parts: ``updater`` takes an update from the message to the model; its ``state`` has the version, and wakes the
     threads that wait in ``receive``. ``channel`` is the connection to the sender.
 
-    Threads: the worker's own threads call all methods, with one exception: after ``begin_connect`` the receiver thread
-    calls ``connect`` and ``wake_only_for_receive`` (``receiving/joining.py``) and, if that fails, ``close``. Gate:
-    ``weights`` and ``make_writable`` are called inside it, the other methods outside; properties are read anywhere.
+    Threads: the user's threads call all methods, with one exception (``init_on_worker``): after ``begin_connect`` the
+    receiver thread calls ``connect`` and ``wake_only_for_receive`` (``receiving/joining.py``) and, if that fails,
+    ``close``. Gate: ``weights`` and ``make_writable`` are called inside it, the other methods outside; properties are
+    read anywhere.
 
     Args:
         destination: what takes the weights: a module, a mapping of tensors, or ``load``. A module is gated from
@@ -88,7 +89,7 @@ class Receiver:
         try:
             self._gate_model()
         except BaseException:
-            self._state.close(finished=False)
+            self._state.close(finished=False)  # the first call decides: the connection is LOST, not FINISHED
             self.close()
             raise
         return descriptors
@@ -127,6 +128,7 @@ class Receiver:
             self.updater.require_fit()
             self._gate_model()
         except Exception:
+            # Newer than all versions, so it answers whichever one the sender waits for.
             self._channel.answer(Ack(self.updater.worker_idx, ANY_VERSION, traceback.format_exc()))
             raise
 
@@ -136,10 +138,10 @@ class Receiver:
             process_gate().call(gated_models.add, self.updater)
 
     def _attach_hooks_and_install(self) -> None:
-        arena, policy = self._channel.arena, self.updater.install_policy
-        self._handler = self.updater if arena is None else arena.handler_for(self.updater)
+        arena_reader, policy = self._channel.arena, self.updater.install_policy
+        self._handler = self.updater if arena_reader is None else arena_reader.handler_for(self.updater)
         self._hooks = [policy.gate_hook(self._handler)]
-        memory = None if arena is None else arena.registered_buffers()
+        memory = None if arena_reader is None else arena_reader.registered_buffers()
         if memory is not None:
             self._hooks.append(RegisteredBufferBinder(memory, self.updater))
         for hook in self._hooks:
@@ -263,5 +265,5 @@ class Receiver:
         self._state.wake_only_for_receive()
 
     def make_writable(self) -> None:
-        """Copy the model into memory of its own. Until the next version, registered buffers do not bind it again."""
+        """Copy the model into memory of its own, until the next version. Called by the thread in ``apply_weights``."""
         self.updater.copy_to_own_memory(stay_unbound=True)

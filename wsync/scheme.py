@@ -7,7 +7,7 @@ A backend is a subclass that names a transport (``create_transport``) and, where
 in the pickled scheme, a rendezvous (``create_rendezvous``). What it may override is in ``scheme_base.py``.
 
 In a worker the *acting thread* runs the forwards inside the *gate* (``wsync/gate.py``), where updates are installed;
-the *receiver thread*, one per process, reads the senders' messages.
+the *receiver thread*, one per process, reads the senders' messages; with RPC it is the thread of the incoming call.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class WeightSyncScheme(SchemeBase):
             model_id: the model's name, and its path in ``context``.
             context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
                 ``update_policy_weights_``) is called after each update is installed and before it is acknowledged:
-                outside the gate, by the receiver thread, the thread in ``connect`` or, with RPC, that of the incoming
-                call.
+                outside the gate, by the receiver thread or the thread in ``connect``. If the acting thread has
+                installed the update, the receiver thread makes the call when it reads the message about it.
             model: the model itself, or a mapping of tensors into which weights are copied. A module in memory that is
                 shared with another process gets memory of its own before the first weights are installed.
             load: for an inference engine: called inside the gate, by the receiver thread or a thread that is in
@@ -175,8 +175,8 @@ class WeightSyncScheme(SchemeBase):
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
         It gets the newest update that was sent to this index, and other workers are not affected. A worker that is
-        still connected under the index is disconnected first. With the replacement's ``process``, its end before it has
-        connected is an error at once: see ``connect``. ``timeout`` is in seconds; None for the scheme's.
+        still connected under the index is disconnected first, unless it connected while ``readmit`` waited for another.
+        For ``process`` see ``connect``. ``timeout`` is in seconds; None for the scheme's.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.

@@ -31,7 +31,7 @@ from wsync.weights.layout import Layout
 class Sender:
     """Sends one model's weights to all its workers. Any thread may call; one call runs at a time.
 
-    There are two locks: the *sender's lock*, held here for the whole of a call, and the *channel's lock* inside
+    There are two locks: the *sender's lock*, held here while a call works, and the *channel's lock* inside
     ``SenderSideChannel``. A call takes the channel's lock for each step. So does the *send-loop thread*, which sends
     what had to wait for a worker's answer (``sending/send_loop.py``).
 
@@ -45,7 +45,7 @@ class Sender:
             uses it. Acknowledgements are awaited only in the cases that ``Updates.publish`` names. Not allowed together
             with ``on_request``.
         on_request: with ``initiator="receiver"``: ``send`` awaits no install: workers request versions.
-        record: called with the report of each finished update, under the sender's lock.
+        record: called with the report of each finished update but that of ``connect``, under the sender's lock.
     """
 
     def __init__(
@@ -165,7 +165,8 @@ class Sender:
             finally:
                 self._members.add(self.channel.workers)
             expected = self._members.expected_version.get(worker)
-            # An update that it was given early and has answered, or that was replaced since, is not awaited (again).
+            # Of a worker that connected early, only the answer to the version that it was given then is awaited: if it
+            # has not been collected already (0), and no later send has replaced that version.
             if expected and given in (None, expected):
                 self._updates.acks.require([worker], expected, deadline)
 
@@ -269,7 +270,7 @@ class Sender:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Take the sender's lock and disable the fast path; the next full send enables it again.
+        """Take the sender's lock and disable the fast path; the next send to all that waits enables it again.
 
         Raises:
             NotConnected: this process is a forked child of the one that made the sender.

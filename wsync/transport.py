@@ -216,7 +216,7 @@ class FlatTransport(Protocol):
     def begin_receive(self, flat: Tensor, transfers: list[Transfer]) -> None:
         """Begin to receive into ``flat``, and append the transfer to ``transfers``, like ``begin_send``.
 
-        Called by the worker's receiver thread, by the thread in ``connect``, or by the thread that runs the forward.
+        By the receiver thread, the thread in ``connect``, or (``receives_ahead``) the acting thread that acknowledged.
 
         Raises:
             RuntimeError: the connection has broken.

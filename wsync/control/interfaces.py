@@ -29,12 +29,16 @@ class Connection(Protocol):
 
     @property
     def socket_fd(self) -> int:
-        """The descriptor of the stream socket that carries the messages; -1 if there is no such socket."""
+        """The descriptor of the stream socket that carries the messages; -1 if there is no such socket.
+
+        For the compiled fast path, which sends and receives whole messages on the socket itself, under the sender's
+        lock.
+        """
         ...
 
     @property
     def busy(self) -> bool:
-        """Whether a background thread is sending earlier messages; ``socket_fd`` must not be written meanwhile."""
+        """Whether a background thread is sending earlier messages; the fast path must not write meanwhile."""
         ...
 
     @property
@@ -96,7 +100,7 @@ class Connection(Protocol):
     def peer_is_alive(self) -> bool:
         """Return whether the peer is alive, if its exit makes no descriptor readable (RPC); otherwise always True.
 
-        Polled by threads in ``WeightSyncScheme.receive``.
+        Polled by threads that wait in ``receive``, ``pull`` or before a forward, and asked by ``connect``.
         """
         ...
 
@@ -169,6 +173,6 @@ class ConnectionCallbacks(Protocol):
     def on_disconnected(self, worker: int) -> None:
         """Release what the worker used, e.g. its slot in shared memory.
 
-        Called once per connection, after either side has closed it.
+        Called once per connection that was accepted, after either side has closed it.
         """
         ...

@@ -100,7 +100,7 @@ def _as_process(worker: int, process: Process) -> Process:
             f"worker {worker}: {number} is an open descriptor and also the id of a child process: pass the Process or "
             "Popen object, or one with a fileno() method, instead"
         )
-    if is_child:  # before active_children() is called, which reaps children that have ended: exit codes would be lost
+    if is_child:  # its exit code is read by a pidfd; active_children() below would reap it if it has ended
         return number
     for child in multiprocessing.active_children():
         if number == (child.sentinel if is_open else child.pid):

@@ -17,11 +17,10 @@ _thread_local = threading.local()  # has ``must_not_wait`` in a block of ``witho
 
 @contextmanager
 def without_waiting_for_versions() -> Iterator[None]:
-    """While the block runs, no hook of the gate requests a version in this thread and waits for it.
+    """While the block runs, no hook of the gate (of a model with ``max_staleness``) requests and awaits a version here.
 
     Outside such a block it may, see ``InstallOnRequest``. The receiver thread is always in such a block (``_run``): the
-    version could arrive only by a message that this thread itself has to read. Other threads use it when they
-    enter the gate for something other than a forward.
+    version could arrive only by a message that this thread itself has to read. A thread that connects uses it, too.
     """
     before, _thread_local.must_not_wait = must_not_wait_for_versions(), True
     try:

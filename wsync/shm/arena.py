@@ -17,15 +17,15 @@ forward locks it to read the published word and to record the slot as used. Ther
    unlocked it, so it reads the new word. The mutex also ensures that it sees the weights that were packed before.
 2. *No slot is written while a forward uses it* (but see "Without protection"). The sender writes a slot ``s`` only when
    it has read, first, that no published word names ``s`` (newer updates have replaced it) and, second, that no worker
-   has recorded ``s`` as used. A forward that read its published word while that still named ``s`` also recorded ``s``,
-   under the same lock. So the second step finds the record as long as the forward runs. A later forward reads another
-   slot. (The second step is done without the mutex: ``WorkerSlot.take`` explains why it misses no record.)
+   has recorded ``s`` as used or held. A forward that read its published word while that still named ``s`` also recorded
+   ``s``, under the same lock. So the second step finds the record as long as the forward runs. A later forward reads
+   another slot. (The second step is done without the mutex: ``WorkerSlot.take`` explains why it misses no record.)
 3. *A published slot is whole.* No slot is written while a word names it, even if the worker has copied the slot out: a
    replacement of the worker would read it.
 4. *Three slots are enough* while all workers are sent the same versions: one published, one older one still in use, one
    free. If forwards use two older ones, the arena does not grow: the sender waits for a forward to end, or for its
    worker to die. It grows by one slot for each further version that is published or held: if workers were sent
-   different versions (``worker_ids``, weights per worker), or keep an old one to roll back to.
+   different versions (``worker_ids``, weights per worker), or hold an old one (see below).
 
 How long a worker uses a slot depends on how its model takes the weights:
 
@@ -103,7 +103,8 @@ class Arena:
     Attributes:
         fds: descriptors of file 1 (words and weights) and file 2 (extra state).
         words: the mapped words of file 1.
-        plans: for each slot that is mapped in this process, what packs weights into it; it has views of the tensors.
+        plans: for each slot that is mapped in this process, its tensors with their addresses: the sender packs with it,
+            and the compiled fast path of a worker installs with it.
     """
 
     def __init__(self, workers: int, fds: tuple[int, int]) -> None:

@@ -3,8 +3,9 @@
 Otherwise (an update was sent from other weights, and is not copied into them yet) the model is bound to a slot.
 
 The *registered buffers* (not the buffers of a module) are those given to ``SharedMemWeightSyncScheme`` by
-``register_shared_weights``, or as its ``policy_weights``. They lie in memory files already (``share_memory_()``,
-``memmap_()``). The arena's second file records their location, after the extra states::
+``register_shared_weights``, or as its ``policy_weights``. They lie in memory files (``share_memory_()``,
+``memmap_()``); if they do not, workers are not bound to them. The arena's second file records their location, after the
+extra states::
 
     page   one word: the version of the weights in the buffers
     JSON   the files' descriptors in the sender's process, and the place, dtype, shape and strides of each tensor
