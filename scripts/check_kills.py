@@ -188,6 +188,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the kills.")] = 0,
 ) -> None:
     """Kill workers at random; fail if a count is wrong."""
+    logging.basicConfig(level=logging.ERROR)  # a line for each kill is too many
     chosen = backend or ["shared_mem"]
     check_names(chosen, BACKENDS)
     table = Table(title=f"{workers} workers, a kill every {pause:g} s on average")
@@ -212,5 +213,4 @@ def main(
 
 
 if __name__ == "__main__":
-    logging.getLogger("collectors").setLevel(logging.ERROR)  # a line for each kill is too many
     typer.run(main)
