@@ -187,6 +187,22 @@ def test_a_full_listener_queue_is_an_error_at_the_deadline() -> None:
             stack.enter_context(closing(connect(listener.address, 7, time.monotonic() + 0.05)))
 
 
+def test_a_worker_that_has_sent_its_greeting_waits_as_long_as_the_listener_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trainer sets up other workers meanwhile, which takes longer than an attempt has for its greeting."""
+    monkeypatch.setattr("wsync.control.listener._AUTH_TIMEOUT", 0.2)
+    with closing(Listener("127.0.0.1")) as listener:
+        worker = connect(listener.address, 3, time.monotonic() + SECONDS)
+        with closing(worker):
+            select.select([listener], [], [], SECONDS)
+            assert listener.accept() is None  # it has only been registered
+            threading.Event().wait(0.4)
+            accepted = listener.accept()
+            assert accepted is not None and accepted[1].worker == 3
+            accepted[0].close()
+
+
 def test_two_hundred_workers_can_connect_before_the_first_is_accepted() -> None:
     with closing(Listener()) as listener, ExitStack() as stack:
         for worker in range(200):

@@ -142,44 +142,57 @@ class Listener:
     def _read(self, fd: int) -> tuple[SocketConnection, Message] | None:
         try:
             accepted = self._authenticate(self._pending[fd])
+        except BlockingIOError:  # the rest has not arrived yet
+            return None
         except (ValueError, OSError):  # wrong credentials, or the client has disconnected
             self._drop(fd)
             return None
         except BaseException:  # e.g. no thread could be started to watch it
             self._drop(fd)
             raise
-        if accepted is not None:
-            self._epoll.unregister(fd)
-            del self._pending[fd]
+        self._epoll.unregister(fd)
+        del self._pending[fd]
         return accepted
 
-    def _authenticate(self, pending: _Pending) -> tuple[SocketConnection, Message] | None:
-        """Read what has arrived; return the connection once the ``HELLO`` is complete.
+    def _authenticate(self, pending: _Pending) -> tuple[SocketConnection, Message]:
+        """Read the whole ``HELLO``, as far as it has arrived; return the connection.
+
+        All at once: while this process accepts other workers, one that has sent its ``HELLO`` may wait for longer than
+        the timeout, and must not be dropped after a part was read.
 
         Raises:
+            BlockingIOError: more has to arrive.
             ValueError, OSError: it is no ``HELLO``, the credentials are wrong, or the client has disconnected.
         """
         received = pending.received
-        header_only = len(received) < HEADER_SIZE
-        wanted = HEADER_SIZE if header_only else HEADER_SIZE + payload_length(received)
-        part = pending.socket.recv(wanted - len(received))  # never more than the HELLO
-        if not part:
-            raise ConnectionError("closed")
-        received += part
+        while not self._is_complete(received):
+            header_only = len(received) < HEADER_SIZE
+            wanted = HEADER_SIZE if header_only else HEADER_SIZE + payload_length(received)
+            part = pending.socket.recv(wanted - len(received))  # never more than the HELLO
+            if not part:
+                raise ConnectionError("closed")
+            received += part
+        claim_end = HEADER_SIZE + CLAIM_SIZE
+        claim = bytes(received[HEADER_SIZE:claim_end])
+        self._used.add(claim)
+        return self._connection(pending.socket, unpack(received, b""), claim, bytes(received[claim_end:]))
+
+    def _is_complete(self, received: bytearray) -> bool:
+        """Return whether a whole ``HELLO`` was received.
+
+        Raises:
+            ValueError: it is none, or its credentials are wrong.
+        """
         if len(received) < HEADER_SIZE:
-            return None
+            return False
         length = payload_length(received)
         hello = unpack(received, b"")
         if hello.kind is not Kind.HELLO or not CLAIM_SIZE <= length <= MAX_HELLO:
             raise ValueError("not a HELLO")
         claim_end = HEADER_SIZE + CLAIM_SIZE
-        claim = bytes(received[HEADER_SIZE:claim_end])
-        if len(received) >= claim_end and not self._accepts(claim):
+        if len(received) >= claim_end and not self._accepts(bytes(received[HEADER_SIZE:claim_end])):
             raise ValueError("wrong credentials")
-        if len(received) < HEADER_SIZE + length:
-            return None
-        self._used.add(claim)
-        return self._connection(pending.socket, hello, claim, bytes(received[claim_end:]))
+        return len(received) == HEADER_SIZE + length
 
     def _accepts(self, claim: bytes) -> bool:
         return claim not in self._used and is_valid(claim, self.address.token, self.address.public)
