@@ -116,24 +116,30 @@ def test_a_worker_that_connects_to_another_trainer_counts_versions_anew() -> Non
                     assert weights_of(worker) == [value] * 2
 
 
+def replace_the_first_two(sender: wsync.WeightSyncScheme, stack: ExitStack, *, reported: bool) -> list[Any]:
+    """Three workers; the first two have been replaced, and the second one's replacement connected unawaited."""
+    sender.init_on_sender("policy", model=model_of(1), num_workers=3)
+    workers = [make_worker(sender, index) for index in range(3)]
+    stack.enter_context(workers[2])
+    connect(sender.connect, *workers)
+    for worker in workers[:2]:
+        worker.shutdown()
+    if reported:
+        with pytest.raises(wsync.WorkerDied):
+            sender.send(model_of(2))
+    workers[:2] = [stack.enter_context(make_worker(sender, index)) for index in range(2)]
+    pool = stack.enter_context(ThreadPoolExecutor())
+    readmitted = pool.submit(sender.readmit, 0)
+    pool.submit(workers[1].connect).result()
+    pool.submit(workers[0].connect).result()
+    readmitted.result()
+    return workers
+
+
 @pytest.mark.parametrize("reported", [True, False])
 def test_a_replacement_may_connect_while_another_one_is_awaited(reported: bool) -> None:
     with wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT) as sender, ExitStack() as stack:
-        sender.init_on_sender("policy", model=model_of(1), num_workers=3)
-        workers = [make_worker(sender, index) for index in range(3)]
-        stack.enter_context(workers[2])
-        connect(sender.connect, *workers)
-        for worker in workers[:2]:
-            worker.shutdown()
-        if reported:
-            with pytest.raises(wsync.WorkerDied):
-                sender.send(model_of(2))
-        workers[:2] = [stack.enter_context(make_worker(sender, index)) for index in range(2)]
-        pool = stack.enter_context(ThreadPoolExecutor())
-        readmitted = pool.submit(sender.readmit, 0)
-        pool.submit(workers[1].connect).result()
-        pool.submit(workers[0].connect).result()
-        readmitted.result()
+        workers = replace_the_first_two(sender, stack, reported=reported)
         report = sender.send(model_of(2))
         assert report is not None and report.workers.keys() == {0, 1, 2}
         sender.readmit(1)
@@ -143,18 +149,7 @@ def test_a_replacement_may_connect_while_another_one_is_awaited(reported: bool) 
 
 def test_a_replacement_that_was_not_awaited_may_have_answered_a_transaction_since() -> None:
     with wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT) as sender, ExitStack() as stack:
-        sender.init_on_sender("policy", model=model_of(1), num_workers=3)
-        workers = [make_worker(sender, index) for index in range(3)]
-        stack.enter_context(workers[2])
-        connect(sender.connect, *workers)
-        for worker in workers[:2]:
-            worker.shutdown()
-        workers[:2] = [stack.enter_context(make_worker(sender, index)) for index in range(2)]
-        pool = stack.enter_context(ThreadPoolExecutor())
-        readmitted = pool.submit(sender.readmit, 0)
-        pool.submit(workers[1].connect).result()
-        pool.submit(workers[0].connect).result()
-        readmitted.result()
+        workers = replace_the_first_two(sender, stack, reported=False)
         bias = workers[2].model.bias
         workers[2].model.bias = nn.Parameter(torch.zeros(7))
         with pytest.raises(wsync.WorkerFailed, match="worker 2"):

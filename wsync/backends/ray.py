@@ -266,7 +266,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int, rejoin: bool) -> None:
     """In an actor: connect to the sender.
 
-    First leaves senders that have died, whose memory it would keep; and with ``rejoin`` the same sender, which has
+    First leaves senders that have died, to free their memory; and with ``rejoin`` the same sender, which has
     closed the connection.
     """
     key = _key(scheme)

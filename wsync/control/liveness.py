@@ -45,7 +45,7 @@ class PeerProcess:
 
     @classmethod
     def of_pid(cls, pid: int) -> PeerProcess:
-        """Return the process whose id ``SO_PEERCRED`` gives as ``pid``, which is 0 for one of another namespace."""
+        """Return the process with the id ``pid``, as ``SO_PEERCRED`` gives it: 0 for one of another namespace."""
         peer = cls()
         if pid > 0:
             peer.pid = pid

@@ -31,6 +31,9 @@ class Outbox:
         send: ``(data, fds, wait=…)`` sends what the socket has room for, the descriptors with the first byte, and
             returns the number of bytes; with ``wait``, it waits for room for some time. It raises ConnectionError if
             the connection has broken.
+
+    Attributes:
+        busy: whether the thread is sending. It stays True after the thread has failed; ``put`` then raises the error.
     """
 
     def __init__(self, send: Send) -> None:
@@ -38,12 +41,8 @@ class Outbox:
         self._lock = threading.Lock()
         self._waiting: deque[tuple[bytes, Sequence[int]]] = deque()
         self._thread: threading.Thread | None = None
+        self.busy = False
         self._error: ConnectionError | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether the thread is sending. It stays True after the thread has failed; ``put`` then raises the error."""
-        return self._thread is not None
 
     def put(self, data: bytes, fds: Sequence[int] = (), *, may_drop: bool = False) -> None:
         """Send ``data``.
@@ -59,19 +58,20 @@ class Outbox:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            if self._thread is None:
+            if not self.busy:
                 sent = self._send(data, fds, wait=False)
                 if sent == len(data) or (may_drop and not sent):
                     return
                 # If a part was sent, the descriptors went with its first byte.
                 self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
-                # Stored before ``start``, in which a signal handler may raise while the thread begins to send.
-                self._thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
+                thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
+                self.busy = True  # before start(), in which a signal handler may raise while the thread begins to send
                 try:
-                    self._thread.start()
+                    thread.start()
                 except RuntimeError as error:  # the limit of threads; what was sent may be half a message
-                    self._thread, self._error = None, ConnectionError(f"no thread could be started to send: {error}")
+                    self.busy, self._error = False, ConnectionError(f"no thread could be started to send: {error}")
                     raise self._error from error
+                self._thread = thread  # after start(): ``flush`` may join it at once
             elif not may_drop or len(self._waiting) < _DROP_FROM:
                 self._waiting.append((data, _duplicates(fds)))
 
@@ -95,7 +95,7 @@ class Outbox:
     def _next(self) -> tuple[bytes, Sequence[int]] | None:
         with self._lock:
             if not self._waiting:
-                self._thread = None
+                self._thread, self.busy = None, False
                 return None
             return self._waiting.popleft()
 
@@ -105,8 +105,7 @@ class Outbox:
         Raises:
             ConnectionError: it could not be sent.
         """
-        with self._lock:  # a thread that ``put`` is starting cannot be joined yet
-            thread = self._thread
+        thread = self._thread
         if thread is not None:
             thread.join(remaining(deadline))
         if self._error is not None:
@@ -114,8 +113,7 @@ class Outbox:
 
     def close(self) -> None:
         """Wait for the thread, which ends because the caller has shut the socket down. No ``put`` may follow."""
-        with self._lock:
-            thread = self._thread
+        thread = self._thread  # without the lock: a finalizer may call this in a thread that has it
         if thread is not None and thread is not threading.current_thread():  # which may run a finalizer
             thread.join()
         while self._waiting:
