@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_control import HOSTS, accept, connected, open_socket
 from torch import Tensor
@@ -127,6 +127,7 @@ def test_a_layout_survives_its_dump_and_its_views_are_the_weights(weights: Snaps
 
 @quick
 @given(st.binary(max_size=60) | json_values.map(lambda value: json.dumps(value).encode()))
+@example(b'["", "", ""]')
 def test_other_bytes_are_no_handshake_and_no_address(data: bytes) -> None:
     with pytest.raises(ValueError):
         SenderSettings.load(data)

@@ -42,7 +42,7 @@ class Address:
     @classmethod
     def checked(cls, host: Any, port: Any, token: bytes) -> Address:
         """Return an address; ``host`` and ``port`` come from parsed JSON, ValueError if they are not valid."""
-        valid_port = (type(port) is int and 0 < port < 65536) if host else isinstance(port, str)
-        if not isinstance(host, str) or not valid_port:
-            raise ValueError("host and port are missing or invalid")
+        valid_port = (type(port) is int and 0 < port < 65536) if host else isinstance(port, str) and port != ""
+        if not isinstance(host, str) or not valid_port or not token:
+            raise ValueError("host, port and token are missing or invalid")
         return cls(host, port, token)
