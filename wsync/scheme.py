@@ -57,8 +57,8 @@ class WeightSyncScheme(SchemeBase):
             model: the model; read again by each ``send()`` without arguments.
             weights: instead of a model, its live weights; likewise read again.
             devices: one per worker; only their number is used (an argument of TorchRL's).
-            device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker, which may differ
-                from the others' in values, dtype or device. Called once per worker by the thread that calls ``send``.
+            device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker; they may be on any
+                device. Called once per worker by the thread that calls ``send``.
             num_workers: how many there are; by default as many as ``devices``, ``params_map`` or the context's workers.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
             pipes: the older API's, one to each worker: see ``wsync.legacy``.

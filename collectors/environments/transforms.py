@@ -19,6 +19,7 @@ Key = str | Sequence[str]
 OBSERVATION, ACTION = "observation", "action"
 NEXT_OBSERVATION, REWARD = ("next", "observation"), ("next", "reward")
 _READABLE = (OBSERVATION, ACTION, NEXT_OBSERVATION, REWARD)
+_WRITABLE = (OBSERVATION, REWARD)
 
 
 class Transform(ABC):
@@ -41,8 +42,8 @@ class Transform(ABC):
     """
 
     def __init__(self, in_keys: Sequence[Key], out_keys: Sequence[Key]) -> None:
-        self.in_keys, self.out_keys = _keys("in_keys", in_keys), _keys("out_keys", out_keys)
-        if self.out_keys not in ((OBSERVATION,), (REWARD,)):
+        self.in_keys, self.out_keys = _keys("in_keys", in_keys, _READABLE), _keys("out_keys", out_keys, _WRITABLE)
+        if len(self.out_keys) != 1:
             raise ValueError(f'out_keys is ["observation"] or [("next", "reward")], not {list(self.out_keys)}')
         if self.is_encoder and self.in_keys != (OBSERVATION,):
             raise ValueError(
@@ -126,12 +127,12 @@ def call_without_trace(module: nn.Module, inputs: Sequence[Array], device: torch
         return call(module, inputs, device)
 
 
-def _keys(name: str, keys: Sequence[Key]) -> tuple[str | tuple[str, ...], ...]:
+def _keys(name: str, keys: Sequence[Key], allowed: Sequence[Key]) -> tuple[str | tuple[str, ...], ...]:
     if isinstance(keys, str):
         raise ValueError(f"{name} is a list of keys, not the string {keys!r}")
     normalised = tuple(key if isinstance(key, str) else tuple(key) for key in keys)
-    unknown = [key for key in normalised if key not in _READABLE]
+    unknown = [key for key in normalised if key not in allowed]
     if unknown or not normalised:
-        known = ", ".join(map(repr, _READABLE))
+        known = ", ".join(map(repr, allowed))
         raise ValueError(f"{name}: {f'unknown key {unknown[0]!r}' if unknown else 'no key'}; there are {known}")
     return normalised
