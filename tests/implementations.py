@@ -17,7 +17,7 @@ from wsync.weights.layout import Layout
 
 _MODULES = {
     "ArenaWriter": "arena_writer",
-    "GateLock": "gate_lock",
+    "GateState": "gate_state",
     "Installer": "installer",
     "PackPlan": "pack_plan",
     "TensorTree": "tensor_tree",

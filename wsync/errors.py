@@ -1,4 +1,4 @@
-"""One family of errors: what was wrong, which key or worker, what to do."""
+"""The exceptions. Each message names the cause, the worker or the key, and the remedy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class WorkerError(WeightSyncError):
     Attributes:
         workers: ``{worker_idx: cause}`` for each worker that failed.
         version: the update that they lack, and the others have; None if no worker was given one.
-        refused: those among them in which the model raised; all others died, or did not answer.
+        refused: those among them that answered with an error, or that could not be sent the update; all others died, or
+            did not answer.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class WorkerFailed(WorkerError):
 
 
 class WorkerDied(WorkerError):
-    """A worker's process ended; the survivors have the update."""
+    """A worker died, or was disconnected; the message says whether the others have the update."""
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:

@@ -36,35 +36,35 @@ from torch import nn
 
 from wsync import loops
 from wsync.deadlines import remaining
-from wsync.loops.gate_lock import GateHook
+from wsync.loops.gate_state import GateHook
 
 
 class Gate:
     """The gate of one process.
 
     Attributes:
-        gate_lock: the state of the gate, in Python or compiled: an RLock (``lock``), how often the holder has entered
+        gate_state: the state of the gate, in Python or compiled: an RLock (``lock``), how often the holder has entered
             (``depth``), and the hooks. Acquiring ``lock`` alone does not enter the gate: no hook is called, and nothing
             is installed.
         call: ``call(function, *args, **kwargs)`` calls ``function`` inside the gate; faster than ``hold``.
     """
 
     def __init__(self) -> None:
-        self.gate_lock = loops.GateLock(threading.RLock())
-        self.call = self.gate_lock.call
+        self.gate_state = loops.GateState(threading.RLock())
+        self.call = self.gate_state.call
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Keep every synchronised model of this process at one version while the block runs."""
-        gate_lock = self.gate_lock
-        with gate_lock.lock:
-            depth_before = gate_lock.depth
+        gate_state = self.gate_state
+        with gate_state.lock:
+            depth_before = gate_state.depth
             try:
-                gate_lock.enter(depth_before)
+                gate_state.enter(depth_before)
                 yield
             finally:
-                gate_lock.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
-                gate_lock.leave(depth_before)
+                gate_state.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
+                gate_state.leave(depth_before)
 
     def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
         """Wait for the gate until ``deadline``, and call ``function`` inside it. None if that was not in time.
@@ -73,7 +73,7 @@ class Gate:
         signal handler may raise just after ``acquire``; if the lock was not acquired, the error of ``release`` is
         ignored.
         """
-        lock, left = self.gate_lock.lock, remaining(deadline)
+        lock, left = self.gate_state.lock, remaining(deadline)
         try:
             return self.call(function, *args) if lock.acquire(timeout=-1 if left is None else left) else None
         finally:
@@ -85,18 +85,18 @@ class Gate:
     @property
     def held_here(self) -> bool:
         """Whether the calling thread is inside the gate."""
-        gate_lock = self.gate_lock
-        return gate_lock.lock._is_owned() and gate_lock.depth > 0  # the depth is 0 if only ``lock`` was acquired
+        gate_state = self.gate_state
+        return gate_state.lock._is_owned() and gate_state.depth > 0  # the depth is 0 if only ``lock`` was acquired
 
     def attach(self, hook: GateHook) -> None:
         """Call ``hook`` from now on, after those that are attached already. Called by the thread that connects."""
-        with self.gate_lock.lock:
-            self.gate_lock.hooks = (*self.gate_lock.hooks, hook)
+        with self.gate_state.lock:
+            self.gate_state.hooks = (*self.gate_state.hooks, hook)
 
     def detach(self, hook: GateHook) -> None:
         """Stop calling ``hook``. Called by the thread that shuts down, or connects again, or has failed to."""
-        with self.gate_lock.lock:
-            self.gate_lock.hooks = tuple(other for other in self.gate_lock.hooks if other is not hook)
+        with self.gate_state.lock:
+            self.gate_state.hooks = tuple(other for other in self.gate_state.hooks if other is not hook)
 
 
 _gate = Gate()

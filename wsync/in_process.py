@@ -61,7 +61,7 @@ class InProcessChannel:
         if self._updater is None:
             self._updater = self._connect_updater()
 
-    def pop_early(self, worker: int) -> int | None:
+    def pop_unawaited_join(self, worker: int) -> int | None:
         """See ``SendChannel``: this process is the only worker."""
         return None
 
@@ -77,7 +77,7 @@ class InProcessChannel:
         assert self._buffer is not None, "set_layout() comes first"
         if process_gate().held_here:
             raise RuntimeError("call send() outside any forward and any wsync.gate() block")
-        with process_gate().gate_lock.lock:
+        with process_gate().gate_state.lock:
             self._pending = None  # of a send that a signal handler has interrupted
         return self._buffer
 
@@ -93,7 +93,7 @@ class InProcessChannel:
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """See ``SendChannel``; waits for a forward that is running."""
         self._pending, self._published = Update(version, buffer.views, extra), True
-        process_gate().gate_lock.pass_through()
+        process_gate().gate_state.pass_through()
 
     def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """See ``TransactionChannel``."""

@@ -11,7 +11,7 @@ from wsync.deadlines import deadline_in, remaining
 from wsync.errors import SyncTimeout, WeightSyncError
 from wsync.gate import process_gate
 from wsync.loops import WorkerSlot
-from wsync.loops.gate_lock import GateHook
+from wsync.loops.gate_state import GateHook
 from wsync.receiving import gated_models
 from wsync.receiving.cascade import Cascade
 from wsync.receiving.install_policy import InstallOnArrival
@@ -103,8 +103,8 @@ class Receiver:
             LayoutMismatch: its weights do not fit the model.
             RuntimeError: this worker is connected already; the existing connection is kept. Or inside the gate, where
                 the first weights could not be installed.
-            WeightSyncError: the model raised an error as it took the first weights; has the traceback. The sender gets
-                it and a ``LayoutMismatch`` as the worker's answer, too.
+            WeightSyncError: the model raised an error as it took the first weights; has the traceback. This error and a
+                ``LayoutMismatch`` are also sent to the sender, as the worker's answer.
         """
         if process_gate().held_here:
             raise RuntimeError("call connect() outside any forward and any wsync.gate() block")

@@ -43,7 +43,7 @@ class Rendezvous(Protocol):
         ...
 
     def announce(self, address: Any, model_id: str, deadline: float | None) -> None:
-        """On the sender: publish the address. Called by ``connect``, once."""
+        """On the sender: publish the address. Called by each ``connect`` until all workers have connected."""
 
     def can_look_up(self) -> bool:
         """In a worker: return whether ``dial`` can find the sender without an address."""

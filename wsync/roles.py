@@ -60,7 +60,7 @@ class Role:
             raise RuntimeError(f"this scheme is already initialised {where}, for model '{self.model_id}'")
 
     def as_sender(self, what: str) -> SenderRole:
-        """Return this role, for a call of ``what`` that only a sender has.
+        """Return this role if it is a sender's: ``SenderRole`` overrides this method. ``what`` is the method called.
 
         Raises:
             NotConnected: it is no sender's; or this is a forked child of the process that initialised the scheme.
@@ -70,7 +70,7 @@ class Role:
         raise NotConnected(f"{what}() needs init_on_sender() first; after shutdown(), initialise the scheme again")
 
     def as_receiver(self, what: str) -> ReceiverRole:
-        """Return this role, for a call of ``what`` that only a receiver has.
+        """Return this role if it is a receiver's: ``ReceiverRole`` overrides this method.
 
         Raises:
             NotConnected: it is no receiver's; or this is a forked child of the process that initialised the scheme.

@@ -95,7 +95,7 @@ class SchemeBase(ABC):
         self.bind = bind
         self.send_transform = send_transform
         self.receive_transform = receive_transform
-        self.checksum: bool | None = None  # whether updates have one; None: only those that travel by a transport
+        self.checksum: bool | None = None  # see ``SenderSettings``
         self.metrics = SyncMetrics(self.name or type(self).__name__)
 
     def __init_subclass__(cls) -> None:
@@ -113,7 +113,7 @@ class SchemeBase(ABC):
     def create_transport(self, worker_idx: int | None = None) -> TransportBackend | FlatTransport:
         """Return a new transport to (or in) worker ``worker_idx``. Called once per connection, at either end.
 
-        By the thread in ``connect`` or ``readmit``; with the older API's ``init_on_worker``, by the receiver thread.
+        Called by the thread in ``connect`` or ``readmit``; with ``init_on_worker``, by the receiver thread.
         """
 
     def create_rendezvous(self) -> Rendezvous:

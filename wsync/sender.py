@@ -44,7 +44,7 @@ class Sender:
         finishes_on_publish: whether a send is finished once the update is published: every forward that starts later
             uses it. Acknowledgements are awaited only in the cases that ``Updates.publish`` names. Not allowed together
             with ``on_request``.
-        on_request: with ``initiator="receiver"``: ``send`` awaits no install: workers request versions.
+        on_request: with ``initiator="receiver"``. Workers request versions, and ``send`` awaits no install.
         record: called with the report of each finished update but that of ``connect``, under the sender's lock.
     """
 
@@ -158,16 +158,18 @@ class Sender:
         with self.exclusive():
             worker = single_worker(worker, self.num_workers)
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            if (given := self.channel.pop_early(worker)) is None:
-                self.disconnect(worker)
+            first_version = self.channel.pop_unawaited_join(worker)
             try:
-                self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
+                if first_version is None:
+                    self.disconnect(worker)
+                    sentinels = {} if sentinel is None else {worker: sentinel}
+                    self.channel.wait_for_workers([worker], sentinels, deadline)
             finally:
                 self._members.add(self.channel.workers)
             expected = self._members.expected_version.get(worker)
-            # Of a worker that connected early, only the answer to the version that it was given then is awaited: if it
-            # has not been collected already (0), and no later send has replaced that version.
-            if expected and given in (None, expected):
+            # If the worker connected during an earlier call, wait only if its first version is still the newest, and
+            # unanswered. 0: it had none, or its answer was read.
+            if expected and first_version in (None, expected):
                 self._updates.acks.require([worker], expected, deadline)
 
     def continue_from(self, version: int) -> None:

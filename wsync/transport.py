@@ -188,7 +188,7 @@ class FlatTransport(Protocol):
             rank: 0 on the sender, 1 in the worker.
             connection_number: 1 for the first connection with this worker's index, more for each later one.
             host: the address of this end by which the other end reaches it.
-            deadline: on ``time.monotonic``'s clock; None for none.
+            deadline: on ``time.monotonic``'s clock; ten minutes from now where the scheme has no ``timeout``.
 
         Raises:
             RuntimeError: the connection could not be made.
@@ -241,13 +241,13 @@ class FlatTransport(Protocol):
 
 
 class SenderEnd:
-    """A base for the sender's class of a ``TransportBackend`` with a class for each end: it refuses to receive.
+    """Base class of a transport that only sends: its receiver methods raise an error.
 
     Attributes:
-        receive_where: how the error message ends: where to receive instead.
+        receive_hint: the end of the error message: where to receive instead.
     """
 
-    receive_where = "in the worker, by its scheme"
+    receive_hint = "in the worker, by its scheme"
 
     def receive_weights(self, timeout: float | None = None, **_: Any) -> NoReturn:
         """Refuse: this is the sender's end.
@@ -255,7 +255,7 @@ class SenderEnd:
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(f"this is the sender's end: receive {self.receive_where}")
+        raise RuntimeError(f"this is the sender's end: receive {self.receive_hint}")
 
     def setup_connection_and_weights_on_receiver(self, **_: Any) -> NoReturn:
         """Refuse: this is the sender's end.
@@ -263,7 +263,7 @@ class SenderEnd:
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(f"this is the sender's end: connect {self.receive_where}")
+        raise RuntimeError(f"this is the sender's end: connect {self.receive_hint}")
 
 
 def apply_received(received: Any, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:

@@ -154,7 +154,7 @@ class TransportSetup:
         self._given_up = False  # whether ``wait`` has raised
         self._done = os.eventfd(0, os.EFD_CLOEXEC)
         self._error: BaseException | None = None
-        self._early: list[Message] = []
+        self._unread: list[Message] = []
         latest = deadline_in(_LONGEST) if deadline is None else deadline + _LATER
         self._store = RelayStore(self._relay, latest)
         set_up: Callable[[], Any]
@@ -225,7 +225,7 @@ class TransportSetup:
             elif self._done in ready:
                 if self._error is not None:
                     raise self._error
-                return self._early
+                return self._unread
             else:
                 raise NotConnected(
                     f"worker {self._worker}: {self._connection.peer} died while the transport was set up"
@@ -237,4 +237,4 @@ class TransportSetup:
         if message.kind is Kind.STORE:
             self._store.put(*_key_and_value(message))
         else:
-            self._early.append(message)
+            self._unread.append(message)

@@ -37,7 +37,7 @@ class Ack(NamedTuple):
 
     Attributes:
         worker: its index.
-        version: that it has installed, has prepared, or has failed to install.
+        version: the version that it has installed, has prepared, or has failed to install.
         error: the remote traceback; empty if all went well.
         died: whether the process has ended instead of answering.
         wait: seconds from the arrival of the message until the worker had the gate.

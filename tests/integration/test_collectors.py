@@ -710,7 +710,7 @@ def test_a_collector_in_one_process_that_cannot_be_made_leaves_nothing():
     env.stepper.driver.close = lambda: closed.append(True)
     with pytest.raises(LookupError, match="polcy"):
         Collector(env, policy(), frames_per_batch=16, weight_sync_schemes=schemes)
-    assert closed and not process_gate().gate_lock.hooks
+    assert closed and not process_gate().gate_state.hooks
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,14 @@ NO_MEMORY = (os.getpid(), 0, 0, "no arena")
 SETTINGS = SenderSettings(Layout.of(snapshot(nn.Linear(2, 2))), None)
 
 
-def connect_by(script: Script) -> None:
-    with Scripted(script) as worker:
+class ArenaOnly(Scripted):
+    """Takes weights from shared memory."""
+
+    arena_only = True
+
+
+def connect_by(script: Script, scheme: type[Scripted] = Scripted) -> None:
+    with scheme(script) as worker:
         worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=0)
         worker.connect()
 
@@ -53,6 +59,23 @@ def test_a_sender_that_dies_after_it_has_accepted_a_worker_is_not_connected() ->
 
     with pytest.raises(wsync.NotConnected, match="worker 0: the sender went away"):
         connect_by(script)
+
+
+def test_memory_that_cannot_be_mapped_is_closed() -> None:
+    memory = os.memfd_create("wsync-empty")
+    settings = SenderSettings(None, None, arena_handle=(os.getpid(), memory, memory, "wsync-empty"))
+
+    def descriptors() -> int:
+        links = [os.readlink(one.path) for one in os.scandir("/proc/self/fd") if os.path.lexists(one.path)]
+        return links.count("/memfd:wsync-empty (deleted)")
+
+    def script(sender: Connection) -> None:
+        sender.send(Message(Kind.ACCEPTED, 0, 0, settings.dump()))
+
+    with pytest.raises(wsync.NotConnected, match="invalid message from the sender"):
+        connect_by(script, ArenaOnly)
+    assert descriptors() == 1
+    os.close(memory)
 
 
 @pytest.fixture
@@ -108,9 +131,9 @@ def test_a_connect_that_was_interrupted_leaves_nothing_behind(tmp_path: Path) ->
         worker.init_on_receiver("policy", load=load, worker_idx=0)
         with pytest.raises(KeyboardInterrupt):
             worker.connect()
-        assert not process_gate().gate_lock.hooks
+        assert not process_gate().gate_state.hooks
         worker.connect()
-        assert worker.version == 1 and len(process_gate().gate_lock.hooks) == 1
+        assert worker.version == 1 and len(process_gate().gate_state.hooks) == 1
 
 
 def test_receive_after_a_connect_that_failed_raises() -> None:
@@ -241,7 +264,7 @@ def test_a_model_stays_gated_while_one_of_its_schemes_connects_and_another_shuts
             scheme.init_on_receiver("policy", model=model, worker_idx=0)
         first.connect()
         thread = threading.Thread(target=second.connect, daemon=True)
-        with process_gate().gate_lock.lock:  # ``second`` cannot enter the gate
+        with process_gate().gate_state.lock:  # ``second`` cannot enter the gate
             thread.start()
             assert accepted.wait(30.0)
             first.shutdown()

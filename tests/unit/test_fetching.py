@@ -142,6 +142,25 @@ def test_a_forward_that_waits_goes_on_without_a_sender_that_dies_silently() -> N
         assert not thread.is_alive()
 
 
+def test_each_thread_that_acts_waits_for_the_version_that_it_needs() -> None:
+    silent, requested = Silent(), threading.Event()
+    with connected(silent, timeout=None, initiator="receiver", max_staleness=0) as (worker, model):
+
+        def act() -> None:
+            while not requested.is_set():
+                model(model.weight)
+
+        silent.name_a_version()
+        threads = [threading.Thread(target=act, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+            silent.await_request()
+        requested.set()
+        worker.shutdown()
+        for thread in threads:
+            thread.join(TIMEOUT)
+
+
 @contextmanager
 def too_old() -> Iterator[None]:
     """A model that is too old; the sender does not send the version that it needs."""
@@ -157,12 +176,12 @@ def too_old() -> Iterator[None]:
 def test_the_shutdown_of_one_model_does_not_wait_for_the_fetch_of_another() -> None:
     with connected(Silent()) as (other, _), too_old():
         other.shutdown()
-        assert len(process_gate().gate_lock.hooks) == 1
+        assert len(process_gate().gate_state.hooks) == 1
 
 
 def test_a_model_connects_without_waiting_for_the_fetch_of_another() -> None:
     with too_old(), connected(Silent()) as (other, _):
-        assert other.version == 0 and len(process_gate().gate_lock.hooks) == 2
+        assert other.version == 0 and len(process_gate().gate_state.hooks) == 2
 
 
 def test_a_worker_that_connects_anew_forgets_the_version_that_its_former_sender_named() -> None:

@@ -41,12 +41,12 @@ class News:
 
 
 @pytest.fixture(params=KINDS, autouse=True)
-def gate_lock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def gate_state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either kind of gate, as the one of this process."""
     classes = implementation(request.param)
     choose(classes, monkeypatch.setattr)
     monkeypatch.setattr(sys.modules["wsync.gate"], "_gate", Gate())  # ``wsync.gate`` is the function
-    assert type(process_gate().gate_lock) is classes.GateLock
+    assert type(process_gate().gate_state) is classes.GateState
 
 
 class Raises(nn.Module):
@@ -102,7 +102,7 @@ def test_open_again_whatever_a_hook_raised(where: str, error: BaseException) -> 
     for within in (gate.hold, lambda: gate.call(nullcontext)):
         with pytest.raises(type(error)), within():
             pass
-        assert (gate.gate_lock.depth, gate.held_here) == (0, False)
+        assert (gate.gate_state.depth, gate.held_here) == (0, False)
     asked = (news.entered, news.left)
     assert asked == ((0, 2) if where == "poll_update" else (2, 0))
 
@@ -148,10 +148,10 @@ def test_open_again_wherever_a_signal_strikes(passing: Callable[[Gate], object])
     gate.attach(News())
     for point in count(1):
         finished = struck_at(point, partial(passing, gate))
-        other = threading.Thread(target=lambda: gate.call(lambda: seen.append(gate.gate_lock.depth)), daemon=True)
+        other = threading.Thread(target=lambda: gate.call(lambda: seen.append(gate.gate_state.depth)), daemon=True)
         other.start()
         other.join(20.0)
-        assert seen == [1] * point and gate.gate_lock.depth == 0, f"struck at point {point}"
+        assert seen == [1] * point and gate.gate_state.depth == 0, f"struck at point {point}"
         if finished:
             break
 

@@ -586,11 +586,11 @@ class Receiver:
 def test_a_slot_is_in_use_while_a_forward_runs() -> None:
     arena, writer = arena_of(2, 3)
     slot, receiver, block = loops.WorkerSlot(), Receiver(), block_of(arena, 1)
-    slot.set_receiver(receiver, loops.GateLock(threading.RLock()))
+    slot.set_updater(receiver, loops.GateState(threading.RLock()))
     slot.poll_update()
     assert receiver.calls == 1, "without words there is no fast path"
     slot.map_words(arena.words, 1, 1)
-    slot.version, slot.slot = 3, 2
+    slot.version, slot.bound_slot = 3, 2
     assert slot.take() is None and slot.busy and block[USED_SLOT] == 2
     assert writer.await_free(1, 1.0)
     assert slot.release() and not slot.busy and block[USED_SLOT] == NONE and not slot.release()
@@ -610,9 +610,9 @@ def test_a_slot_is_in_use_while_a_forward_runs() -> None:
 def test_the_receiver_is_not_called_for_a_forward_without_an_update() -> None:
     arena, _ = arena_of(1, 3)
     slot, receiver, block = loops.WorkerSlot(), Receiver(), block_of(arena, 0)
-    slot.set_receiver(receiver, loops.GateLock(threading.RLock()))
+    slot.set_updater(receiver, loops.GateState(threading.RLock()))
     slot.map_words(arena.words, 0, 1)
-    slot.version, slot.slot = 3, 2
+    slot.version, slot.bound_slot = 3, 2
     assert slot.poll_update() is False and slot.busy and block[USED_SLOT] == 2 and not receiver.calls
     arena.close()
 
@@ -624,7 +624,7 @@ def test_a_refused_version_leaves_the_slot_before_it_held() -> None:
     slot.hold = True
     writer.publish(0, 1, 1, True, 1.0)
     assert slot.take() == (1, 1, True) and slot.busy and (block[USED_SLOT], block[HELD_SLOT]) == (1, NONE)
-    slot.version, slot.slot = 1, 1
+    slot.version, slot.bound_slot = 1, 1
     slot.release()
     writer.publish(0, 2, 2, False, 1.0)
     assert slot.take() == (2, 2, False) and (block[USED_SLOT], block[HELD_SLOT]) == (2, 1)
@@ -672,7 +672,7 @@ def test_a_worker_that_was_disconnected_leaves_the_words_of_its_replacement(
         new.map_words(arena.words, 0, 2)
         new.hold = True
         assert new.take() == (1, 1, False)
-        new.version, new.slot = 1, 1
+        new.version, new.bound_slot = 1, 1
         assert writer.await_free(0, 1.0)
         if newer:
             writer.publish(0, 2, 2, True, 1.0)
@@ -703,7 +703,7 @@ def install(slot: loops.WorkerSlot, bound: bool) -> None:
     assert taken is not None
     slot.version = taken[0]
     if bound:
-        slot.slot = taken[1]
+        slot.bound_slot = taken[1]
     else:
         slot.release()
 
@@ -724,9 +724,9 @@ def fast_worker(
     slot = loops.WorkerSlot()
     receiver = Receiver(slot)
     slot.map_words(arena.words, 0, 1)
-    gate_lock = loops.GateLock(threading.RLock())
-    gate_lock.hooks = (slot,)
-    slot.set_receiver(receiver, gate_lock)
+    gate_state = loops.GateState(threading.RLock())
+    gate_state.hooks = (slot,)
+    slot.set_updater(receiver, gate_state)
     one, other = tcp_pair() if family == socket.AF_INET else socket.socketpair(family, socket.SOCK_SEQPACKET)
     installer = Binding(model, layout, bind=bound).installer
     slot.install_fast_path(installer, arena.plans, {}, other.fileno(), bound)
@@ -827,7 +827,7 @@ def test_a_signal_leaves_no_mutex_locked(step: str) -> None:
     arena, writer = arena_of(1, 2)
     slot = loops.WorkerSlot()
     slot.map_words(arena.words, 0, 1)
-    slot.set_receiver(Receiver(), loops.GateLock(threading.RLock()))
+    slot.set_updater(Receiver(), loops.GateState(threading.RLock()))
     steps: dict[str, Callable[[], object]] = {
         "publish": partial(writer.publish, 0, 1, 0, False, 1.0),
         "await_free": partial(writer.await_free, 0, 1.0),

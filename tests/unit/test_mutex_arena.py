@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ import torch
 from implementations import KINDS, choose, implementation, new_arena, worker_arena
 
 from wsync import SyncTimeout
+from wsync.deadlines import deadline_in
 from wsync.loops.arena_writer import ArenaWriter
 from wsync.loops.mutex import Mutex
-from wsync.loops.words import MAX_SLOTS
+from wsync.loops.words import MAX_SLOTS, Block
 from wsync.loops.worker_slot import WorkerSlot
+from wsync.sending import slots
 from wsync.shm import registered
 from wsync.shm.arena import SenderArena, WorkerArena
+from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import Snapshot
 
@@ -85,17 +89,46 @@ def test_a_needed_slot_is_occupied_at_every_moment(monkeypatch: pytest.MonkeyPat
         writer.publish(0, 1, 1, False, 1.0)
         needed = {1}
         assert slot.take() == (1, 1, False)
-        slot.version = slot.slot = 1
+        slot.version = slot.bound_slot = 1
         writer.publish(0, 2, 2, False, 1.0)
         slot.release()  # a model that stays on it
         needed = {1, 2}
         assert slot.take() == (2, 2, False)
-        slot.version = slot.slot = 2
+        slot.version = slot.bound_slot = 2
         writer.publish(0, 3, 3, False, 1.0)
         needed = {2, 3}  # version 2 was installed, and version 3 may be refused
         slot.release()
     finally:
         arena.close()
+
+
+class Recorded:
+    """What ``Slots`` uses of the connections to workers: the answers that it records itself."""
+
+    def __init__(self) -> None:
+        self.acks: list[Ack] = []
+
+    def record(self, ack: Ack) -> None:
+        self.acks.append(ack)
+
+
+def test_a_worker_that_is_stopped_in_its_mutex_lacks_one_version_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_MUTEX_TIMEOUT", 0.05)
+    connections: Any = Recorded()
+    sender = slots.Slots(connections, 1, spare=0, checksum=None)
+    sender.set_layout(Layout.of(Snapshot({"a": torch.zeros(4)})))
+    sender.arena.writer.accept(0, 1)
+    sender.workers.add(0)
+    mutex = Block(sender.arena.words, 0).mutex
+    with ThreadPool(1) as stopped:  # a thread may not lock the mutex twice
+        stopped.apply(mutex.lock)
+        sender.point(0, 6, 1, True)
+        with pytest.raises(SyncTimeout, match=r"worker 0: .*is it stopped") as late:
+            sender.reserve({0, 1}, deadline_in(0.05))
+        stopped.apply(mutex.unlock)
+    assert [(ack.worker, ack.version) for ack in connections.acks] == [(0, 6)]
+    assert late.value.workers.keys() == {0}
+    sender.arena.close()
 
 
 def test_two_threads_map_each_slot_once() -> None:
@@ -168,7 +201,7 @@ def test_words_name_the_slots_in_use(kind: str, monkeypatch: pytest.MonkeyPatch)
         writer.publish(0, 1, 2, False, 1.0)
         assert writer.occupied() == ({2}, set(), set())
         assert slot.take() == (1, 2, False)
-        slot.version, slot.slot = 1, 2
+        slot.version, slot.bound_slot = 1, 2
         assert writer.occupied() == ({2}, {2}, set())
         assert writer.await_free(0, 1.0)
         writer.publish(0, 2, 0, True, 1.0)

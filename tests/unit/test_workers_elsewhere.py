@@ -160,6 +160,23 @@ def test_a_replacement_that_was_not_awaited_may_have_answered_a_transaction_sinc
         assert [weights_of(worker) for worker in workers] == [[3, 3]] * 3
 
 
+def test_the_successor_of_a_replacement_that_was_not_awaited_is_awaited() -> None:
+    with wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT) as sender, ExitStack() as stack:
+        workers = replace_the_first_two(sender, stack, reported=False)
+        sender.send(model_of(2))
+        workers[1].shutdown()
+
+        def refuse(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+            raise ArithmeticError("refused")
+
+        successor = stack.enter_context(make_worker(sender, 1, load=refuse))
+        connecting = stack.enter_context(ThreadPoolExecutor()).submit(successor.connect)
+        with pytest.raises(wsync.WorkerFailed, match="ArithmeticError: refused"):
+            sender.readmit(1)
+        with pytest.raises(wsync.WeightSyncError, match="ArithmeticError: refused"):
+            connecting.result()
+
+
 def test_a_worker_that_shuts_down_keeps_its_weights_while_the_trainer_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     clone = torch.Tensor.clone
     with wsync.SharedMemWeightSyncScheme(acknowledge="published", timeout=TIMEOUT) as sender:

@@ -133,7 +133,7 @@ class HTTPTransport(SenderEnd):
         worker_idx: which of its engines.
     """
 
-    receive_where = _RECEIVE_WHERE
+    receive_hint = _RECEIVE_WHERE
 
     def __init__(self, scheme: HTTPWeightSyncScheme, worker_idx: int) -> None:
         self._scheme = scheme

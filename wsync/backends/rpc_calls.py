@@ -107,7 +107,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._messages: deque[Message | None] = deque()
-        self._early: dict[int, Message] = {}  # by number: messages that wait for one with a smaller number
+        self._out_of_order: dict[int, Message] = {}  # by number: messages that wait for one with a smaller number
         self._numbered = 0  # the number of the last message that was added in order
         self._count = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._lock = threading.Lock()
@@ -132,8 +132,8 @@ class Inbox:
         A message that arrives early is kept until those before it have arrived: RPC keeps no order.
         """
         with self._lock:
-            self._early[number] = message
-            while (following := self._early.pop(self._numbered + 1, None)) is not None:
+            self._out_of_order[number] = message
+            while (following := self._out_of_order.pop(self._numbered + 1, None)) is not None:
                 self._numbered += 1
                 self._append(following)
 

@@ -45,9 +45,9 @@ class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
 
         A manual write into one is visible to bound parameters at once, without a version, at the user's own risk.
         """
-        mirror, layout = self._sender.source.mirror, self._sender.layout
-        if mirror is not None:
-            return [mirror]
+        registered, layout = self._sender.source.registered_weights, self._sender.layout
+        if registered is not None:
+            return [registered]
         if layout is None:
             return []
         return [
@@ -182,13 +182,13 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         if cached_weights is not None and self._registered.get(model_id) is not cached_weights:
             self.register_shared_weights(model_id, cached_weights)
         super().init_on_sender(model_id, context, **given)
-        role, mirror = self._role, self._registered.get(model_id)
-        if mirror is None or self.per_worker_weights or not self.bind:
+        role, registered = self._role, self._registered.get(model_id)
+        if registered is None or self.per_worker_weights or not self.bind:
             return
         if isinstance(role, SenderRole) and isinstance(role.sender.channel, SenderSideChannel):
             source = role.sender.source
             if not source.changes_weights:
-                source.registered = role.sender.channel.share_registered(snapshot(mirror).tensors)
+                source.shared_buffers = role.sender.channel.share_registered(snapshot(registered).tensors)
 
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
         """Return the transport to all workers; before ``init_on_sender``, one without a scheme.
@@ -226,15 +226,15 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         return self.acknowledge == "installed" and super().acknowledges
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
-        mirror = self._registered.get(model_id)
-        if not self.auto_register and mirror is None:
+        registered = self._registered.get(model_id)
+        if not self.auto_register and registered is None:
             return _UnregisteredSource(model_id, weights)
         return Source(
             weights,
             self.strategy,
             device_map_fn=device_map_fn,
             own_buffers=self.per_worker_weights,
-            mirror=mirror,
+            registered_weights=registered,
             transform=compose(self.send_transform, "send_transform"),
         )
 
@@ -242,8 +242,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         """See ``WeightSyncScheme.shutdown``; registered buffers stay the user's."""
         role = self._role
         super().shutdown()
-        if isinstance(role, SenderRole) and role.sender.source.registered is not None:
-            role.sender.source.registered.close()
+        if isinstance(role, SenderRole) and role.sender.source.shared_buffers is not None:
+            role.sender.source.shared_buffers.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address: registered buffers stay with the sender."""

@@ -89,7 +89,7 @@ class Connection(Protocol):
     def attach(self, handler: MessageHandler) -> None:
         """In a worker: from now on ``handler.on_readable()`` is called for each message, and when the peer exits.
 
-        By the receiver thread; with RPC by the thread of the incoming call.
+        Called by the receiver thread; with RPC by the thread of the incoming call.
         """
         ...
 
@@ -137,8 +137,8 @@ class ConnectionSource(Protocol):
 class ConnectionCallbacks(Protocol):
     """Called by ``WorkerConnections`` as workers connect, answer and disconnect.
 
-    Called by the thread that is calling a method of ``WorkerConnections``, under the lock that it holds (see there for
-    the one exception, ``close``).
+    Called by the thread that is calling a method of ``WorkerConnections``, with the channel's lock held, except that
+    ``WorkerConnections.close`` may run without it.
     """
 
     def accept_message(self, worker: int, rejoined: bool) -> Message:

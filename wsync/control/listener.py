@@ -157,8 +157,7 @@ class Listener:
     def _authenticate(self, pending: _Pending) -> tuple[SocketConnection, Message]:
         """Read the whole ``HELLO``, as far as it has arrived; return the connection.
 
-        All at once: while this process accepts other workers, one that has sent its ``HELLO`` may wait for longer than
-        the timeout, and must not be dropped after a part was read.
+        Reads all that has arrived. Otherwise a worker that waited while others were accepted could time out half read.
 
         Raises:
             BlockingIOError: more has to arrive.

@@ -17,10 +17,11 @@ _thread_local = threading.local()  # has ``must_not_wait`` in a block of ``witho
 
 @contextmanager
 def without_waiting_for_versions() -> Iterator[None]:
-    """While the block runs, no hook of the gate (of a model with ``max_staleness``) requests and awaits a version here.
+    """While the block runs, this thread does not request and await versions when it enters the gate.
 
-    Outside such a block it may, see ``InstallOnRequest``. The receiver thread is always in such a block (``_run``): the
-    version could arrive only by a message that this thread itself has to read. A thread that connects uses it, too.
+    Outside such a block it does, for a model with ``max_staleness``: see ``InstallOnRequest``. The receiver thread is
+    always in such a block (``_run``): the version could arrive only by a message that this thread itself has to read. A
+    thread that connects uses it, too.
     """
     before, _thread_local.must_not_wait = must_not_wait_for_versions(), True
     try:

@@ -33,8 +33,8 @@ class SenderSettings:
 
     Attributes:
         layout: of the weights (its fields: see ``Layout``); None until the sender has some.
-        checksum: which updates have a checksum: True: all; False: only those that a ``TransportBackend`` carries; None,
-            the default: those that any transport carries, and not those in the arena.
+        checksum: which updates have a checksum. True: all. None, the default: those that a transport carries, and not
+            those in the arena. False: only those that a ``TransportBackend`` carries, which always have one.
         workers: the number of workers.
         connection_number: how many connections were accepted with this index, this one included; 0 where it is not
             used.
@@ -98,18 +98,18 @@ def layout_in(data: bytes) -> Layout:
     return layout
 
 
-def dump_tensor_layout(layout: Layout, participle: str) -> str:
+def dump_tensor_layout(layout: Layout, past_participle: str) -> str:
     """Return dumped settings with the layout alone, for weights that travel without a control connection.
 
     Args:
         layout: of the weights.
-        participle: for the error message: extra state cannot be ``"stored"``, …
+        past_participle: for the error message: extra state cannot be ``"stored"``, …
 
     Raises:
         LayoutMismatch: there is extra state, which is pickled; or a dtype that safetensors files cannot have.
     """
     if layout.extra:
-        raise LayoutMismatch(f"extra state cannot be {participle}: {', '.join(sorted(layout.extra))}")
+        raise LayoutMismatch(f"extra state cannot be {past_participle}: {', '.join(sorted(layout.extra))}")
     check_dtypes(layout)
     return SenderSettings(layout, checksum=True).dump().decode()
 

@@ -39,7 +39,7 @@ class WorkerConnections:
         self._callbacks = callbacks
         self._connections: dict[int, Connection] = {}
         self._joined: set[int] = set()  # workers that are or were connected
-        self._early: dict[int, int] = {}  # see ``pop_early``
+        self._joined_unawaited: dict[int, int] = {}  # see ``pop_unawaited_join``
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._callback_of: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
         # Not epoll: a connection that a forked child keeps open would stay in its set after close().
@@ -54,7 +54,7 @@ class WorkerConnections:
         return self._connections.keys()
 
     @property
-    def packed_descriptors(self) -> bytes:
+    def descriptor_array(self) -> bytes:
         """All stream sockets, then all pidfds, as the bytes of an ``array("i")``, for the fast path.
 
         Empty if a worker is missing, has no stream socket or pidfd, or has a busy connection.
@@ -109,13 +109,15 @@ class WorkerConnections:
             if dead and self._source.fileno() not in ready:  # accept first: it may have connected before it ended
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
 
-    def pop_early(self, worker: int) -> int | None:
-        """Return the version of a worker that connected while only others were awaited, and forget that it did.
+    def pop_unawaited_join(self, worker: int) -> int | None:
+        """Return the first version of a worker that connected while only others were awaited, and forget that it did.
 
         Returns:
-            Its version; 0 if there was none, or ``wait_acks`` has returned its answer since. None: any other worker.
+            Its version; 0 if there was none, or ``wait_acks`` has returned its answer since. None if the worker is not
+            connected, or was awaited.
         """
-        return self._early.pop(worker, None)
+        self.process_arrived_messages()  # notices its death
+        return self._joined_unawaited.pop(worker, None)
 
     def _accept(self, awaited: Collection[int], deadline: float | None) -> int:
         """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""
@@ -151,7 +153,7 @@ class WorkerConnections:
                 return -1
             self._joined.add(worker)
             if worker not in awaited:
-                self._early[worker] = accepted.version
+                self._joined_unawaited[worker] = accepted.version
             _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)
             self._callbacks.on_accepted(worker, deadline)
         except BaseException:  # also KeyboardInterrupt: it is not set up
@@ -166,7 +168,7 @@ class WorkerConnections:
             return
         try:  # a signal handler may raise after any call
             del self._connections[worker]
-            self._early.pop(worker, None)
+            self._joined_unawaited.pop(worker, None)
             for fd in connection.descriptors:
                 self._forget(fd)
             connection.close()
@@ -211,8 +213,8 @@ class WorkerConnections:
             if len(acks) == len(workers) or not self.read(deadline):
                 for ack in acks:
                     (self._deaths if ack.died else self._answers).pop(ack.worker)
-                    if ack.worker in self._early:
-                        self._early[ack.worker] = 0
+                    if ack.worker in self._joined_unawaited:
+                        self._joined_unawaited[ack.worker] = 0
                 return acks
 
     def _answer_of(self, worker: int, version: int) -> Ack | None:

@@ -107,11 +107,11 @@ int Installer_check(Installer *installer, PyObject *views);
 /* Copy and bind, right after Installer_check: 0, or -1 with an error. */
 int Installer_switch(Installer *installer, PyObject *views);
 
-/* Enter and leave a GateLock, which installs updates on the way. Return -1 with an error. */
-int pass_through_gate(PyObject *gate_lock);
+/* Enter and leave a GateState, which installs updates on the way. Return -1 with an error. */
+int pass_through_gate(PyObject *gate_state);
 
-extern PyTypeObject *PackPlan_type, *TensorTree_type, *GateLock_type, *Installer_type, *ArenaUpdate_type;
-extern PyType_Spec PackPlan_spec, TensorTree_spec, ArenaWriter_spec, ArenaUpdate_spec, GateLock_spec, Installer_spec,
+extern PyTypeObject *PackPlan_type, *TensorTree_type, *GateState_type, *Installer_type, *ArenaUpdate_type;
+extern PyType_Spec PackPlan_spec, TensorTree_spec, ArenaWriter_spec, ArenaUpdate_spec, GateState_spec, Installer_spec,
     WorkerSlot_spec;
 
 /* --- Python objects that every file may use --- */

@@ -9,7 +9,7 @@
  *     pack_plan.c      copies tensors into a buffer      tensor_tree.c    finds a module's tensors
  *     arena_writer.c   the sender's words                arena_update.c   a usual update of all workers
  *     worker_slot.c    a worker's words                  worker_update.c  a usual update in a worker
- *     gate_lock.c      the gate around forwards          installer.c      switches a model to an update
+ *     gate_state.c      the gate around forwards          installer.c      switches a model to an update
  *     copy.c           copies bytes
  *
  * Tensors are read through DLPack's exchange table (dlpack.h, DLPackExchangeAPI, version 1), which PyTorch offers at
@@ -21,7 +21,7 @@
 #define REVISION 15 /* of the interface; wsync/loops/__init__.py names the one that it expects */
 
 const DLPackExchange *dlpack;
-PyTypeObject *PackPlan_type, *TensorTree_type, *GateLock_type, *Installer_type, *ArenaUpdate_type;
+PyTypeObject *PackPlan_type, *TensorTree_type, *GateState_type, *Installer_type, *ArenaUpdate_type;
 struct Names names;
 
 static int set_phases(PyObject *phases)
@@ -118,7 +118,7 @@ PyMODINIT_FUNC PyInit__loops(void)
     if (!module)
         return NULL;
     if (add_type(module, &PackPlan_spec, &PackPlan_type) || add_type(module, &TensorTree_spec, &TensorTree_type)
-        || add_type(module, &GateLock_spec, &GateLock_type) || add_type(module, &Installer_spec, &Installer_type)
+        || add_type(module, &GateState_spec, &GateState_type) || add_type(module, &Installer_spec, &Installer_type)
         || add_type(module, &ArenaWriter_spec, NULL) || add_type(module, &WorkerSlot_spec, NULL)
         || add_type(module, &ArenaUpdate_spec, &ArenaUpdate_type) || make_names()
         || PyModule_AddIntConstant(module, "REVISION", REVISION)) {

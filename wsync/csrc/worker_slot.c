@@ -4,8 +4,8 @@
 
 static int WorkerSlot_traverse(WorkerSlot *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->receiver);
-    Py_VISIT(self->gate_lock);
+    Py_VISIT(self->updater);
+    Py_VISIT(self->gate_state);
     Py_VISIT(self->installer);
     Py_VISIT(self->plans);
     Py_VISIT(self->prepared);
@@ -22,8 +22,8 @@ static void disable_fast_path(WorkerSlot *self)
 
 static int WorkerSlot_clear(WorkerSlot *self)
 {
-    Py_CLEAR(self->receiver);
-    Py_CLEAR(self->gate_lock);
+    Py_CLEAR(self->updater);
+    Py_CLEAR(self->gate_state);
     disable_fast_path(self);
     return 0;
 }
@@ -49,17 +49,17 @@ static PyObject *WorkerSlot_new(PyTypeObject *type, PyObject *args, PyObject *kw
         return NULL;
     WorkerSlot *self = (WorkerSlot *)type->tp_alloc(type, 0);
     if (self)
-        self->slot = self->used = NONE;
+        self->bound_slot = self->used = NONE;
     return (PyObject *)self;
 }
 
-static PyObject *WorkerSlot_set_receiver(WorkerSlot *self, PyObject *args)
+static PyObject *WorkerSlot_set_updater(WorkerSlot *self, PyObject *args)
 {
-    PyObject *receiver, *gate_lock;
-    if (!PyArg_ParseTuple(args, "OO!:set_receiver", &receiver, GateLock_type, &gate_lock))
+    PyObject *updater, *gate_state;
+    if (!PyArg_ParseTuple(args, "OO!:set_updater", &updater, GateState_type, &gate_state))
         return NULL;
-    Py_XSETREF(self->receiver, Py_NewRef(receiver));
-    Py_XSETREF(self->gate_lock, Py_NewRef(gate_lock));
+    Py_XSETREF(self->updater, Py_NewRef(updater));
+    Py_XSETREF(self->gate_state, Py_NewRef(gate_state));
     Py_RETURN_NONE;
 }
 
@@ -131,7 +131,7 @@ static PyObject *WorkerSlot_take(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
     Block *block = lock_mapped(self);
     if (!block)
         return NULL;
-    int64_t word = 0, slot = self->slot;
+    int64_t word = 0, slot = self->bound_slot;
     int newer = 0;
     if (owns_words(self)) {
         word = block->published;
@@ -159,7 +159,7 @@ int release_slot(WorkerSlot *self)
     self->busy = 0;
     int wanted = 0;
     if (owns_words(self)) {
-        store(&block->held_slot, self->hold ? self->slot : NONE); /* before the next store: see the Python class */
+        store(&block->held_slot, self->hold ? self->bound_slot : NONE); /* before the next store: see the Python class */
         store(&block->used_slot, self->used = NONE);
         wanted = block->wants_freed != 0;
         block->wants_freed = 0;
@@ -188,7 +188,7 @@ static PyObject *WorkerSlot_set_wakeups(WorkerSlot *self, PyObject *wanted_given
 
 static PyMemberDef WorkerSlot_members[] = {
     {"version", T_LONGLONG, offsetof(WorkerSlot, version), 0, NULL},
-    {"slot", T_LONGLONG, offsetof(WorkerSlot, slot), 0, NULL},
+    {"bound_slot", T_LONGLONG, offsetof(WorkerSlot, bound_slot), 0, NULL},
     {"used", T_LONGLONG, offsetof(WorkerSlot, used), 0, NULL},
     {"refused", T_LONGLONG, offsetof(WorkerSlot, refused), 0, NULL},
     {"hold", T_BOOL, offsetof(WorkerSlot, hold), 0, NULL},
@@ -200,7 +200,7 @@ static PyMemberDef WorkerSlot_members[] = {
 #define SEE(signature) signature ": see wsync.loops.worker_slot."
 
 static PyMethodDef WorkerSlot_methods[] = {
-    {"set_receiver", (PyCFunction)WorkerSlot_set_receiver, METH_VARARGS, SEE("set_receiver(receiver, gate_lock)")},
+    {"set_updater", (PyCFunction)WorkerSlot_set_updater, METH_VARARGS, SEE("set_updater(updater, gate_state)")},
     {"map_words", (PyCFunction)WorkerSlot_map_words, METH_VARARGS, SEE("map_words(words, worker, connection)")},
     {"close", (PyCFunction)WorkerSlot_close, METH_NOARGS, SEE("close()")},
     {"install_fast_path", (PyCFunction)WorkerSlot_install_fast_path, METH_VARARGS,

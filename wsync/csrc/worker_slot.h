@@ -7,14 +7,14 @@
 
 typedef struct {
     PyObject_HEAD
-    long long version, slot, used, refused; /* see the Python class */
+    long long version, bound_slot, used, refused; /* see the Python class */
     char hold, busy, disconnected;
     Py_buffer words;
     Block *block; /* the worker's words; NULL before map_words() */
     int worker;
     long long connection; /* the number of the worker's connection */
-    PyObject *receiver;   /* takes the updates that are not usual */
-    PyObject *gate_lock;
+    PyObject *updater; /* installs the updates that the fast path does not */
+    PyObject *gate_state;
     PyObject *installer, *plans, *prepared; /* of the fast path, if it is installed */
     int fd, bound;
 } WorkerSlot;

@@ -27,7 +27,7 @@ static int is_usual(WorkerSlot *self)
 {
     if (!self->installer || self->hold || PyDict_GET_SIZE(self->prepared))
         return 0;
-    PyObject *waiting = PyObject_GetAttr(self->receiver, names.waiting); /* threads that the receiver has to wake */
+    PyObject *waiting = PyObject_GetAttr(self->updater, names.waiting); /* threads that the updater has to wake */
     int some = waiting ? PyObject_IsTrue(waiting) : -1;
     Py_XDECREF(waiting);
     if (some)
@@ -36,20 +36,20 @@ static int is_usual(WorkerSlot *self)
     return views ? Installer_check((Installer *)self->installer, views) : 0;
 }
 
-/* Tell the receiver about an installed version. Return when it was announced, or 0; -1 with an error. */
+/* Tell the updater about an installed version. Return when it was announced, or 0; -1 with an error. */
 static double report_version(WorkerSlot *self)
 {
-    PyObject *version = PyLong_FromLongLong(self->version), *at = PyObject_GetAttr(self->receiver, names.announced_at);
+    PyObject *version = PyLong_FromLongLong(self->version), *at = PyObject_GetAttr(self->updater, names.announced_at);
     double announced_at = at ? PyFloat_AsDouble(at) : -1;
     Py_XDECREF(at);
-    if (!version || (announced_at < 0 && PyErr_Occurred()) || PyObject_SetAttr(self->receiver, names.version, version)
-        || PyObject_SetAttr(self->receiver, names.announced_at, names.zero))
+    if (!version || (announced_at < 0 && PyErr_Occurred()) || PyObject_SetAttr(self->updater, names.version, version)
+        || PyObject_SetAttr(self->updater, names.announced_at, names.zero))
         announced_at = -1;
     Py_XDECREF(version);
     return announced_at;
 }
 
-/* Install the published version. Return 1; 0 if the receiver has to start over; -1 with an error. */
+/* Install the published version. Return 1; 0 if the updater has to start over; -1 with an error. */
 static int install(WorkerSlot *self, double started)
 {
     int usual = is_usual(self);
@@ -70,7 +70,7 @@ static int install(WorkerSlot *self, double started)
         return -1;
     self->version = version_in(word);
     if (self->bound)
-        self->slot = slot;
+        self->bound_slot = slot;
     int freed = self->bound ? 0 : release_slot(self);
     double announced_at = freed < 0 ? -1 : report_version(self);
     if (announced_at < 0)
@@ -91,15 +91,15 @@ static int use_current_slot(WorkerSlot *self)
         return -1;
     int current = owns_words(self) && version_in(block->published) <= tried_version(self);
     if (current)
-        store(&block->used_slot, self->used = self->slot);
+        store(&block->used_slot, self->used = self->bound_slot);
     unlock(block);
-    self->busy = !current || self->slot >= 0;
+    self->busy = !current || self->bound_slot >= 0;
     return current;
 }
 
 PyObject *WorkerSlot_poll_update(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
 {
-    if (!self->receiver)
+    if (!self->updater)
         Py_RETURN_FALSE;
     if (self->block) {
         int current = use_current_slot(self);
@@ -112,41 +112,41 @@ PyObject *WorkerSlot_poll_update(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
             Py_RETURN_FALSE;
         if (done < 0 && !PyErr_ExceptionMatches(PyExc_Exception)) /* from a signal handler */
             return NULL;
-        PyErr_Clear(); /* the receiver meets the same error, and tells the sender */
+        PyErr_Clear(); /* the updater meets the same error, and tells the sender */
     }
-    return PyObject_CallMethodNoArgs(self->receiver, names.poll_update);
+    return PyObject_CallMethodNoArgs(self->updater, names.poll_update);
 }
 
 PyObject *WorkerSlot_leaving_gate(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
 {
-    if (!self->receiver)
+    if (!self->updater)
         Py_RETURN_NONE;
     if (!self->block || !self->installer)
-        return PyObject_CallMethodNoArgs(self->receiver, names.leaving_gate);
+        return PyObject_CallMethodNoArgs(self->updater, names.leaving_gate);
     int freed = release_slot(self);
     if (freed < 0)
         return NULL;
     if (freed)
         answer(self, &(Message){.kind = SLOT_FREED, .worker = self->worker});
     if (self->disconnected)
-        return PyObject_CallMethodNoArgs(self->receiver, names.leaving_gate);
+        return PyObject_CallMethodNoArgs(self->updater, names.leaving_gate);
     Py_RETURN_NONE;
 }
 
 PyObject *WorkerSlot_on_readable(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
 {
     Message message;
-    if (!self->receiver)
+    if (!self->updater)
         Py_RETURN_FALSE;
     if (!self->installer || !take_message(self->fd, UPDATE, 0, &message))
-        return PyObject_CallMethodNoArgs(self->receiver, names.on_readable);
-    PyObject *receiver = Py_NewRef(self->receiver), *gate_lock = Py_NewRef(self->gate_lock);
+        return PyObject_CallMethodNoArgs(self->updater, names.on_readable);
+    PyObject *updater = Py_NewRef(self->updater), *gate_state = Py_NewRef(self->gate_state);
     PyObject *announced_at = PyFloat_FromDouble(now());
-    int failed = !announced_at || PyObject_SetAttr(receiver, names.announced_at, announced_at) || pass_through_gate(gate_lock)
-        || PyObject_SetAttr(receiver, names.announced_at, names.zero); /* the acting thread may have installed it */
+    int failed = !announced_at || PyObject_SetAttr(updater, names.announced_at, announced_at) || pass_through_gate(gate_state)
+        || PyObject_SetAttr(updater, names.announced_at, names.zero); /* the acting thread may have installed it */
     Py_XDECREF(announced_at);
-    Py_DECREF(receiver);
-    Py_DECREF(gate_lock);
+    Py_DECREF(updater);
+    Py_DECREF(gate_state);
     if (failed)
         return NULL;
     Py_RETURN_TRUE;

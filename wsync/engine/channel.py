@@ -120,7 +120,7 @@ class EngineSendChannel:
                 return str(error)
         return ""
 
-    def pop_early(self, worker: int) -> int | None:
+    def pop_unawaited_join(self, worker: int) -> int | None:
         """See ``SendChannel``: an engine is only connected when it is awaited."""
         return None
 

@@ -68,18 +68,18 @@ if not COMPILED and platform.machine() not in ("x86_64", "AMD64"):
 
 if TYPE_CHECKING or _compiled is None:
     from wsync.loops.arena_writer import ArenaWriter
-    from wsync.loops.gate_lock import GateLock
+    from wsync.loops.gate_state import GateState
     from wsync.loops.installer import Installer
     from wsync.loops.pack_plan import PackPlan
     from wsync.loops.tensor_tree import TensorTree
     from wsync.loops.worker_slot import WorkerSlot
 else:
     ArenaWriter = _compiled.ArenaWriter
-    GateLock = _compiled.GateLock
+    GateState = _compiled.GateState
     Installer = _compiled.Installer
     PackPlan = _compiled.PackPlan
     TensorTree = _compiled.TensorTree
     WorkerSlot = _compiled.WorkerSlot
 
-CLASSES = ("ArenaWriter", "GateLock", "Installer", "PackPlan", "TensorTree", "WorkerSlot")
+CLASSES = ("ArenaWriter", "GateState", "Installer", "PackPlan", "TensorTree", "WorkerSlot")
 __all__ = ["CLASSES", "COMPILED", *CLASSES]  # pyright: ignore[reportUnsupportedDunderAll]

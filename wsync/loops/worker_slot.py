@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from wsync.loops.gate_lock import GateHook, GateLock
+from wsync.loops.gate_state import GateHook, GateState
 from wsync.loops.installer import Installer
 from wsync.loops.pack_plan import PackPlan
 from wsync.loops.words import (
@@ -21,7 +21,7 @@ from wsync.loops.words import (
 )
 
 
-class SlotReceiver(GateHook, Protocol):
+class SlotUpdater(GateHook, Protocol):
     """A ``ModelUpdater``, which installs the updates that the fast path of its ``WorkerSlot`` does not.
 
     Attributes:
@@ -45,10 +45,10 @@ class SlotReceiver(GateHook, Protocol):
 
 
 class WorkerSlot:
-    """The slot of an arena that one worker uses. The gate and the receiver thread call it in place of the receiver.
+    """The slot of an arena that one worker uses. The gate and the receiver thread call it in place of the updater.
 
     Most methods are called inside the gate, by the acting thread (which runs the model's forward) or the receiver
-    thread. Outside it are called: ``set_receiver``, by the thread that connects, before the gate has this object;
+    thread. Outside it are called: ``set_updater``, by the thread that connects, before the gate has this object;
     ``map_words``, by that thread or the receiver thread; ``on_readable``, by the receiver thread; ``set_wakeups`` and
     ``disable_fast_path``, by any thread; ``close``, by the thread that shuts down, after the gate has lost this object.
 
@@ -61,9 +61,9 @@ class WorkerSlot:
 
     Attributes:
         version: the version that is installed in the model.
-        slot: the slot that the model is bound to; -1 if the model has memory of its own.
-        used: the slot in the worker's ``USED_SLOT``, as last stored here; -1 once it was released in time, that is,
-            before the worker was disconnected.
+        bound_slot: the slot that the model is bound to; -1 if the model has memory of its own.
+        used: the slot in the worker's ``USED_SLOT``, as last stored here; -1 after a release. It keeps its value if the
+            worker is disconnected first, so that ``ArenaReader`` can check that slot.
         refused: the newest version that could not be installed.
         hold: whether the model's slot is kept between forwards as well, so that a failed install can roll back.
         busy: whether a slot is in use.
@@ -72,7 +72,7 @@ class WorkerSlot:
 
     def __init__(self) -> None:
         self.version = 0
-        self.slot = NONE
+        self.bound_slot = NONE
         self.used = NONE
         self.refused = 0
         self.hold = False
@@ -80,11 +80,11 @@ class WorkerSlot:
         self.disconnected = False
         self._block: Block | None = None
         self._connection = 0
-        self._receiver: SlotReceiver | None = None
+        self._updater: SlotUpdater | None = None
 
-    def set_receiver(self, receiver: SlotReceiver, gate_lock: GateLock, /) -> None:
-        """Set the receiver, for updates outside the fast path, and the gate. Called once, before ``poll_update``."""
-        self._receiver = receiver
+    def set_updater(self, updater: SlotUpdater, gate_state: GateState, /) -> None:
+        """Set the updater, for updates outside the fast path, and the gate. Called once, before ``poll_update``."""
+        self._updater = updater
 
     def map_words(self, words: memoryview, worker: int, connection: int, /) -> None:
         """Set the words of the arena.
@@ -102,25 +102,25 @@ class WorkerSlot:
 
     def close(self) -> None:
         """Drop all references. ``poll_update``, ``leaving_gate`` and ``on_readable`` do nothing from then on."""
-        self._receiver = self._block = None
+        self._updater = self._block = None
 
     def install_fast_path(
         self, installer: Installer, plans: list[PackPlan], prepared: dict[int, Any], fd: int, bound: bool, /
     ) -> None:
-        """Allow this object to install updates without the receiver from now on, except while ``hold`` is set.
+        """Allow this object to install updates without the updater from now on, except while ``hold`` is set.
 
         The compiled class does that, and releases the slot after a forward by itself. This one does not.
 
         Args:
             installer: installs in the model.
             plans: of the slots that are mapped here, for their views; new ones are appended.
-            prepared: the prepared transactions of this process; while there are any, the receiver installs all updates.
+            prepared: the prepared transactions of this process; while there are any, the updater installs all updates.
             fd: of the connection's socket, for answers.
             bound: whether the model stays bound to slots; otherwise it copies.
         """
 
     def disable_fast_path(self) -> None:
-        """The receiver installs all updates from now on."""
+        """The updater installs all updates from now on."""
 
     # --- the words ---
 
@@ -136,7 +136,7 @@ class WorkerSlot:
             ``(version, slot, acknowledge)`` of a new version; None if there is none, or the worker is disconnected.
         """
         block = self._mapped()
-        word, slot, newer = 0, self.slot, False
+        word, slot, newer = 0, self.bound_slot, False
         self.busy = True
         try:
             block.mutex.lock()
@@ -167,7 +167,7 @@ class WorkerSlot:
         try:
             block.mutex.lock()
             if block[CONNECTION] == self._connection:
-                block[HELD_SLOT] = self.slot if self.hold else NONE  # before the next store: see take()
+                block[HELD_SLOT] = self.bound_slot if self.hold else NONE  # before the next store: see take()
                 block[USED_SLOT] = self.used = NONE
                 wanted = block[WANTS_FREED]
                 block[WANTS_FREED] = 0
@@ -193,14 +193,14 @@ class WorkerSlot:
     # --- called by the gate and by the receiver thread ---
 
     def poll_update(self) -> bool:
-        """See ``gate_lock.GateHook``. Most calls find nothing new."""
-        return self._receiver is not None and self._receiver.poll_update()
+        """See ``gate_state.GateHook``. Most calls find nothing new."""
+        return self._updater is not None and self._updater.poll_update()
 
     def leaving_gate(self) -> None:
-        """See ``gate_lock.GateHook``."""
-        if self._receiver is not None:
-            self._receiver.leaving_gate()
+        """See ``gate_state.GateHook``."""
+        if self._updater is not None:
+            self._updater.leaving_gate()
 
     def on_readable(self) -> bool:
         """Read and process one message of the connection; False if there will be no more."""
-        return self._receiver is not None and self._receiver.on_readable()
+        return self._updater is not None and self._updater.on_readable()

@@ -1,6 +1,6 @@
 """A worker's updates from the arena: it binds its model to a slot, or copies the weights out.
 
-Called by the channel and the receiver. ``on_prepare`` and ``set_layout`` are called outside the gate, by
+Called by the channel and the ``ModelUpdater``. ``on_prepare`` and ``set_layout`` are called outside the gate, by
 the thread that connects and then by the receiver thread, while the acting thread may poll.
 """
 
@@ -18,7 +18,7 @@ from wsync.errors import NotConnected, WeightSyncError
 from wsync.gate import process_gate
 from wsync.loops import Installer, WorkerSlot
 from wsync.loops.words import NONE
-from wsync.loops.worker_slot import SlotReceiver
+from wsync.loops.worker_slot import SlotUpdater
 from wsync.receiving.events import Prepare
 from wsync.receiving.prepared_updates import updates_by_transaction
 from wsync.shm.arena import PREPARE, WorkerArena
@@ -55,9 +55,9 @@ class ArenaReader:
         self._checked = 0  # the newest version with a checksum that was right
         self._installer: Installer | None = None  # of the fast path
         self._wakeups = True
-        self._receiver: SlotReceiver | None = None
+        self._updater: SlotUpdater | None = None
         self._registered: RegisteredView | None = None
-        self._lost = ""  # why the model may have weights of two versions; empty if it has one version
+        self._torn = ""  # why the model may have weights of two versions; empty if it has one
 
     def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
         """Use this layout from now on; ``checksum`` as in ``SenderSettings``, ``delta`` is for transports."""
@@ -69,14 +69,14 @@ class ArenaReader:
         self._slot.set_wakeups(self._wakeups)
         self._has_layout = True  # last: an acting thread that sees it uses all of the above
 
-    def handler_for(self, receiver: SlotReceiver) -> WorkerSlot:
-        """Return the object that the gate and the receiver thread call in place of ``receiver``.
+    def handler_for(self, updater: SlotUpdater) -> WorkerSlot:
+        """Return the object that the gate and the receiver thread call in place of ``updater``.
 
-        It takes the fast path, and calls ``receiver`` for the rest. Called once, outside the gate, by the thread that
+        It takes the fast path, and calls ``updater`` for the rest. Called once, outside the gate, by the thread that
         connects.
         """
-        self._receiver = receiver
-        self._slot.set_receiver(receiver, process_gate().gate_lock)
+        self._updater = updater
+        self._slot.set_updater(updater, process_gate().gate_state)
         return self._slot
 
     def enable_fast_path(self, binding: Binding) -> None:
@@ -125,10 +125,10 @@ class ArenaReader:
         if self._has_layout:
             self._slot.set_wakeups(wanted)
 
-    def hold_previous(self) -> None:
-        """Keep the previous version's slot until the next successful install, so that a failed one can roll back.
+    def hold_between_forwards(self) -> None:
+        """Keep the model's slot between forwards too, until the next successful install.
 
-        Called once, when the layout is known.
+        So a failed install can be undone. Called once, when the layout is known.
         """
         self._slot.hold = self.binds
 
@@ -143,7 +143,7 @@ class ArenaReader:
             return self._update(*taken)
         if self._slot.disconnected:
             self._copy_out("the sender has disconnected this worker")
-        self._require_whole()
+        self._require_untorn()
         return None
 
     @property
@@ -155,9 +155,9 @@ class ArenaReader:
         """See ``ReceiveChannel``: record the slot that the model is bound to."""
         if not error:
             self._slot.version = update.version
-            self._lost = ""
+            self._torn = ""
             if self.binds:
-                self._slot.slot = update.slot
+                self._slot.bound_slot = update.slot
         else:
             self._slot.refused = update.version
             if self.binds and not self._slot.hold:
@@ -174,7 +174,7 @@ class ArenaReader:
         self._release()
         if self._slot.disconnected:
             self._copy_out("the sender has disconnected this worker")
-        self._require_whole()
+        self._require_untorn()
 
     def _release(self) -> None:
         if self._slot.release():
@@ -190,27 +190,27 @@ class ArenaReader:
         Nothing is done if the model has memory of its own already. Called inside the gate.
         """
         slot, registered = self._slot, self._registered
-        number = slot.slot if self.binds else slot.used
-        if number == NONE or self._receiver is None:
+        number = slot.bound_slot if self.binds else slot.used
+        if number == NONE or self._updater is None:
             return
         if registered is not None and registered.version == slot.version and not slot.disconnected:
             return  # it is bound to the registered buffers, or will be before its next forward
         with torch.inference_mode(False):  # inference tensors could not be used by autograd later
-            self._receiver.copy_to_own_memory(stay_unbound=True)
+            self._updater.copy_to_own_memory(stay_unbound=True)
         versions = [self._arena.slot_version(number)] + ([] if registered is None else [registered.version])
         if slot.version not in versions:  # read after the copy: the copy is whole if its source was not written since
-            self._lost = (
+            self._torn = (
                 f"worker {self._worker}: {cause}, and the memory of version {slot.version}, which the model had, has "
                 "been written since: the model may have weights of two versions"
             )
-            _log.error("%s", self._lost)
+            _log.error("%s", self._torn)
             self._installer = None
             self._slot.disable_fast_path()  # so that ``leaving_gate`` is called
-        slot.slot = slot.used = NONE
+        slot.bound_slot = slot.used = NONE
 
-    def _require_whole(self) -> None:
-        if self._lost and not must_not_wait_for_versions():  # in that case the gate was not entered for a forward
-            raise (NotConnected if self._slot.disconnected else WeightSyncError)(self._lost)
+    def _require_untorn(self) -> None:
+        if self._torn and not must_not_wait_for_versions():  # in that case the gate was not entered for a forward
+            raise (NotConnected if self._slot.disconnected else WeightSyncError)(self._torn)
 
     def registered_buffers(self) -> RegisteredView | None:
         """Return the buffers that the user has registered, to which the model stays bound; None if there are none."""

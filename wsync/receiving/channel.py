@@ -13,7 +13,7 @@ from wsync.control.receiver_thread import MessageHandler
 from wsync.control.settings import SenderSettings, layout_in
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.receiving.arena_reader import ArenaReader
-from wsync.receiving.backend_reader import BackendReader
+from wsync.receiving.blocking_reader import BlockingReader
 from wsync.receiving.events import CheckLayout, Closed, Decision, Event, Newest, Published
 from wsync.receiving.flat_reader import FlatReader
 from wsync.receiving.handshake import ReaderFactory, settings_in, wait_accepted, wait_first_update
@@ -46,7 +46,7 @@ class WorkerSideChannel:
         self._pending: Connection | None = None  # the sender has not accepted it yet
         self._connection: Connection | None = None
         self._reader: ArenaReader | TransportReader | None = None
-        self._early: deque[Message] = deque()  # arrived while the transport was set up, not processed yet
+        self._unread: deque[Message] = deque()  # arrived while the transport was set up, not processed yet
         self._worker = -1
         self._layout: Layout | None = None
         self.first_version = 0
@@ -98,11 +98,11 @@ class WorkerSideChannel:
         self.first_version = accepted.version
         try:
             settings = settings_in(accepted, worker)
-            self._reader, early = self._readers.open(connection, worker, settings, accepted.fds, deadline)
+            self._reader, unread = self._readers.open(connection, worker, settings, accepted.fds, deadline)
             self._set_layout(self._reader, settings)
-            self._early = deque(early)
+            self._unread = deque(unread)
             if accepted.version and self.arena is None:  # the first weights follow at once
-                arrived = wait_first_update(connection, worker, deadline, self._early, self._event_of)
+                arrived = wait_first_update(connection, worker, deadline, self._unread, self._event_of)
                 self.first_version = accepted.version if arrived else 0
         except WeightSyncError:  # also a LayoutMismatch, which is a ValueError
             raise
@@ -126,7 +126,7 @@ class WorkerSideChannel:
 
     def attach(self, handler: MessageHandler) -> None:
         """See ``ReceiveChannel``; processes messages that have arrived already."""
-        while self._early:
+        while self._unread:
             if not handler.on_readable():
                 return  # it has closed the connection
         try:
@@ -159,7 +159,7 @@ class WorkerSideChannel:
 
     def receive_event(self) -> Event | None:
         """See ``ReceiveChannel``."""
-        message = self._early.popleft() if self._early else self._open().receive()
+        message = self._unread.popleft() if self._unread else self._open().receive()
         if message is None or message.kind is Kind.LEAVE:
             _log.debug("worker %d: the sender %s", self._worker, "has shut down" if message else "is gone")
             return Closed(finished=message is not None and message.version == 1)
@@ -204,7 +204,7 @@ class WorkerSideChannel:
             return Newest(message.version, request)
         if kind is Kind.LAYOUT:
             self._set_layout(reader, SenderSettings.load(message.payload))
-        elif kind is Kind.BEGIN_RECEIVE and isinstance(reader, BackendReader):
+        elif kind is Kind.BEGIN_RECEIVE and isinstance(reader, BlockingReader):
             reader.on_begin_receive(message.version, message.payload)
         elif kind is Kind.DELTA and isinstance(reader, TransportReader):
             reader.on_difference(message.version, message.payload)
@@ -257,7 +257,7 @@ class WorkerSideChannel:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-        self._early.clear()
+        self._unread.clear()
         self._layout = None
 
 

@@ -44,11 +44,11 @@ def _copy_to_own_memory() -> None:
 def _before_fork() -> None:
     """Copy all models into memory of their own: the sender will write the slots that they are bound to."""
     if _updaters:
-        gate_lock = process_gate().gate_lock
-        gate_lock.lock.acquire()
-        _locked_for_fork.append(gate_lock)
+        gate_state = process_gate().gate_state
+        gate_state.lock.acquire()
+        _locked_for_fork.append(gate_state)
         with without_waiting_for_versions():
-            gate_lock.call(_copy_to_own_memory)
+            gate_state.call(_copy_to_own_memory)
 
 
 def _after_in_parent() -> None:
@@ -63,9 +63,9 @@ def _after_in_child() -> None:
     it here, so nothing is reported to the sender.
     """
     if _locked_for_fork:
-        gate_lock = _locked_for_fork.pop()
-        gate_lock.hooks = ()
-        gate_lock.lock.release()
+        gate_state = _locked_for_fork.pop()
+        gate_state.hooks = ()
+        gate_state.lock.release()
     for updater in _updaters:
         updater.state.close_in_forked_child()
     _updaters.clear()

@@ -16,7 +16,7 @@ from wsync.control.settings import SenderSettings
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.receiving.arena_reader import ArenaReader
-from wsync.receiving.backend_reader import BackendReader
+from wsync.receiving.blocking_reader import BlockingReader
 from wsync.receiving.events import Event, Failed, Published
 from wsync.receiving.flat_reader import FlatReader
 from wsync.receiving.transport_reader import TransportReader
@@ -103,12 +103,8 @@ class ReaderFactory:
                 sends differences, which cannot be read here.
             SyncTimeout: the transport was not set up in time.
         """
-        files = (fds[0], fds[1]) if len(fds) == 2 else None
-        if settings.arena_handle is not None:
-            files = open_handle(settings.arena_handle) if self.arena else None
-            connection.send(Message(Kind.ROUTE, worker, int(files is not None)))  # see ``Kind.ROUTE``
-        if files is not None:
-            arena = WorkerArena(settings.workers, files)
+        arena = self._open_arena(connection, worker, settings, fds)
+        if arena is not None:
             return ArenaReader(arena, connection, worker, settings.connection_number, binds=self.binds_arena), ()
         if self.create_transport is None:
             raise NotConnected(
@@ -131,14 +127,30 @@ class ReaderFactory:
             ) from error
         if isinstance(transport, FlatTransport):
             return FlatReader(transport, binds=self.binds_buffers, timeout=self.timeout), arrived
-        return BackendReader(transport, self.strategy, binds=self.binds_buffers, timeout=self.timeout), arrived
+        return BlockingReader(transport, self.strategy, binds=self.binds_buffers, timeout=self.timeout), arrived
+
+    def _open_arena(
+        self, connection: Connection, worker: int, settings: SenderSettings, fds: Sequence[int]
+    ) -> WorkerArena | None:
+        """Map the arena; None if there is none, or it cannot be mapped here. Closes its files if this raises."""
+        files = (fds[0], fds[1]) if len(fds) == 2 else None
+        if settings.arena_handle is not None and self.arena:
+            files = open_handle(settings.arena_handle)
+        try:
+            if settings.arena_handle is not None:
+                connection.send(Message(Kind.ROUTE, worker, int(files is not None)))  # see ``Kind.ROUTE``
+            return None if files is None else WorkerArena(settings.workers, files)
+        except BaseException:
+            for descriptor in files or ():
+                os.close(descriptor)
+            raise
 
 
 def wait_first_update(
     connection: Connection,
     worker: int,
     deadline: float | None,
-    early: deque[Message],
+    unread: deque[Message],
     event_of: Callable[[Message], Event | None],
 ) -> bool:
     """Receive the version that the sender sends at once; the first ``poll_update`` returns it.
@@ -147,7 +159,7 @@ def wait_first_update(
         connection: to the sender.
         worker: the worker's index.
         deadline: by when each message must have arrived; None for no limit.
-        early: messages that arrived while the transport was set up; those that this function processes are removed.
+        unread: messages that arrived while the transport was set up; those that this function processes are removed.
         event_of: processes a message.
 
     Returns:
@@ -160,7 +172,7 @@ def wait_first_update(
         SyncTimeout: it did not send in time.
     """
     while True:
-        message = early.popleft() if early else _wait_message(connection, worker, deadline)
+        message = unread.popleft() if unread else _wait_message(connection, worker, deadline)
         event = event_of(message)
         if isinstance(event, Published):
             return True

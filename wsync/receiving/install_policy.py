@@ -13,7 +13,7 @@ from wsync.control.receiver_thread import must_not_wait_for_versions
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import SyncTimeout
 from wsync.gate import process_gate
-from wsync.loops.gate_lock import GateHook
+from wsync.loops.gate_state import GateHook
 from wsync.receiving.protocols import RequestChannel
 from wsync.receiving.versions import CHECK_INTERVAL, VersionState
 
@@ -24,10 +24,10 @@ class InstallOnArrival:
     The thread that connects calls ``gate_hook`` and ``install_now``, a thread in ``pull`` calls ``install_newest``.
 
     Attributes:
-        keeps_previous: whether the slot of the previous version is needed although installing cannot fail.
+        holds_between_forwards: whether the model's slot is kept between forwards, although installing cannot fail.
     """
 
-    keeps_previous = False
+    holds_between_forwards = False
 
     def gate_hook(self, updater: GateHook) -> GateHook:
         """Return the hook to attach to the gate; ``updater`` installs the updates. Called outside the gate."""
@@ -35,7 +35,7 @@ class InstallOnArrival:
 
     def install_now(self) -> None:
         """Install the version that has arrived, if any. Called outside the gate."""
-        process_gate().gate_lock.pass_through()
+        process_gate().gate_state.pass_through()
 
     def install_newest(self, timeout: float | None) -> bool:
         """Install the newest version; False if it did not come in time. Called outside the gate."""
@@ -58,7 +58,7 @@ class InstallOnRequest:
     receiver thread needs it; afterwards the gate calls all hooks again. A thread in a block of
     ``without_waiting_for_versions`` requests nothing.
 
-    Attributes are read and written inside the gate, or outside it with ``gate_lock.lock`` held. For the methods that
+    Attributes are read and written inside the gate, or outside it with ``gate_state.lock`` held. For the methods that
     ``InstallOnArrival`` has too, see there.
 
     Args:
@@ -68,7 +68,7 @@ class InstallOnRequest:
         timeout: seconds that a forward waits for a version; None for no limit.
     """
 
-    keeps_previous = True
+    holds_between_forwards = True
 
     def __init__(
         self, channel: RequestChannel, state: VersionState, max_staleness: int | None, timeout: float | None
@@ -79,8 +79,8 @@ class InstallOnRequest:
         self._max_staleness = max_staleness
         self._timeout = timeout
         self._updater: GateHook | None = None
-        self._gate_lock = process_gate().gate_lock
-        self._changed = threading.Condition(self._gate_lock.lock)
+        self._gate_state = process_gate().gate_state
+        self._changed = threading.Condition(self._gate_state.lock)
         self._waiting = 0  # threads that wait for a version: updates are installed as they come
         self._unfinished = False  # a signal handler has raised in an install: the next forward installs again
         self._answered = (0, 0)  # the newest request that the sender has answered, and the version that it named
@@ -97,7 +97,7 @@ class InstallOnRequest:
         if self._updater is None or not (self._waiting or self._unfinished or self._is_too_old()):
             return False
         again = self._install_next(self._updater)
-        if again or self._waiting or must_not_wait_for_versions() or not self._is_too_old():
+        if again or must_not_wait_for_versions() or not self._is_too_old():
             return again
         return self._fetch_before_forward()
 
@@ -115,11 +115,11 @@ class InstallOnRequest:
         request = self._channel.request_newest()
         if not request:
             return False
-        self._gate_lock.depth = 0  # so that a thread that enters while this one waits calls the hooks
+        self._gate_state.depth = 0  # so that a thread that enters while this one waits calls the hooks
         try:
             arrived = self._await(request, self._timeout)
         finally:
-            self._gate_lock.depth = 1
+            self._gate_state.depth = 1
         if not arrived:
             raise SyncTimeout(
                 f"version {self._channel.newest_version} did not come within {self._timeout} s, and the model has "
@@ -131,7 +131,7 @@ class InstallOnRequest:
 
     def install_newest(self, timeout: float | None) -> bool:
         """See ``InstallOnArrival``."""
-        with self._gate_lock.lock:
+        with self._gate_state.lock:
             request = self._channel.request_newest()
             arrived = not request or self._await(request, timeout)
         self.install_now()
@@ -155,7 +155,7 @@ class InstallOnRequest:
         self._unfinished = False
         return again
 
-    # --- waiting, with ``gate_lock.lock`` held, which is released meanwhile ---
+    # --- waiting, with ``gate_state.lock`` held, which is released meanwhile ---
 
     def _await(self, request: int, timeout: float | None) -> bool:
         """Wait until a request is answered and its version installed, or the sender is gone; False at the timeout."""
@@ -178,7 +178,7 @@ class InstallOnRequest:
         return self._state.closed or (answered >= request and self._state.tried >= version)
 
     def _check_sender(self) -> None:
-        lock = self._gate_lock.lock
+        lock = self._gate_state.lock
         depth = lock._release_save()  # as in Condition.wait: asking the sender may take seconds
         try:
             self._state.check_sender()
@@ -192,5 +192,5 @@ class InstallOnRequest:
 
     def _wake(self) -> None:
         """Wake the waiting threads. Called by any thread, inside the gate or outside: waits for a running forward."""
-        with self._gate_lock.lock:
+        with self._gate_state.lock:
             self._changed.notify_all()

@@ -37,7 +37,7 @@ class ModelUpdater:
     """Installs what a channel delivers in one model, and answers the sender.
 
     A ``GateHook`` and a ``MessageHandler``. With the arena, a ``WorkerSlot`` is called in its place, and calls it for
-    the updates that the fast path does not install: it is the ``SlotReceiver`` of that ``WorkerSlot``.
+    the updates that the fast path does not install: it is the ``SlotUpdater`` of that ``WorkerSlot``.
 
     Args:
         destination: what takes the weights.
@@ -52,9 +52,9 @@ class ModelUpdater:
         state: what is known about versions and the connection.
         worker_idx: the worker's index; -1 before ``connect``.
         error: the traceback of the last install; empty if it did not raise.
-        version, waiting: see ``SlotReceiver``. Changed by ``state``, or by the ``WorkerSlot``.
+        version, waiting: see ``SlotUpdater``. Changed by ``state``, or by the ``WorkerSlot``.
         unbound_at_version: while the model has this version, it is not bound to registered buffers.
-        announced_at: see ``SlotReceiver``. Set outside the gate by the thread in ``process``, read and cleared inside.
+        announced_at: see ``SlotUpdater``. Set outside the gate by the thread in ``process``, read and cleared inside.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ModelUpdater:
     # that connects, is in ``receive`` or ``pull``, or (with both ends in one process) sends
 
     def poll_update(self) -> bool:
-        """Install the version that the next forward must use. Implements ``wsync.loops.gate_lock.GateHook``.
+        """Install the version that the next forward must use. Implements ``wsync.loops.gate_state.GateHook``.
 
         Returns True if it committed a transaction: other models have changed too, and the gate calls all hooks again.
         """
@@ -94,7 +94,7 @@ class ModelUpdater:
         return False
 
     def leaving_gate(self) -> None:
-        """Tell the arena that the forward no longer reads its slot. Implements ``wsync.loops.gate_lock.GateHook``."""
+        """Tell the arena that the forward no longer reads its slot. Implements ``wsync.loops.gate_state.GateHook``."""
         arena = self._channel.arena
         if arena is not None:
             arena.leaving_gate()
@@ -138,9 +138,10 @@ class ModelUpdater:
             if self.destination.module is not None:
                 unshare(self.destination.module)
             self._target = self.destination.target(layout, bind=self._channel.binds)
-            # Keep the previous version's slot, so that a failed install can be rolled back.
-            if self._channel.arena is not None and (self._target.may_refuse or self.install_policy.keeps_previous):
-                self._channel.arena.hold_previous()
+            # The model keeps its slot if an install may fail, or is not done as soon as a version is published.
+            arena, may_refuse = self._channel.arena, self._target.may_refuse
+            if arena is not None and (may_refuse or self.install_policy.holds_between_forwards):
+                arena.hold_between_forwards()
         return self._target
 
     @property
@@ -239,7 +240,7 @@ def _require_undamaged(update: Update) -> None:
 class RegisteredBufferBinder:
     """Binds a model to the buffers that the user has registered, while these have the model's version.
 
-    Implements ``wsync.loops.gate_lock.GateHook``: all methods are called inside the gate, after those of the hook that
+    Implements ``wsync.loops.gate_state.GateHook``: all methods are called inside the gate, after those of the hook that
     installs updates.
 
     Args:

@@ -11,17 +11,17 @@ from typing import Any
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, in_forked_child
 from wsync.gate import process_gate
-from wsync.loops.worker_slot import SlotReceiver
+from wsync.loops.worker_slot import SlotUpdater
 from wsync.receiving.protocols import ReceiveChannel
 
 CHECK_INTERVAL = 2.0  # seconds between checks that the sender is alive, in case no message reports its end
 
 
 class Phase(Enum):
-    """How far the connection of a worker is. A connection goes from the first to one of the last two."""
+    """How far the connection of a worker is: ``CONNECTING``, ``OPEN``, then ``FINISHED`` or ``LOST``, for each one."""
 
-    NEW = auto()  # neither ``connect`` nor ``begin_connect`` was called
-    CONNECTING = auto()  # also when a worker connects again
+    NEW = auto()  # before the first ``connect`` or ``begin_connect``
+    CONNECTING = auto()
     OPEN = auto()
     FINISHED = auto()  # the sender or this worker has shut down
     LOST = auto()  # the sender died or has disconnected this worker, ``connect`` failed, or this is a forked child
@@ -51,7 +51,7 @@ class VersionState:
         on_change: called after each change: a version was installed or has failed, or the connection has ended.
     """
 
-    def __init__(self, updater: SlotReceiver, channel: ReceiveChannel) -> None:
+    def __init__(self, updater: SlotUpdater, channel: ReceiveChannel) -> None:
         self._updater = updater
         self._channel = channel
         self.phase = Phase.NEW

@@ -75,10 +75,10 @@ class SenderSideChannel:
                 self._loop.connections_changed()
                 self._loop.start_if_needed()
 
-    def pop_early(self, worker: int) -> int | None:
+    def pop_unawaited_join(self, worker: int) -> int | None:
         """See ``SendChannel``."""
         with self._lock:
-            return self._connections.pop_early(worker)
+            return self._connections.pop_unawaited_join(worker)
 
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``."""

@@ -2,7 +2,7 @@
 
 - ``FlatDelivery``, to a ``FlatTransport``: ``UPDATE`` (or ``PREPARE``) and ``begin_send``, which comes first if the
   transport ``receives_ahead``
-- ``BackendDelivery``, to a ``TransportBackend``: ``BEGIN_RECEIVE``, then ``send_weights`` in the worker's transfer
+- ``BlockingDelivery``, to a ``TransportBackend``: ``BEGIN_RECEIVE``, then ``send_weights`` in the worker's transfer
   thread, then ``UPDATE`` (or ``PREPARE``)
 - ``DifferenceDelivery``, as a difference to the version that the worker has, over the control connection: ``DELTA``,
   then ``UPDATE`` (or ``PREPARE``)
@@ -124,13 +124,13 @@ class FlatDelivery(Delivery):
                 self._on_broken(error)
 
 
-class BackendDelivery(Delivery):
+class BlockingDelivery(Delivery):
     """An update that ``send_weights`` of a ``TransportBackend`` sends, in the worker's transfer thread.
 
     Args:
         update, send, checked: see ``Delivery``.
         thread: calls ``send_weights``.
-        in_format: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
+        weights_for_transport: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
     """
 
     def __init__(
@@ -138,13 +138,13 @@ class BackendDelivery(Delivery):
         update: QueuedUpdate,
         send: Send,
         thread: TransferThread,
-        in_format: Callable[[QueuedUpdate], Any],
+        weights_for_transport: Callable[[QueuedUpdate], Any],
         *,
         checked: bool,
     ) -> None:
         super().__init__(update, send, checked=checked)
         self._thread = thread
-        self._weights_for_transport = in_format
+        self._weights_for_transport = weights_for_transport
         self._begun = False  # the thread has the call
         self._ended = False  # its end was noticed
         self._aborted = False

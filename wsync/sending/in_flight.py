@@ -17,7 +17,7 @@ class InFlight:
         extra: the extra state of each group of workers, absent ones included.
         acknowledge: whether the sender waits for acknowledgements.
         must_copy: whether the weights are to be copied into registered buffers once all workers have acknowledged them.
-        write_mirror: see ``Source.mirror_writer``; None once it was called.
+        write_registered: see ``Source.registered_writer``; None once it was called.
     """
 
     version: int
@@ -31,10 +31,10 @@ class InFlight:
     extra: Sequence[tuple[Sequence[int], bytes]] = ()
     acknowledge: bool = True
     must_copy: bool = False
-    write_mirror: Callable[[], None] | None = None
+    write_registered: Callable[[], None] | None = None
 
     @property
-    def packed(self) -> float:
+    def packed_at(self) -> float:
         """When the weights were packed, on ``time.perf_counter``."""
         return self.started + self.extract + self.wait + self.pack
 
@@ -47,7 +47,7 @@ class InFlight:
             finished: when the last one arrived, on ``time.perf_counter``.
         """
         slowest = max(acks, key=lambda ack: ack.wait + ack.apply, default=Ack(-1, self.version))
-        left = finished - self.packed
+        left = finished - self.packed_at
         apply = min(slowest.apply, left)
         # The slowest worker may begin to wait while the update is still being published to others: that time is not
         # counted twice.

@@ -48,11 +48,11 @@ class SendChannel(Protocol):
         """
         ...
 
-    def pop_early(self, worker: int) -> int | None:
-        """Return the version that an early worker was given: one that connected while only others were awaited.
+    def pop_unawaited_join(self, worker: int) -> int | None:
+        """Return the first version of a worker that connected while only others were awaited, and forget that it did.
 
-        0 if it was given none, or has answered since; None for any other worker. The worker is not early any more.
-        Called by ``readmit``, which does not disconnect an early worker.
+        0 if it was given none, or has answered since; None if it is not connected, or was awaited. Called by
+        ``readmit``, which does not wait for such a worker again.
         """
         ...
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from wsync.control.messages import REQUEST_NUMBER, Kind, Message
 from wsync.control.workers import WorkerConnections
-from wsync.sending.deliveries import BackendDelivery, Delivery, DifferenceDelivery, FlatDelivery
+from wsync.sending.deliveries import BlockingDelivery, Delivery, DifferenceDelivery, FlatDelivery
 from wsync.sending.queued_update import Difference, QueuedUpdate
 from wsync.sending.transfer_thread import TransferThread
 from wsync.transport import FlatTransport
@@ -28,9 +28,9 @@ class WorkerQueue:
     Args:
         worker: its index.
         connections: to all workers.
-        in_format: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
+        weights_for_transport: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
         difference: makes what is sent in place of weights; None: the full weights are sent.
-        checksum: whether updates have a checksum; None: they have. What a ``TransportBackend`` carries always has one.
+        checksum: see ``SenderSettings``.
         on_request: whether an update waits until the worker requests it.
 
     Attributes:
@@ -49,7 +49,7 @@ class WorkerQueue:
         self,
         worker: int,
         connections: WorkerConnections,
-        in_format: Callable[[QueuedUpdate], Any],
+        weights_for_transport: Callable[[QueuedUpdate], Any],
         difference: Difference | None,
         *,
         checksum: bool | None,
@@ -63,7 +63,7 @@ class WorkerQueue:
         self.overdue = False
         self.worker = worker
         self._connections = connections
-        self._weights_for_transport = in_format
+        self._weights_for_transport = weights_for_transport
         self._difference = difference
         self._checksum = checksum
         self._on_request = on_request
@@ -174,7 +174,7 @@ class WorkerQueue:
         if difference is not None:
             return DifferenceDelivery(update, self._send, difference, checked=checked)
         if isinstance(transport, TransferThread):
-            return BackendDelivery(update, self._send, transport, self._weights_for_transport, checked=checked)
+            return BlockingDelivery(update, self._send, transport, self._weights_for_transport, checked=checked)
         return FlatDelivery(update, self._send, transport, self._on_broken, checked=checked)
 
     def _on_broken(self, error: object) -> None:
@@ -186,14 +186,14 @@ class WorkerQueue:
     @property
     def failure(self) -> str | None:
         """The error of ``send_weights``, from ``call_ended`` until ``report_failure``; None if there is none."""
-        return self.current.error if isinstance(self.current, BackendDelivery) else None
+        return self.current.error if isinstance(self.current, BlockingDelivery) else None
 
     def call_ended(self) -> None:
         """Called when ``send_weights`` of some worker has returned; if of this one, go on with its update.
 
         If it has failed, ``report_failure`` is called next, once a death would have been noticed.
         """
-        if isinstance(self.current, BackendDelivery):
+        if isinstance(self.current, BlockingDelivery):
             self.current.end_call()
         if self.failure is not None and isinstance(self.transport, TransferThread) and self.transport.broken:
             self._on_broken(self.failure)

@@ -33,7 +33,7 @@ class Routes:
         strategy: the format of the weights that transports are given.
         arena: whether workers on this machine take weights from shared memory.
         binds_arena: whether the model of a worker stays bound to the slot that it was given.
-        checksum: whether updates have a checksum; None: only those that a transport carries.
+        checksum: see ``SenderSettings``.
         delta: computes the differences that transports send instead of the full weights; None: they send the latter.
         on_request: with ``initiator="receiver"``: workers are sent an update when they request it.
 
@@ -68,11 +68,12 @@ class Routes:
         self._has_transports = create_transport is not None
         self._passes_descriptors = source.passes_descriptors
         connections = self.connections = WorkerConnections(source, num_workers, self)
-        spare = 2 if binds_arena or on_request else 1  # a worker that updates on request may copy at any time
+        # With on_request, a worker may still be copying an older slot while the newest is published: one slot more.
+        spare = 2 if binds_arena or on_request else 1
         self.slots = Slots(connections, num_workers, spare=spare, checksum=checksum) if arena else None
-        in_format, difference = self._weights_for_transport, None if delta is None else self._difference
+        functions = self._weights_for_transport, None if delta is None else self._difference
         queues = [
-            WorkerQueue(worker, connections, in_format, difference, checksum=checksum, on_request=on_request)
+            WorkerQueue(worker, connections, *functions, checksum=checksum, on_request=on_request)
             for worker in range(num_workers)
         ]
         self.transfers = Transfers(connections, queues, create_transport)
@@ -134,7 +135,8 @@ class Routes:
         queue.connection_number += 1
         fds: tuple[int, ...] = ()
         if self.slots is None:
-            if rejoined or (queue.latest is not None and not queue.waiting):  # or a worker was lost as it was accepted
+            # `rejoined` is false if the former worker was lost before ACCEPTED was sent; its update is then not queued.
+            if rejoined or (queue.latest is not None and not queue.waiting):
                 queue.restart(queue.latest)
             first = queue.waiting[0] if queue.waiting else None
         else:

@@ -14,7 +14,7 @@ from wsync.errors import SyncTimeout, join_indices
 from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.sending.queued_update import QueuedUpdate
 from wsync.shm.arena import SenderArena
-from wsync.types import ANY_VERSION, Ack
+from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
@@ -31,7 +31,7 @@ class Slots:
         connections: to all workers.
         num_workers: the number of workers.
         spare: slots besides those that are published and held: one to write, and others that may still be in use.
-        checksum: whether each update gets a checksum.
+        checksum: see ``SenderSettings``; only if True, updates in the arena have one.
 
     Attributes:
         arena: the slots.
@@ -71,13 +71,19 @@ class Slots:
 
     def _wait_for_slot(self, deadline: float | None) -> None:
         """Wait until one of the forwards that use all slots has ended, or its worker has died."""
-        left = remaining(deadline)
-        blocking = [worker for worker in sorted(self.workers) if self.arena.writer.await_free(worker, left)]
+        blocking = [worker for worker in sorted(self.workers) if self._is_blocking(worker, remaining(deadline))]
         if blocking and not self._connections.read(deadline):
             raise SyncTimeout(
                 f"no slot came free in time: worker(s) {join_indices(blocking)} are still inside a forward, or stopped",
                 {worker: "holds its weights in a forward that does not end" for worker in blocking},
             )
+
+    def _is_blocking(self, worker: int, timeout: float | None) -> bool:
+        """Have a worker send a message once it frees its slot; whether it uses one now."""
+        try:
+            return self.arena.writer.await_free(worker, timeout)
+        except SyncTimeout as error:
+            raise SyncTimeout(f"worker {worker}: {error}", {worker: str(error)}) from error
 
     def store_extra_and_checksum(self, buffer: Buffer, extra: bytes) -> None:
         """Store what belongs to the weights that were packed into a slot, for the workers that read it."""
@@ -91,7 +97,7 @@ class Slots:
         try:
             wake = self.arena.writer.publish(worker, version, slot, acknowledge, _MUTEX_TIMEOUT)
         except SyncTimeout as error:
-            self._connections.record(Ack(worker, ANY_VERSION, error=f"could not be pointed to the update: {error}"))
+            self._connections.record(Ack(worker, version, error=f"could not be pointed to the update: {error}"))
             return
         if acknowledge or wake:
             self._connections.send(worker, Message(Kind.UPDATE, worker, version), may_drop=True)
@@ -135,7 +141,7 @@ class Slots:
         """See ``SenderSideChannel``. All workers use the arena; None if updates have a checksum."""
         if self._checksum:
             return None
-        descriptors = self._connections.packed_descriptors
+        descriptors = self._connections.descriptor_array
         if not descriptors:
             return None
         update = self.arena.writer.fast_update(self.arena.plans, self.arena.layout.nbytes, descriptors, acknowledge)

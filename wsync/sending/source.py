@@ -66,12 +66,15 @@ class Source:
 
     Args:
         weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send is given its own.
-        strategy: the format that ``device_map_fn`` is given; also writes the mirror.
+        strategy: the format that ``device_map_fn`` is given; also writes the registered buffers.
         device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
         own_buffers: whether every worker gets a part (and so a buffer) of its own, even if all parts are equal.
-        mirror: the user's own buffers. Weights that all workers are sent are also written into them, as they are before
-            the transform.
+        registered_weights: the registered buffers, as the user has given them. Weights that all workers are sent are
+            also written into them, as they are before the transform.
         transform: applied to the weights before they are packed.
+
+    Attributes:
+        shared_buffers: the registered buffers, if they are in shared memory; the sender then writes them.
 
     Raises:
         TypeError: the weights, or the map, are of a wrong type.
@@ -85,7 +88,7 @@ class Source:
         *,
         device_map_fn: DeviceMap | None = None,
         own_buffers: bool = False,
-        mirror: TensorDictBase | None = None,
+        registered_weights: TensorDictBase | None = None,
         transform: Chain | None = None,
     ) -> None:
         if weights is not None and not isinstance(weights, nn.Module | TensorDictBase | Mapping):
@@ -94,9 +97,9 @@ class Source:
             raise TypeError(f"device_map_fn is a function of a worker's index and weights, not {device_map_fn!r}")
         if device_map_fn is not None and per_worker(weights) is not None:
             raise ValueError("these are each worker's own weights already: leave device_map_fn out")
-        self.weights = mirror if weights is None else weights
-        self.mirror = mirror
-        self.registered: RegisteredBuffers | None = None  # where the mirror lies in shared memory: the sender writes it
+        self.weights = registered_weights if weights is None else weights
+        self.registered_weights = registered_weights
+        self.shared_buffers: RegisteredBuffers | None = None
         self._strategy = strategy or WeightStrategy()
         self._device_map_fn = device_map_fn
         self._own_buffers = own_buffers
@@ -105,7 +108,7 @@ class Source:
         self._reader = Reader()
         self._optional = frozenset[str]()  # the non-persistent buffers of the first weights
         self._fallback_reader = Reader()  # reads ``weights``, for those that an update lacks
-        self._alike = device_map_fn is None and mirror is None and not own_buffers  # one part for all workers
+        self._same_for_all = device_map_fn is None and registered_weights is None and not own_buffers
 
     @property
     def changes_weights(self) -> bool:
@@ -149,7 +152,7 @@ class Source:
     def finder(self, weights: object, layout: Layout) -> TensorFinder | None:
         """Return a finder for updates like this one; None if workers get different weights, or there is none."""
         given = self.weights if weights is None else weights
-        if not self._alike:
+        if not self._same_for_all:
             return None
         if self._transform is None:
             return self._reader.finder(given, layout)
@@ -204,7 +207,7 @@ class Source:
         expressed = self._strategy.express(self._reader.read(given))
         return self._mapped_parts(everyone, expressed, layout, self._device_map_fn)
 
-    def mirror_writer(self, weights: object) -> Callable[[], None] | None:
+    def registered_writer(self, weights: object) -> Callable[[], None] | None:
         """Return a function that writes an update to all workers into the user's own buffers, to be called once sent.
 
         None if they do not change with this update, or lie in shared memory: ``RegisteredBuffers`` writes those.
@@ -212,13 +215,13 @@ class Source:
         Raises:
             LayoutMismatch: the weights do not fit the buffers.
         """
-        given, mirror = self._given(weights), self.mirror
-        if mirror is None or given is mirror or self.registered is not None:
+        given, registered = self._given(weights), self.registered_weights
+        if registered is None or given is registered or self.shared_buffers is not None:
             return None
         if self._device_map_fn is not None or per_worker(given) is not None:
             return None
-        self._strategy.check(mirror, given)
-        return partial(self._strategy.apply_weights, mirror, given)
+        self._strategy.check(registered, given)
+        return partial(self._strategy.apply_weights, registered, given)
 
     def _mapped_parts(
         self, workers: Sequence[int], weights: object, layout: Layout, device_map_fn: DeviceMap
@@ -229,7 +232,7 @@ class Source:
 
     def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
         """Return a part of a model, completed by ``rest``."""
-        if not self._alike:
+        if not self._same_for_all:
             raise ValueError("a partial update needs a scheme without registered buffers or weights per worker")
         some = snapshot(given).tensors
         if self._partial_transform is not None:

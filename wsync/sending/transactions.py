@@ -41,7 +41,7 @@ class Transaction:
             raise WeightSyncError(
                 "several models at once need initiator='sender', and no engines or stores: send the models one by one"
             )
-        updates.finish_all()  # their answers could not be told from the votes
+        updates.finish_all()  # otherwise their answers could be mistaken for PREPARED
         with updates.packing(weights, workers, absent) as (update, packed):
             self._channel = channel
             for part, buffer, extra in packed:
@@ -53,7 +53,7 @@ class Transaction:
         """Have the workers install what they have prepared."""
         channel, update = self._prepared()
         update.deadline = deadline_in(self._updates.timeout)
-        self._updates.user_buffers.announce(update)
+        self._updates.registered_updates.announce(update)
         channel.commit(self._number)
         self._updates.note_published(update)
 

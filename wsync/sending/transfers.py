@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from wsync.control.workers import WorkerConnections
 from wsync.deadlines import deadline_in
-from wsync.errors import NotConnected, SyncTimeout
+from wsync.errors import NotConnected, SyncTimeout, WorkerFailed
 from wsync.sending.deliveries import FlatDelivery
 from wsync.sending.queued_update import QueuedUpdate
 from wsync.sending.queues import WorkerQueue
@@ -62,7 +62,7 @@ class Transfers:
         """Set up the transport of a worker that has connected, and send the update that waits for it.
 
         Raises:
-            SyncTimeout: it could not be set up; the worker is disconnected.
+            SyncTimeout, WorkerFailed: it was not set up in time, or raised an error; the worker is disconnected.
             Exception: whatever ``create_transport`` raised; the worker is disconnected.
         """
         queue = self.queues[worker]
@@ -77,7 +77,7 @@ class Transfers:
             with self._connections.reading_directly(worker) as connection:
                 setup = TransportSetup(connection, worker, deadline, transport, 0, queue.connection_number)
                 try:
-                    early = setup.wait()
+                    unread = setup.wait()
                 finally:
                     self._keep(setup.thread)
         except NotConnected as error:
@@ -85,12 +85,13 @@ class Transfers:
             return
         except Exception as error:
             self._connections.disconnect(worker)
-            message = f"worker {worker}: the set-up of its transport raised {type(error).__name__}: {error}"
-            message = str(error) if isinstance(error, SyncTimeout) else message
-            raise SyncTimeout(message, {worker: str(error)}) from error
+            if isinstance(error, SyncTimeout):
+                raise SyncTimeout(str(error), {worker: str(error)}) from error
+            cause = f"the set-up of its transport raised {type(error).__name__}: {error}"
+            raise WorkerFailed(f"worker {worker}: {cause}", {worker: cause}, refused=[worker]) from error
         queue.transport = transport if isinstance(transport, FlatTransport) else TransferThread(transport, self._wake)
         queue.advance()
-        for message in early:
+        for message in unread:
             self._connections.process(worker, message)
 
     def disconnect(self, worker: int) -> None:

@@ -15,8 +15,8 @@ from wsync.sending.acknowledgements import Acknowledgements
 from wsync.sending.in_flight import InFlight
 from wsync.sending.membership import Membership
 from wsync.sending.protocols import SendChannel, TransactionChannel
+from wsync.sending.registered_updates import RegisteredUpdates
 from wsync.sending.source import Part, Source
-from wsync.sending.user_buffers import UserBuffers
 from wsync.types import Ack, SyncReport
 from wsync.weights.binding import dump_extra
 from wsync.weights.layout import Layout
@@ -25,7 +25,8 @@ from wsync.weights.packing import Buffer
 Packed = tuple[Part, Buffer, bytes]
 """Weights for some workers, the buffer that they were copied into, and their extra state.
 
-Without the tensors, if those were made for the worker (``Source.changes_weights``).
+The part has no tensors if those were made for this update (``Source.changes_weights``): they are freed before the next
+worker's are made.
 """
 
 
@@ -42,10 +43,10 @@ class Updates:
 
     Attributes:
         timeout: seconds for each update; None for no limit.
-        version: the newest version sent; 0 before the first.
-        acks: of the workers.
-        user_buffers: those that the user has registered.
-        layout: that the first weights have defined; None before.
+        version: the newest version number used: sent, skipped by ``continue_from``, or failed. 0 before the first.
+        acks: the acknowledgements of the workers.
+        registered_updates: keeps registered buffers up to date.
+        layout: the layout that the first weights have defined; None before.
         transaction_channel: the channel; None if the workers cannot keep an update that may be aborted.
         in_flight: the updates that were sent without waiting, oldest first.
     """
@@ -66,7 +67,7 @@ class Updates:
         self.channel = channel
         self.members = members
         self.acks = Acknowledgements(channel, members)
-        self.user_buffers = UserBuffers(source, members)
+        self.registered_updates = RegisteredUpdates(source, members)
         self.in_flight: list[InFlight] = []
         # None with initiator="receiver": the workers then choose when they install, which rules out a transaction.
         # Tested once, because this isinstance() takes 20 µs.
@@ -100,7 +101,7 @@ class Updates:
             may_fail = any(extra for _, _, extra in packed) or not self._not_yet_mapped.isdisjoint(workers)
             must_confirm = (may_fail or update.must_copy) and not self._on_request
             update.acknowledge = acknowledge = acknowledge or must_confirm
-            self.user_buffers.announce(update)
+            self.registered_updates.announce(update)
             for part, buffer, extra in packed:
                 self.channel.publish(buffer, update.version, extra, part.workers, acknowledge)
         self.note_published(update)
@@ -149,10 +150,10 @@ class Updates:
             WeightSyncError: ``weights`` is None, and the registered buffers lack the newest version.
         """
         deadline = deadline_in(self.timeout)
-        if self.user_buffers.lack_update(weights):
+        if self.registered_updates.lack_update(weights):
             self.finish_all()
-            if self.user_buffers.lack_update(weights):
-                raise self.user_buffers.error()
+            if self.registered_updates.lack_update(weights):
+                raise self.registered_updates.error()
         if self.layout is None and self.members.connected:
             self._agree_on_layout(weights, deadline)
         packed: list[Packed] = []
@@ -183,7 +184,7 @@ class Updates:
                 wait=waited,
                 pack=packing,
             )
-            self.user_buffers.prepare(update, weights, [part.tensors for part, *_ in packed], layout, recipients)
+            self.registered_updates.prepare(update, weights, [part.tensors for part, *_ in packed], layout, recipients)
             self.version += 1
             yield update, packed
         except BaseException:
@@ -221,8 +222,8 @@ class Updates:
     def note_published(self, update: InFlight) -> None:
         """Record what the workers should have by now, and when the update was published."""
         self.members.note_sent(update.version, update.extra)
-        update.transfer = time.perf_counter() - update.packed
-        self.user_buffers.on_published(update)
+        update.transfer = time.perf_counter() - update.packed_at
+        self.registered_updates.on_published(update)
 
     # --- waiting ---
 
@@ -248,7 +249,7 @@ class Updates:
 
     def _on_installed(self, update: InFlight) -> None:
         if update.version == self.version:
-            self.user_buffers.on_installed(update)
+            self.registered_updates.on_installed(update)
 
     def finish(self, update: InFlight) -> SyncReport:
         """``wait_for_acks``; return the report, and record it in the metrics."""

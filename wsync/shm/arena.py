@@ -134,8 +134,8 @@ class Arena:
     def buffer(self, slot: int) -> Buffer:
         """Return the tensors of a slot, the same for all callers; the first call maps the slot.
 
-        The slot is mapped again if PyTorch has moved its tensors, as it does when a worker shares the model that is
-        bound to them with another process.
+        The slot is mapped again if PyTorch has moved its tensors, as it does if the worker puts the model that is bound
+        to them into shared memory (``share_memory()``).
         """
         if slot >= len(self._buffers) or self._buffers[slot].moved:
             with self._mapping_lock:

@@ -63,7 +63,7 @@ class StoreSendChannel:
     def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """See ``SendChannel``: workers come and go without notice."""
 
-    def pop_early(self, worker: int) -> int | None:
+    def pop_unawaited_join(self, worker: int) -> int | None:
         """See ``SendChannel``: there is no connection."""
         return None
 

@@ -17,16 +17,16 @@ from wsync.weights.snapshot import snapshot
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Room for one version, lent by a sender's end until it is published or dropped.
+    """Memory for one version: a slot of the arena, or a buffer of a pool.
 
     Attributes:
         layout: of the weights.
         flat: all of it, ``uint8[nbytes]``.
         views: one tensor per entry of the layout, to be packed into.
-        slot: what the end knows it by.
-        plan: copies plain bytes into the views. PyTorch's copy of a small tensor costs more in calls than in bytes,
-            and of a large one it reads what it overwrites.
-        address: where ``flat`` lay when this was made.
+        slot: its index in the arena or the pool.
+        plan: copies plain bytes into the views. PyTorch's copy of a small tensor costs more in calls than in bytes;
+            that of a large one first loads the cache lines that it overwrites.
+        address: the address of ``flat`` when this was made.
     """
 
     layout: Layout

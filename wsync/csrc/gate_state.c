@@ -1,4 +1,4 @@
-/* GateLock: the lock of a process's gate, and the hooks that it calls (loops/gate_lock.py). */
+/* GateState: the lock of a process's gate, and the hooks that it calls (loops/gate_state.py). */
 
 #include "loops.h"
 
@@ -7,9 +7,9 @@ typedef struct {
     PyObject *lock, *acquire, *release; /* a threading.RLock, and its methods */
     PyObject *hooks;                    /* a tuple */
     int depth;                          /* of the thread that has the lock */
-} GateLock;
+} GateState;
 
-static int GateLock_traverse(GateLock *self, visitproc visit, void *arg)
+static int GateState_traverse(GateState *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->lock);
     Py_VISIT(self->acquire);
@@ -19,7 +19,7 @@ static int GateLock_traverse(GateLock *self, visitproc visit, void *arg)
     return 0;
 }
 
-static int GateLock_clear(GateLock *self)
+static int GateState_clear(GateState *self)
 {
     Py_CLEAR(self->lock);
     Py_CLEAR(self->acquire);
@@ -28,19 +28,19 @@ static int GateLock_clear(GateLock *self)
     return 0;
 }
 
-static void GateLock_free(GateLock *self)
+static void GateState_free(GateState *self)
 {
     PyObject_GC_UnTrack(self);
-    GateLock_clear(self);
+    GateState_clear(self);
     free_object(self);
 }
 
-static PyObject *GateLock_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *GateState_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *lock;
-    if (!PyArg_ParseTuple(args, "O:GateLock", &lock))
+    if (!PyArg_ParseTuple(args, "O:GateState", &lock))
         return NULL;
-    GateLock *self = (GateLock *)type->tp_alloc(type, 0);
+    GateState *self = (GateState *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
     self->lock = Py_NewRef(lock);
@@ -53,7 +53,7 @@ static PyObject *GateLock_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 }
 
 /* Call poll_update() of the hooks. Return whether any returned a true value, or -1 with an error. */
-static int poll_hooks(GateLock *self)
+static int poll_hooks(GateState *self)
 {
     int yes = 0;
     PyObject *hooks = Py_NewRef(self->hooks);
@@ -67,8 +67,8 @@ static int poll_hooks(GateLock *self)
     return yes;
 }
 
-/* GateLock.enter. Returns -1 with an error. */
-static int enter(GateLock *self, int depth)
+/* GateState.enter. Returns -1 with an error. */
+static int enter(GateState *self, int depth)
 {
     self->depth = depth + 1;
     int again = depth == 0;
@@ -77,8 +77,8 @@ static int enter(GateLock *self, int depth)
     return again;
 }
 
-/* GateLock.leave: calls all hooks. The current exception stays set, unless a hook raises: then the last such is. */
-static int leave(GateLock *self, int depth)
+/* GateState.leave: calls all hooks. The current exception stays set, unless a hook raises: then the last such is. */
+static int leave(GateState *self, int depth)
 {
     self->depth = depth;
     if (depth)
@@ -103,14 +103,14 @@ static int leave(GateLock *self, int depth)
 }
 
 /* Python runs no signal handler between locking and entering, as it might between two lines of Python. */
-static int lock_gate(GateLock *self)
+static int lock_gate(GateState *self)
 {
     PyObject *done = PyObject_CallNoArgs(self->acquire);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
 
-static int unlock_gate(GateLock *self)
+static int unlock_gate(GateState *self)
 {
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
@@ -121,8 +121,8 @@ static int unlock_gate(GateLock *self)
     return done ? 0 : -1;
 }
 
-/* GateLock.call; without a function, GateLock.pass_through. */
-static PyObject *call(GateLock *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+/* GateState.call; without a function, GateState.pass_through. */
+static PyObject *call(GateState *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     if (lock_gate(self))
         return NULL;
@@ -136,14 +136,14 @@ static PyObject *call(GateLock *self, PyObject *const *args, Py_ssize_t count, P
     return result;
 }
 
-int pass_through_gate(PyObject *gate_lock)
+int pass_through_gate(PyObject *gate_state)
 {
-    PyObject *done = call((GateLock *)gate_lock, NULL, 0, NULL);
+    PyObject *done = call((GateState *)gate_state, NULL, 0, NULL);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
 
-static PyObject *GateLock_call(GateLock *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+static PyObject *GateState_call(GateState *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     if (!count) {
         PyErr_SetString(PyExc_TypeError, "call() takes a function");
@@ -152,12 +152,12 @@ static PyObject *GateLock_call(GateLock *self, PyObject *const *args, Py_ssize_t
     return call(self, args, count, keywords);
 }
 
-static PyObject *GateLock_pass_through(GateLock *self, PyObject *Py_UNUSED(ignored))
+static PyObject *GateState_pass_through(GateState *self, PyObject *Py_UNUSED(ignored))
 {
     return call(self, NULL, 0, NULL);
 }
 
-static PyObject *GateLock_enter(GateLock *self, PyObject *depth)
+static PyObject *GateState_enter(GateState *self, PyObject *depth)
 {
     long known = PyLong_AsLong(depth);
     if (PyErr_Occurred() || enter(self, (int)known) < 0)
@@ -165,7 +165,7 @@ static PyObject *GateLock_enter(GateLock *self, PyObject *depth)
     Py_RETURN_NONE;
 }
 
-static PyObject *GateLock_leave(GateLock *self, PyObject *depth)
+static PyObject *GateState_leave(GateState *self, PyObject *depth)
 {
     long known = PyLong_AsLong(depth);
     if (PyErr_Occurred() || leave(self, (int)known))
@@ -173,12 +173,12 @@ static PyObject *GateLock_leave(GateLock *self, PyObject *depth)
     Py_RETURN_NONE;
 }
 
-static PyObject *GateLock_get_hooks(GateLock *self, void *Py_UNUSED(closure))
+static PyObject *GateState_get_hooks(GateState *self, void *Py_UNUSED(closure))
 {
     return Py_NewRef(self->hooks);
 }
 
-static int GateLock_set_hooks(GateLock *self, PyObject *hooks, void *Py_UNUSED(closure))
+static int GateState_set_hooks(GateState *self, PyObject *hooks, void *Py_UNUSED(closure))
 {
     if (!hooks || !PyTuple_CheckExact(hooks)) {
         PyErr_SetString(PyExc_TypeError, "hooks must be a tuple");
@@ -188,31 +188,31 @@ static int GateLock_set_hooks(GateLock *self, PyObject *hooks, void *Py_UNUSED(c
     return 0;
 }
 
-static PyMemberDef GateLock_members[] = {
-    {"lock", T_OBJECT_EX, offsetof(GateLock, lock), READONLY, NULL},
-    {"depth", T_INT, offsetof(GateLock, depth), 0, NULL},
+static PyMemberDef GateState_members[] = {
+    {"lock", T_OBJECT_EX, offsetof(GateState, lock), READONLY, NULL},
+    {"depth", T_INT, offsetof(GateState, depth), 0, NULL},
     {NULL},
 };
-static PyGetSetDef GateLock_attributes[] = {
-    {"hooks", (getter)GateLock_get_hooks, (setter)GateLock_set_hooks, NULL, NULL},
+static PyGetSetDef GateState_attributes[] = {
+    {"hooks", (getter)GateState_get_hooks, (setter)GateState_set_hooks, NULL, NULL},
     {NULL},
 };
-PyDoc_STRVAR(GateLock_call_doc, "call(function, ...): see wsync.loops.gate_lock.");
-PyDoc_STRVAR(GateLock_pass_through_doc, "pass_through(): see wsync.loops.gate_lock.");
-PyDoc_STRVAR(GateLock_enter_doc, "enter(depth): see wsync.loops.gate_lock.");
-PyDoc_STRVAR(GateLock_leave_doc, "leave(depth): see wsync.loops.gate_lock.");
-static PyMethodDef GateLock_methods[] = {
-    {"call", (PyCFunction)(void (*)(void))GateLock_call, METH_FASTCALL | METH_KEYWORDS, GateLock_call_doc},
-    {"pass_through", (PyCFunction)GateLock_pass_through, METH_NOARGS, GateLock_pass_through_doc},
-    {"enter", (PyCFunction)GateLock_enter, METH_O, GateLock_enter_doc},
-    {"leave", (PyCFunction)GateLock_leave, METH_O, GateLock_leave_doc},
+PyDoc_STRVAR(GateState_call_doc, "call(function, ...): see wsync.loops.gate_state.");
+PyDoc_STRVAR(GateState_pass_through_doc, "pass_through(): see wsync.loops.gate_state.");
+PyDoc_STRVAR(GateState_enter_doc, "enter(depth): see wsync.loops.gate_state.");
+PyDoc_STRVAR(GateState_leave_doc, "leave(depth): see wsync.loops.gate_state.");
+static PyMethodDef GateState_methods[] = {
+    {"call", (PyCFunction)(void (*)(void))GateState_call, METH_FASTCALL | METH_KEYWORDS, GateState_call_doc},
+    {"pass_through", (PyCFunction)GateState_pass_through, METH_NOARGS, GateState_pass_through_doc},
+    {"enter", (PyCFunction)GateState_enter, METH_O, GateState_enter_doc},
+    {"leave", (PyCFunction)GateState_leave, METH_O, GateState_leave_doc},
     {NULL},
 };
-PyDoc_STRVAR(GateLock_doc, "GateLock(lock): see wsync.loops.gate_lock.");
-static PyType_Slot GateLock_slots[] = {
-    SLOT(tp_doc, GateLock_doc),           SLOT(tp_new, GateLock_new),         SLOT(tp_dealloc, GateLock_free),
-    SLOT(tp_traverse, GateLock_traverse), SLOT(tp_clear, GateLock_clear),     SLOT(tp_methods, GateLock_methods),
-    SLOT(tp_members, GateLock_members),   SLOT(tp_getset, GateLock_attributes), {0, NULL},
+PyDoc_STRVAR(GateState_doc, "GateState(lock): see wsync.loops.gate_state.");
+static PyType_Slot GateState_slots[] = {
+    SLOT(tp_doc, GateState_doc),           SLOT(tp_new, GateState_new),         SLOT(tp_dealloc, GateState_free),
+    SLOT(tp_traverse, GateState_traverse), SLOT(tp_clear, GateState_clear),     SLOT(tp_methods, GateState_methods),
+    SLOT(tp_members, GateState_members),   SLOT(tp_getset, GateState_attributes), {0, NULL},
 };
-PyType_Spec GateLock_spec = {"wsync._loops.GateLock", sizeof(GateLock), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-                              GateLock_slots};
+PyType_Spec GateState_spec = {"wsync._loops.GateState", sizeof(GateState), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                              GateState_slots};

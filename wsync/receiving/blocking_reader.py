@@ -50,7 +50,7 @@ class _Arriving:
         self.refused |= not self.complete
 
 
-class BackendReader(TransportReader):
+class BlockingReader(TransportReader):
     """Receives a version's weights at its ``BEGIN_RECEIVE`` message, and uses them at its ``UPDATE`` or ``PREPARE``.
 
     ``receive_weights`` runs in the process's receiver thread: while it waits, messages for other models wait too.
@@ -70,8 +70,8 @@ class BackendReader(TransportReader):
         self._strategy = strategy
         self._arriving: dict[int, _Arriving] = {}  # by version; at most one
         # Weights that arrived for a version that was then aborted, and do not have its checksum. A transport that is a
-        # stream may have delivered the next version early.
-        self._early: Buffer | None = None
+        # stream may have delivered the next version already.
+        self._filled: Buffer | None = None
 
     def on_begin_receive(self, version: int, payload: bytes) -> None:
         """Process a ``BEGIN_RECEIVE`` message."""
@@ -80,9 +80,9 @@ class BackendReader(TransportReader):
         for older in self._arriving.values():  # its UPDATE was never sent
             self._drop(older)
         checksum, extra = self._split(payload)
-        early, self._early = self._early, None
+        filled, self._filled = self._filled, None
         arriving = _Arriving(
-            early or self._take_buffer(), checksum, extra, deadline_in(self._share(0.8)), filled=early is not None
+            filled or self._take_buffer(), checksum, extra, deadline_in(self._share(0.8)), filled=filled is not None
         )
         if arriving.filled:
             arriving.check()
@@ -98,9 +98,9 @@ class BackendReader(TransportReader):
             self._drop(arriving)
 
     def _drop(self, arriving: _Arriving) -> None:
-        """Free the buffer of a version that is not wanted any more, or keep it as ``_early``."""
-        if arriving.filled and not arriving.complete and self._early is None:
-            self._early = arriving.buffer
+        """Free the buffer of a version that is not wanted any more, or keep it as ``_filled``."""
+        if arriving.filled and not arriving.complete and self._filled is None:
+            self._filled = arriving.buffer
         else:
             self._free(arriving.buffer.slot)
 

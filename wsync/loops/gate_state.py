@@ -31,7 +31,7 @@ class GateHook(Protocol):
         ...
 
 
-class GateLock:
+class GateState:
     """The gate's lock and hooks. One per process; used by every thread that runs a forward, and the receiver thread.
 
     Args:
