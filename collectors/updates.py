@@ -156,7 +156,8 @@ class WeightUpdates:
             wsync.NotConnected: as ``update_policy_weights_``.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        self._require_open()
+        if self.closed:  # else not ``_require_open``: in a forked child ``send`` raises, and ``getpid`` costs 1 µs
+            self._require_open()
         scheme = self.weight_sync_schemes.get(model_id or "policy") or self._scheme(model_id)
         send = scheme.send if wait else scheme.send_async
         if scheme.sender_driven:

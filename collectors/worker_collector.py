@@ -225,6 +225,7 @@ class WorkerCollector(BaseCollector):
         """See BaseCollector; deaths and timeouts are handled as ``on_worker_failure`` says."""
         try:
             if self._group.failure_policy.on_failure != "raise":
+                self._require_open()  # also not in a forked child: messages of workers would be read there
                 return self._group.deliver(send, weights, worker_ids)
             try:
                 return send(weights, worker_ids)
