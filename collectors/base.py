@@ -42,7 +42,7 @@ class BaseCollector(WeightUpdates, ABC):
         staleness: how old a batch may be, and what was dropped because it was older.
         num_workers: number of workers.
         weight_sync_schemes: ``{model_id: scheme}``.
-        weight_updater: of the older API; decides which weights the policy's update sends to which worker.
+        weight_updater: the older API's weight updater; decides which weights the policy's update sends to which worker.
         closed: whether the collector was shut down.
     """
 

@@ -24,7 +24,7 @@ class BatchLayout:
 
     Attributes:
         columns: key, dtype, shape and offset in bytes of each tensor.
-        batch_size: of the TensorDict.
+        batch_size: the batch size of the TensorDict.
         nbytes: size of the buffer.
     """
 

@@ -26,7 +26,7 @@ class Fault:
     Attributes:
         gap: seconds since the fault before.
         kind: ``kill`` or ``stop``.
-        position: in [0, 1); selects one of the workers at that time.
+        position: a number in [0, 1); selects one of the workers at that time.
     """
 
     gap: float
@@ -50,7 +50,7 @@ class Monkey:
         collector: its workers must be processes that it has started on this machine.
         faults: ``"kill"`` (SIGKILL) and ``"stop"`` (SIGSTOP); none: nothing is done, and no thread is started.
         rate: faults per minute, over all workers.
-        seed: of the schedule.
+        seed: the seed of the schedule.
         pause: seconds until a stopped worker continues (SIGCONT).
         limit: number of faults; None: no limit.
 

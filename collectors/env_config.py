@@ -28,7 +28,7 @@ class EnvConfig:
     """A Gymnasium environment.
 
     Attributes:
-        id: as registered; ``module:id`` imports the module first.
+        id: the id, as registered; ``module:id`` imports the module first.
         solved_at: mean return of 100 episodes that counts as solved; None: the known value of the id, if there is one.
         max_episode_steps: steps after which an episode is truncated, if the environment's own limit is not lower.
         kwargs: for ``gymnasium.make``; with `vectorization_mode`, see ``GymEnv``: with `wrappers` or `make` it is sync.
@@ -94,7 +94,7 @@ def sample(env: EnvConfig, option: str | None = None) -> GymEnv:
 
     Args:
         env: the environment.
-        option: of the config group ``env``, for errors; None: the environment was chosen by ``env.id``.
+        option: the option of the config group ``env``, for errors; None: the environment was chosen by ``env.id``.
 
     Raises:
         ConfigError: there is no such environment, a package is missing, or it does not take the arguments.

@@ -18,9 +18,9 @@ class MultiCollector(WorkerCollector):
 
     Args:
         create_env_fn: one function per worker; each makes an environment (lambdas work).
-        policy: as ``WorkerCollector``.
+        policy: see ``WorkerCollector``.
         sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
-        options: as ``WorkerCollector``.
+        options: see ``WorkerCollector``.
 
     Raises:
         TypeError: ``sync`` is missing, or contradicts the class; else as ``WorkerCollector``.

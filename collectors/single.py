@@ -35,11 +35,11 @@ class Collector(BaseCollector):
         policy_factory: makes the acting policy, instead of a copy of ``policy``; or a list of one such function.
         frames_per_batch: frames of a batch, rounded up to a multiple of the number of environments.
         total_frames: frames after which iteration ends; -1: no end.
-        device: of the acting policy.
-        storing_device: of the batches.
+        device: the device of the acting policy.
+        storing_device: the device that batches are stored on.
         weight_sync_schemes: ``{model_id: scheme}``, not initialised; by default one scheme for the policy, if that is a
             module with weights. With only a ``policy_factory``, the policy keeps its weights until others are sent.
-        weight_updater: of the older API, deprecated; or a function that makes one.
+        weight_updater: a weight updater of the older API (deprecated), or a function that makes one.
         max_frames_per_traj: episodes are truncated after this number of steps.
         init_random_frames: number of first frames with random actions.
         track_policy_version: whether batches have ``policy_version``.

@@ -22,8 +22,8 @@ class Staleness:
     actions are never stale.
 
     Attributes:
-        max_staleness: of any frame of a batch when the batch is delivered; an older batch is dropped, and its worker
-            collects another one. None: no limit.
+        max_staleness: how many versions any frame of a batch may be behind when the batch is delivered; an older
+            batch is dropped, and its worker collects another one. None: no limit.
         run_ahead: batches that a worker begins, at most, before the trainer has taken the one before them.
         dropped_batches: number of workers' batches that were dropped.
         dropped_frames: number of frames of these.

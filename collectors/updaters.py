@@ -163,7 +163,7 @@ def make_updater(
 
     Raises:
         TypeError: it is no updater.
-        RuntimeError, ValueError: as ``WeightUpdaterBase.register_collector``.
+        RuntimeError, ValueError: see ``WeightUpdaterBase.register_collector``.
     """
     updater: Any = weight_updater
     if isinstance(weight_updater, type) and issubclass(weight_updater, WeightUpdaterBase):

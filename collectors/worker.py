@@ -33,14 +33,14 @@ class WorkerOptions:
 
     Attributes:
         worker_idx: its index.
-        frames: of a batch; rounded up to a multiple of the number of environments.
+        frames: the number of frames of a batch; rounded up to a multiple of the number of environments.
         buffers: batches in flight: 1 for synchronous collection, 2 or more so that the worker can run ahead of the
             trainer.
-        device: of the policy.
+        device: the device of the policy.
         init_random_frames: number of first frames with random actions.
         max_frames_per_traj: episodes are truncated after this number of steps.
-        threads: of torch in the worker's process.
-        log_level: of the root logger in the worker's process.
+        threads: torch's number of threads in the worker's process.
+        log_level: the log level of the root logger in the worker's process.
     """
 
     worker_idx: int
@@ -59,7 +59,7 @@ class WorkerSpec:
 
     Attributes:
         create_env_fn: makes the environment.
-        policy: that acts, unless there is a factory.
+        policy: the policy that acts, unless there is a factory.
         policy_factory: makes it.
         schemes: by model id; those that the worker receives by.
         optional: whether to leave the schemes out if the policy has no weights.
@@ -81,7 +81,7 @@ class RolloutWorker:
 
     Attributes:
         num_envs: number of environments.
-        layout: of a batch.
+        layout: the layout of a batch.
     """
 
     def __init__(self, spec: bytes, options: WorkerOptions) -> None:

@@ -67,12 +67,12 @@ class WorkerCollector(BaseCollector):
         frames_per_batch: frames of a batch, over all workers (asynchronous: of one worker); the share of each is
             rounded up to whole steps of its environments.
         total_frames: frames after which iteration ends; -1: no end.
-        device: of the acting policies; one for all, or one per worker.
-        storing_device: of the batches.
+        device: the device of the acting policies; one for all, or one per worker.
+        storing_device: the device that batches are stored on.
         weight_sync_schemes: ``{model_id: scheme}``, not initialised; by default one scheme for the policy that fits the
             workers, if that is a module with weights. With only a ``policy_factory``, workers keep the weights that
             they have made until others are sent.
-        weight_updater: of the older API, deprecated; or a function that makes one.
+        weight_updater: a weight updater of the older API (deprecated), or a function that makes one.
         max_frames_per_traj: episodes are truncated after this number of steps.
         init_random_frames: number of first frames with random actions, over all workers.
         cat_results: synchronous: how the workers' batches are joined: ``"stack"`` with a new leading dimension, or

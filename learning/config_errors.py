@@ -78,7 +78,7 @@ def unknown(name: str, settings: Settings, chosen: Mapping[str, str] | None = No
     """Return that no setting is called `name`, with the closest name of `settings` or the options that have it.
 
     Args:
-        name: of the setting.
+        name: the name of the setting.
         settings: all that there are; those of options that are not `chosen` are not suggested.
         chosen: the option of each group, where it is known.
     """
@@ -100,7 +100,7 @@ def unknown_parameter(setting: str, owner: str, parameters: Iterable[str]) -> st
     Args:
         setting: with the group, ``"policy.widht"``.
         owner: name of the class or function.
-        parameters: that it has, and settings that every option of the group has.
+        parameters: the parameters that it has, and settings that every option of the group has.
     """
     name, known = setting.partition(".")[2], sorted(parameters)
     return f"{setting}: {owner} has no parameter '{name}'{_suggestion(name, known)}; there are: {', '.join(known)}"

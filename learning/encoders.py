@@ -99,7 +99,7 @@ class MLP(nn.Module):
     Weights are orthogonal with a gain of the square root of 2; biases are zero.
 
     Args:
-        observation_spec: of an observation.
+        observation_spec: the spec of an observation.
         hidden: widths of the layers.
         activation: one of ``tanh``, ``relu``, ``elu``, ``silu``.
 
@@ -123,7 +123,7 @@ class NatureCNN(nn.Module):
     """Three convolutions and a linear layer for images, as in https://www.nature.com/articles/nature14236.
 
     Args:
-        spec: of an image for which `suits_convolutions` is true.
+        spec: the spec of an image for which `suits_convolutions` is true.
         features: width of the last layer.
 
     """
@@ -151,7 +151,7 @@ class CNN(nn.Module):
     """A `NatureCNN` for each image of an observation that is large enough; all other tensors follow as they are.
 
     Args:
-        observation_spec: of an observation.
+        observation_spec: the spec of an observation.
         features: number of features of each image.
 
     Raises:

@@ -45,7 +45,7 @@ def print_help(
 
     Args:
         conf: the folder of the project's configs; the configs of the ConfigStore are registered.
-        overrides: of the command line, so that the settings are those of the chosen options.
+        overrides: the overrides on the command line, so that the settings are those of the chosen options.
         folders: config folders of the user.
         console: where to print; the terminal by default.
     """

@@ -83,8 +83,8 @@ class Training:
         chaos: number of injected faults of each kind so far.
         observations: the normaliser in the learner's networks, which the loop updates; None if there is none.
         rewards: makes the learner's rewards of those of the environment.
-        failures: of workers in this process; those of the collector.
-        earlier_failures: of workers before a resume, as ``Failures.as_dict`` gives them.
+        failures: the failures of workers in this process; those of the collector.
+        earlier_failures: the failures of workers before a resume, as ``Failures.as_dict`` gives them.
         facts: more entries for the summary (seed, number of workers, ...); ``env`` names the environment.
     """
 

@@ -34,7 +34,7 @@ def make_actor_critic(
         action_spec: the environment's; see :func:`policy_for`.
         initial_std: see :func:`policy_for`.
         shared: whether one network serves both; otherwise each has its own.
-        normalizer: of observations, for both; None: observations are not normalized.
+        normalizer: the normalizer of observations, for both; None: observations are not normalized.
 
     Raises:
         ValueError: the network or the action mask does not suit, or a continuous action has no bounds.

@@ -55,7 +55,7 @@ class ObservationNormalizer(nn.Module):
     Without an update, observations are only clipped to the range.
 
     Args:
-        spec: of an observation.
+        spec: the spec of an observation.
     """
 
     def __init__(self, spec: SpecTree) -> None:

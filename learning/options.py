@@ -21,10 +21,10 @@ class TrainConfig:
         total_frames: the run ends with the batch that reaches them, at the latest.
         stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
         staleness: updates by which each version of the weights is sent late, see ``learning.delay.WeightDelay``.
-        seed: of all random numbers; a resumed run derives another one from it and the frames so far.
+        seed: the seed of all random numbers; a resumed run derives another one from it and the frames so far.
         timeout: seconds that connecting and sending weights may take; None: no limit, but the collectors for workers
             that are reached over TCP, by RPC or by Ray need one (``collector.timeout``).
-        threads: of torch, in the trainer.
+        threads: torch's number of threads in the trainer.
         checkpoint_every: seconds.
         resume: folder of an earlier run to continue.
         objective: entry of ``summary.json`` that a sweeper compares (``hydra/sweeper=optuna``).

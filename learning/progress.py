@@ -65,11 +65,11 @@ class Row:
         episodes: ended so far.
         episodes_in_mean: 100, or all while there are fewer; those before a resume in another environment do not count.
         episode_return_mean_100: over these episodes, the last ones; None before the first.
-        episode_returns: of the episodes that ended in this batch, in the order of time.
-        version: of the weights last sent; a resumed run counts on.
+        episode_returns: the returns of the episodes that ended in this batch, in the order of time.
+        version: the version of the weights last sent; a resumed run counts on.
         staleness: versions between the weights that acted and the learner's when the batch was learnt from, mean over
             frames; with a scheme that sends nothing, updates.
-        staleness_max: of the oldest frame.
+        staleness_max: the staleness of the oldest frame.
         dropped_batches: workers' batches that were too old to be delivered (``collector.max_staleness``), so far.
         dropped_frames: frames of these.
         weight_sync: cost of the update; None if there was none.

@@ -52,11 +52,11 @@ class RNN(RecurrentNetwork):
     """An LSTM or a GRU on the features of a `CNN` if there is an image that is large enough for it, else of an `MLP`.
 
     Args:
-        observation_spec: of an observation.
+        observation_spec: the spec of an observation.
         cell: ``lstm`` or ``gru``.
         size: number of features.
         hidden: widths of the layers of the `MLP`.
-        activation: of these layers.
+        activation: the activation of these layers.
 
     Raises:
         ValueError: an unknown `cell` or `activation`.

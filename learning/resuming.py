@@ -95,7 +95,7 @@ def _changed_groups(folder: str, chosen: Sequence[str], folders: Sequence[Path])
     """Return the groups of which another option is chosen than in the run in `folder`.
 
     Args:
-        folder: of that run.
+        folder: the folder of that run.
         chosen: the overrides that choose options, on which the options of further groups depend; of a group that is
             swept over, the option is taken to be another one.
         folders: config folders of the user.

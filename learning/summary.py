@@ -38,9 +38,9 @@ def summarise(
         progress: the counters.
         solved_at: mean return that counts as solved; None if the environment has none.
         metrics: cost of the updates.
-        failures: of workers.
+        failures: the failures of workers.
         chaos: number of injected faults of each kind.
-        limits: of the collector.
+        limits: the limits of the collector.
     """
     sync = {**_NO_UPDATE, **metrics.summary()}
     sentences = [verdict(status, progress, solved_at)]
@@ -120,7 +120,7 @@ def objective_of(summary: Mapping[str, Any], name: str) -> float:
 
     Args:
         summary: as in ``summary.json``.
-        name: of an entry with a number; ``weight_sync.latency_us.p50`` is inside others.
+        name: the name of an entry with a number; ``weight_sync.latency_us.p50`` is inside others.
 
     Raises:
         ValueError: there is no such entry, or it is not a number.

@@ -66,9 +66,9 @@ def measure(acknowledge: str, given: str, mib: float, tensors: int, rounds: int)
     """Return ``{order: (seconds of each call, seconds to make its argument)}``, by form.
 
     Args:
-        acknowledge: of the scheme.
+        acknowledge: ``acknowledge`` of the scheme.
         given: what the scheme is initialised with, ``"model"`` or ``"weights"``.
-        mib: of the model.
+        mib: the size in MiB of the model.
         tensors: their number.
         rounds: calls of each form.
     """

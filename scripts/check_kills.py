@@ -77,7 +77,7 @@ class Killer(threading.Thread):
         victims: returns the current worker processes.
         kills: number of kills.
         pause: mean seconds between two kills.
-        seed: of the times and victims.
+        seed: the seed of the times and victims.
     """
 
     def __init__(self, victims: Callable[[], list[int]], kills: int, pause: float, seed: int) -> None:

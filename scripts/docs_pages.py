@@ -114,9 +114,9 @@ def _settings(group: str, node: Any, path: Path, skip: Collection[Any] = ()) -> 
     """Yield a config's table: name, type, default, and what its docstring, or that of its target, says.
 
     Args:
-        group: of the config; empty for settings of the run.
+        group: the group of the config; empty for settings of the run.
         node: a structured config, or a dictionary.
-        path: of the option's file in ``conf/``, if there is one: its values are the defaults.
+        path: the path of the option's file in ``conf/``, if there is one: its values are the defaults.
         skip: names that are left out.
     """
     config = node if isinstance(node, DictConfig) else OmegaConf.structured(node)

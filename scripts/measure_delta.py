@@ -134,7 +134,7 @@ class Measured(NamedTuple):
 
     Attributes:
         changed: share of the values that differ.
-        size: of the difference, in bytes; the full size, where there is none.
+        size: the size of the difference, in bytes; the full size, where there is none.
         encode: CPU seconds.
         decode: CPU seconds.
     """

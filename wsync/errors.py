@@ -75,7 +75,7 @@ def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError
     """Return the error of an import or a call that needs a package which is not installed.
 
     Args:
-        error: that of the import statement.
+        error: the error of the import statement.
         extra: the optional dependencies of wsync that have the package: ``"ray"``, ``"train"`` …
     """
     package = (error.name or "").split(".")[0]

@@ -26,7 +26,7 @@ class SyncMetrics:
 
     Args:
         scheme: its name in configs (``"shared_mem"``).
-        keep: of how many of the newest the cost is kept for percentiles.
+        keep: the number of newest updates whose cost is kept, for percentiles.
 
     Attributes:
         updates: how many there were.

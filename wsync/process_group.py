@@ -246,8 +246,8 @@ def _end_of(transfer: Transfer, device: torch.device) -> Future[None]:
     """Return the end of a transfer, which a thread waits for: gloo gives a group up when a wait of its own times out.
 
     Args:
-        transfer: in progress.
-        device: of the buffer that is received into.
+        transfer: the transfer in progress.
+        device: the device of the buffer that is received into.
     """
     ended = Future[None]()
 

@@ -26,7 +26,7 @@ class Role:
     Attributes:
         side: which side of the connection this is; empty before init.
         model_id: the model's name; None before init.
-        pid: of the process that initialised the scheme.
+        pid: the process id of the process that initialised the scheme.
     """
 
     side: Literal["sender", "receiver", ""] = ""

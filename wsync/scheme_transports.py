@@ -23,7 +23,7 @@ class SenderTransport(SenderEnd):
     """The sender's way to some workers (a ``TransportBackend``).
 
     Args:
-        sender: of the scheme.
+        sender: the sender of the scheme.
         connect: the scheme's.
         worker_ids: the workers; None for all.
         model_id: the model's name.
@@ -70,7 +70,7 @@ class ReceiverTransport:
     """A worker's way from its sender (a ``TransportBackend``).
 
     Args:
-        receiver: of the scheme.
+        receiver: the receiver of the scheme.
         connect: the scheme's.
     """
 

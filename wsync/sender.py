@@ -36,7 +36,7 @@ class Sender:
     what had to wait for a worker's answer (``sending/send_loop.py``).
 
     Args:
-        channel: to the workers: connections, and memory or transports for weights; kept as an attribute.
+        channel: the channel to the workers: connections, and memory or transports for weights; kept as an attribute.
         source: where weights come from when a call is given none; kept as an attribute.
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.

@@ -39,7 +39,7 @@ class RelayStore(Store):
 
     Args:
         relay: sends a key and its value to the other process.
-        deadline: of all waits.
+        deadline: the deadline of all waits.
     """
 
     def __init__(self, relay: Callable[[str, bytes], None], deadline: float | None) -> None:
@@ -123,10 +123,10 @@ class TransportSetup:
     """The set-up of one end of a transport, in a thread of its own. Used by the thread that connects.
 
     Args:
-        connection: to the other process; only ``wait`` reads it meanwhile.
+        connection: the connection to the other process; only ``wait`` reads it meanwhile.
         worker: the worker's index.
-        deadline: of the whole set-up.
-        transport: to set up.
+        deadline: the deadline of the whole set-up.
+        transport: the transport to set up.
         rank: 0 on the sender, 1 in the worker.
         connection_number: see ``SenderSettings``.
         strategy: in the worker, the format in which a ``TransportBackend`` is given a buffer.

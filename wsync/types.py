@@ -59,8 +59,8 @@ class SyncReport(NamedTuple):
 
     Attributes:
         version: the update.
-        bytes: of one copy of the weights, as it is carried: flat, with its padding; with ``Delta``, what a worker is
-            sent of it (the most, where workers are sent different amounts).
+        bytes: the size of one copy of the weights, as it is carried: flat, with its padding; with ``Delta``, what
+            a worker is sent of it (the most, where workers are sent different amounts).
         seconds: from the call to the moment when the promise of ``send`` held.
         phases: seconds spent in each of ``extract``, ``pack``, ``transfer``, ``wait``, ``apply`` and ``acknowledge``,
             ``seconds`` in all; the worker's two (wait, apply) are those of the slowest worker.

@@ -53,8 +53,8 @@ class Cluster:
     """A connection of this process to Ray.
 
     Args:
-        address: of a cluster, as ``ray.init`` takes it. None: the connected cluster, or that of ``RAY_ADDRESS``;
-            without both, a cluster is started on this machine, and stopped by ``close``.
+        address: the address of a cluster, as ``ray.init`` takes it. None: the connected cluster, or that of
+            ``RAY_ADDRESS``; without both, a cluster is started on this machine, and stopped by ``close``.
 
     Raises:
         ConnectionError: there is no cluster at ``address``, or this process is connected to another one.

@@ -42,15 +42,15 @@ class RayCollector(WorkerCollector):
 
     Args:
         create_env_fn: one function per worker; each makes an environment (lambdas work).
-        policy: as ``WorkerCollector``.
+        policy: see ``WorkerCollector``.
         sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
-        address: of a Ray cluster, as ``ray.init`` takes it. None: the connected cluster, or that of ``RAY_ADDRESS``;
-            without both, a cluster is started on this machine, and stopped by ``shutdown``.
-        resources: of each actor, as options of ``ray.remote``: ``num_cpus`` (0 by default), ``num_gpus``, ``memory``,
-            ``resources``, ``runtime_env`` …
+        address: the address of a Ray cluster, as ``ray.init`` takes it. None: the connected cluster, or that of
+            ``RAY_ADDRESS``; without both, a cluster is started on this machine, and stopped by ``shutdown``.
+        resources: the resources of each actor, as options of ``ray.remote``: ``num_cpus`` (0 by default), ``num_gpus``,
+            ``memory``, ``resources``, ``runtime_env`` …
         scheduling_strategy: where actors are placed: ``"DEFAULT"``, ``"SPREAD"``, or an object of Ray's.
         timeout: seconds in which the cluster has to place all actors, and later each one that replaces another.
-        options: as ``WorkerCollector``.
+        options: see ``WorkerCollector``.
 
     Raises:
         ConnectionError: there is no cluster at ``address``, or this process is connected to another one.
@@ -119,7 +119,7 @@ class RayWorker(CalledWorker):
     Args:
         worker_idx: its index.
         actor: owned by this handle.
-        cluster: of the actor.
+        cluster: the cluster of the actor.
     """
 
     def __init__(self, worker_idx: int, actor: ActorHandle, cluster: Cluster) -> None:

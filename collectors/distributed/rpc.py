@@ -36,13 +36,13 @@ class RPCCollector(WorkerCollector):
 
     Args:
         create_env_fn: one function per worker; each makes an environment (lambdas work).
-        policy: as ``WorkerCollector``.
+        policy: see ``WorkerCollector``.
         sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
         workers: names in the group of this process, one per worker.
         host: the interface of a group that is started. Unless ``TP_SOCKET_IFNAME`` is set, a loopback address keeps all
             of its traffic on the loopback interface.
         timeout: seconds in which the workers have to join.
-        options: as ``WorkerCollector``.
+        options: see ``WorkerCollector``.
 
     Raises:
         RuntimeError: there is a group already and no ``workers``, or ``workers`` and no group.
@@ -80,8 +80,8 @@ class RpcWorker(CalledWorker):
         worker_idx: its index.
         name: in the group.
         token: identifies the collector.
-        process: of the worker, if this process has started it; else a call that stays open detects its end.
-        channel: to ``process``.
+        process: the worker's process, if this process has started it; else a call that stays open detects its end.
+        channel: the channel to ``process``.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class RpcPool(CallPool[RpcWorker]):
 
     Args:
         count: number of workers.
-        names: of members of a group that this process belongs to; None starts workers and a group.
+        names: the names of the members of a group that this process belongs to; None starts workers and a group.
         host: the interface of a group that is started.
         timeout: seconds in which the workers have to join.
 

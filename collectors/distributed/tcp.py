@@ -37,13 +37,13 @@ class DistributedCollector(WorkerCollector):
 
     Args:
         create_env_fn: one function per worker; each makes an environment (lambdas work).
-        policy: as ``WorkerCollector``.
+        policy: see ``WorkerCollector``.
         sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
         host: the interface to listen on; by default loopback, or torchrun's master address if there are several nodes.
-        port: to listen on; 0: any free port (it is logged).
+        port: the port to listen on; 0: any free port (it is logged).
         launcher: ``"local"`` or ``"join"``.
         timeout: seconds in which the workers have to join.
-        options: as ``WorkerCollector``.
+        options: see ``WorkerCollector``.
 
     Raises:
         wsync.SyncTimeout: a worker did not join in time; names it.

@@ -82,7 +82,7 @@ def join(address: Address, worker_idx: int, timeout: float) -> None:
     """Join the trainer at ``address``, and execute its commands until it closes the connection.
 
     Args:
-        address: of the trainer's listener.
+        address: the address of the trainer's listener.
         worker_idx: the index to have; -1: any.
         timeout: seconds in which the trainer has to accept.
 

@@ -15,7 +15,7 @@ class RPCWeightUpdater(SchemeUpdater):
     Args:
         collector_infos: one per worker; only their number is used.
         collector_class: not used.
-        collector_rrefs: as ``collector_infos``.
+        collector_rrefs: see ``collector_infos``.
         policy_weights: weights of a push without any, as they are then; None: those of the collector's policy.
         num_workers: number of workers that the collector must have; None: any.
 

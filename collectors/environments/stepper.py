@@ -240,7 +240,7 @@ def sample_allowed(options: Sequence[int], allowed: Array, generator: np.random.
     Args:
         options: number of options of each choice, ``k`` numbers.
         allowed: bool ``[E, sum(options)]``, those of all choices end to end.
-        generator: of random numbers.
+        generator: the generator of random numbers.
 
     Returns:
         Indices ``[E, k]``, and the log-probabilities ``[E]`` of these draws, in nats.

@@ -33,8 +33,8 @@ class ScalarDriver:
 
     Attributes:
         num_envs: E.
-        observation_space: of one environment.
-        action_space: of one environment.
+        observation_space: the observation space of one environment.
+        action_space: the action space of one environment.
         actions: the action space of all environments, for sampling.
         can_truncate: whether a row can be reset before the environment has ended its episode.
         reset_step: bool ``[E]``, the rows that the last step has reset instead of acting in them; None if steps never

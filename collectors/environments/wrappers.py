@@ -20,7 +20,7 @@ class ActionMask(gym.Wrapper):
 
     Args:
         env: puts a mask into the info of each ``reset`` and ``step``: an array, or a tuple of arrays.
-        key: of the mask in ``info``.
+        key: the key of the mask in ``info``.
 
     Raises:
         TypeError: the actions are neither Discrete nor MultiDiscrete.

@@ -90,7 +90,7 @@ def find_in(roots: Mapping[str, object], path: str, find: Callable[[object, str]
 
     Raises:
         LookupError: none has it; says what the one has in which the path leads furthest, or else each of them.
-        TypeError: as ``find``.
+        TypeError: see ``find``.
     """
     misses: dict[str, wsync.NoSuchPath] = {}
     for name, root in roots.items():

@@ -48,7 +48,7 @@ class RandomActions:
         """Prepare ``steps`` calls of ``act``. Called once per batch.
 
         Args:
-            steps: of this batch, those that are left.
+            steps: the steps of this batch that are left.
             after_random: whether the frame before had a random action.
         """
 

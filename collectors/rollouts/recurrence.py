@@ -23,7 +23,7 @@ class RecurrentState:
     Of a policy that reads "is_init" and writes no such key, "is_init" is all.
 
     Args:
-        output: of the policy's first call, which has no state as its input.
+        output: the output of the policy's first call, which has no state as its input.
         stepper: the environments.
         batched: whether the environment has a batch dimension.
     """

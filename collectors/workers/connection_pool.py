@@ -27,8 +27,8 @@ class ConnectedWorker(WorkerHandle):
     Args:
         worker_idx: its index.
         key: the payload of its greeting, which no other process has.
-        process: of the worker, if this process has started it.
-        liveness: of a worker in another program: a connection without traffic, which ends with its process.
+        process: the worker's process, if this process has started it.
+        liveness: for a worker in another program, a connection without traffic, which ends with its process.
         name: process and host of a worker in another program.
     """
 

@@ -77,7 +77,7 @@ class SyncGathering:
 
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: a failure that the group's policy raises.
-            RuntimeError: as ``admits``.
+            RuntimeError: see ``admits``.
         """
         while True:  # again, if all participants have failed
             participants = missing = group.wait_for_workers()

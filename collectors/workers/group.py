@@ -100,7 +100,7 @@ class WorkerGroup(WorkerSupervisor):
         """Return the next batch: its worker, which may have failed since, and the buffer. None: another event came.
 
         Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: as ``wait_for_workers``.
+            WorkerDied, WorkerFailed, SyncTimeout: see ``wait_for_workers``.
         """
         with self._lock.gathering():
             if not self._batches:

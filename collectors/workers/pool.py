@@ -25,7 +25,7 @@ class WorkerHandle(ABC):
         num_envs: number of its environments; 0 until it is ready.
         buffers: memory of its batches, one ``uint8`` tensor each.
         batches: views of ``buffers``. A batch is overwritten after the next ``collect`` command for its buffer.
-        process: of the worker, if this process has started it.
+        process: the worker's process, if this process has started it.
         process_handle: reaches ``process``; empty without it.
     """
 

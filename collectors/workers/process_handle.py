@@ -14,7 +14,7 @@ class ProcessHandle:
     A pid does not suffice: once the child has been reaped, the number can belong to another process.
 
     Args:
-        pid: of a child that this process has just started; None: the handle is empty.
+        pid: the process id of a child that this process has just started; None: the handle is empty.
     """
 
     def __init__(self, pid: int | None) -> None:

@@ -186,9 +186,9 @@ class WorkerRecord:
     """The state of one worker index, over all workers that have had it.
 
     Attributes:
-        options: of the current worker and its successors.
+        options: the options of the current worker and its successors.
         spec: the pickled ``WorkerSpec`` of the current worker and its successors; empty once there can be none.
-        backoff: of restarts.
+        backoff: the delays of restarts.
         worker: the current worker, if there is one.
         state: see the module's docstring.
         pending: number of answers that the worker owes.

@@ -25,7 +25,7 @@ class WorkerSupervisor:
     """Executes what each event of a worker entails. All methods run under ``_lock``.
 
     Args:
-        pool: of started workers that were not told anything.
+        pool: the pool of started workers that were not told anything.
         failure_policy: what happens when a worker fails.
         schemes: by model id; a restarted worker joins them.
         failures: is updated.

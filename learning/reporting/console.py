@@ -88,14 +88,14 @@ class ConsoleReporter(Reporter):
         """Show a run.
 
         Args:
-            title: of the run.
+            title: the title of the run.
             total_frames: where it ends at the latest.
             console: the terminal by default.
             interval: seconds between two plain lines, at least.
             solved_at: mean return that counts as solved.
             resumed: what the run continues, in words.
             resume_command: continues a run, followed by its folder; shown after one that was interrupted or has failed.
-            prefix: of every line, where several runs write to one terminal; there is no live display then.
+            prefix: the prefix of every line, where several runs write to one terminal; there is no live display then.
         """
         self.title, self.total_frames = title, total_frames
         self.solved_at, self.resumed, self.resume_command, self.prefix = solved_at, resumed, resume_command, prefix

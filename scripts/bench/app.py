@@ -42,7 +42,7 @@ def bench(cfg: BenchConfig, folder: Path, console: Console, make_scheme: MakeSch
 
     Args:
         cfg: what to measure.
-        folder: of the run.
+        folder: the folder of the run.
         console: where results are shown.
         make_scheme: makes our schemes.
 

@@ -32,7 +32,7 @@ class Measured:
         rounds: the counted rounds.
         warm: rounds before them, which are checked only.
         acting: updates while workers forward in a tight loop.
-        memory: of each process.
+        memory: the memory of each process.
         error: why measuring ended; else empty.
         trace: the traceback of the error.
     """
@@ -93,7 +93,7 @@ class SideProcess:
 
         Args:
             command: see ``trainer.main``.
-            number: of rounds or updates.
+            number: the number of rounds or updates.
             seconds: after which no other round begins.
 
         Raises:
@@ -145,7 +145,7 @@ def measure(
     Args:
         case: what is measured.
         sides: by name.
-        rounds: of each side.
+        rounds: the number of rounds of each side.
         acting: number of updates to workers that forward in a tight loop.
         seconds: limit for all turns of a side together.
     """

@@ -31,16 +31,16 @@ class Case:
         kind: a standalone ``send``, or a collector's ``update_policy_weights_``.
         backend: name of the backend.
         acknowledge: when a send is finished; for schemes that have a choice.
-        mib: of all weights together.
+        mib: the size in MiB of all weights together.
         tensors: number of tensors.
         workers: number of processes that receive.
         give: the argument of ``send``: the module, or a TensorDict made of it within the timed call.
-        frames: of each worker's batch, in collection.
+        frames: the number of frames of each worker's batch, in collection.
         timeout: seconds of every wait.
         checksum: whether updates carry one; None: the scheme's default.
         shared_memory: whether a backend for networks may use shared memory on one machine; for schemes that have a
             choice.
-        transport: of Ray, where it is not the default; ``"object_store"``.
+        transport: Ray's transport, where it is not the default: ``"object_store"``.
     """
 
     kind: Literal["send", "update"]
@@ -104,7 +104,7 @@ class BenchConfig:
         acknowledge: when a send through shared memory is finished: ``installed``, ``published``, or ``both``.
         peer: ``torchrl`` measures it as well, in alternation.
         give: the argument of a call: ``module``, or ``tensordict`` made of it within the call.
-        frames: of each worker's batch, in collection.
+        frames: the number of frames of each worker's batch, in collection.
         acting: updates sent to workers that forward in a tight loop, to measure their pauses; 0: none.
         timeout: seconds of every wait.
         shared_memory: whether our ``distributed``, ``rpc`` and ``ray`` may use it, ``true`` or ``false`` (then gloo is

@@ -32,7 +32,7 @@ def learning_curves(results: Mapping[str, Sequence[Outcome]], title: str, subtit
 
     Args:
         results: outcomes by contender, each with "returns" (see `last_mean`) and "frames".
-        title: of the picture.
+        title: the title of the picture.
         subtitle: below it.
         last: a point is the mean of so many episodes.
     """

@@ -75,7 +75,7 @@ class Memory:
 
     Attributes:
         process: ``"trainer"``, or ``"worker"`` and its number.
-        growth: of the peak above what was resident before the workers connected (in a collector: afterwards).
+        growth: of the peak, above what was resident before the workers connected (in a collector: afterwards).
         resident: at the end, including shared memory.
         shared: the part of it that is shared memory (``RssShmem``).
     """

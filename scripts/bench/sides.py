@@ -31,9 +31,9 @@ class Standalone:
 
     Args:
         model: the trainer's, which the benchmark changes.
-        pipes: to the workers.
+        pipes: the pipes to the workers.
         pids: the workers' processes, by name.
-        memory: of all processes, since the side was made.
+        memory: the memory of all processes, since the side was made.
         send: updates the workers with ``model``; the timed call.
         phases: returns the seconds of each phase of the last update, if the implementation measures them.
     """
@@ -86,7 +86,7 @@ class Collecting:
         next_batch: returns the next batch, of all workers.
         send: sends ``model``.
         trainer: process id.
-        phases: of the last update.
+        phases: the phases of the last update.
     """
 
     def __init__(

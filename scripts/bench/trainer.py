@@ -75,7 +75,8 @@ def main(channel: Connection, make: bytes, case: Case) -> None:
     """Execute the conductor's commands until it closes the pipe; then end all processes of this side.
 
     Args:
-        channel: to the conductor. Sends ``ready``, then answers each ``(command, number, seconds)``; or ``Failure``.
+        channel: the channel to the conductor. Sends ``ready``, then answers each ``(command, number, seconds)``; or
+            ``Failure``.
         make: a pickled ``MakeSide``.
         case: what is measured.
     """

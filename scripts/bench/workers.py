@@ -130,7 +130,7 @@ class Workers:
     """Worker processes that wait for a scheme.
 
     Args:
-        pipes: to the workers.
+        pipes: the pipes to the workers.
 
     Attributes:
         pids: ``{name: process id}``.

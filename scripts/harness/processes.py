@@ -25,7 +25,7 @@ class WorkerPipes:
     Args:
         pipes: by worker index.
         timeout: seconds in which each worker has to answer.
-        sentinels: of the processes; readable when a process has ended.
+        sentinels: the sentinels of the processes; readable when a process has ended.
     """
 
     def __init__(self, pipes: list[Connection], timeout: float, sentinels: list[int] | None = None) -> None:

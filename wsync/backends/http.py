@@ -49,13 +49,13 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
     has been started again, and sends it the newest version.
 
     Args:
-        urls: of the engines (``"http://10.0.0.5:8000"``); one or several. Weights go to no other host: redirects are
-            errors, proxies are not used.
+        urls: the URLs of the engines (``"http://10.0.0.5:8000"``); one or several. Weights go to no other host:
+            redirects are errors, proxies are not used.
         token: sent as a bearer token. It is readable on the way unless the URL is ``https``.
         pause: what happens to generations in flight: ``"abort"`` ends them, ``"wait"`` waits for their end, ``"keep"``
             has them go on with the new weights (mixed versions); None: nothing is paused, and generation goes on during
             the update.
-        chunk_bytes: of weights in one request; a tensor that is larger has a request of its own.
+        chunk_bytes: the most bytes of weights in one request; a tensor that is larger has a request of its own.
         cafile: certificates to trust instead of the system's, for ``https``.
         transfer: a function ``(EngineClient, VersionSource) → object with send_weights()``; None: HTTP bodies.
         sync: see ``WeightSyncScheme``.

@@ -79,7 +79,7 @@ class MPTransport:
         """Wait for the acknowledgement of the newest weights, unless there is no ``ack_queue``.
 
         Raises:
-            SyncTimeout, WorkerFailed: as ``send_weights``.
+            SyncTimeout, WorkerFailed: see ``send_weights``.
         """
         if self._acks is None:
             return

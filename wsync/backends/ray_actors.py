@@ -50,7 +50,7 @@ class Actors:
         """As ``call``, with retries; returns the pending call while the last one has not finished.
 
         Raises:
-            NotConnected: as ``call``.
+            NotConnected: see ``call``.
         """
         self._require_reachable()
         pending = self._pending.get(worker)

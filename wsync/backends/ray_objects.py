@@ -74,7 +74,7 @@ class ObjectPublisher:
     """The trainer's end, for all workers of a scheme: puts each update into the object store once. Any thread calls.
 
     Args:
-        name: of the mailbox, which this object starts.
+        name: the name of the mailbox, which this object starts.
     """
 
     def __init__(self, name: str) -> None:

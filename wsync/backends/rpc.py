@@ -31,7 +31,7 @@ class RpcAddress:
     """What a worker needs to find the sender.
 
     Attributes:
-        key: of the sender, in its process.
+        key: the key of the sender, in its process.
         host: its address for process groups.
     """
 
@@ -68,7 +68,7 @@ class RPCTransport(OlderGroupTransport):
     Args:
         collector_info: the worker's ``WorkerInfo``, for reference.
         collector_rref: a remote reference to its collector, for reference.
-        collector_class: of that collector, for reference.
+        collector_class: the class of that collector, for reference.
         worker_rank: without a scheme, the worker's rank in the default group.
         options: as for ``GroupTransport``.
     """

@@ -160,8 +160,8 @@ class RpcConnection(ABC):
     """What both ends of a connection have (a ``Connection``): calls bring messages, which wait in an inbox.
 
     Args:
-        connection_id: of the connection.
-        name: of the other process, in RPC.
+        connection_id: the id of the connection.
+        name: the name of the other process in RPC.
         identity: its ``own_identity()``; empty if it is not known yet.
     """
 

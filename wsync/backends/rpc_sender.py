@@ -24,7 +24,7 @@ class RpcWorkerConnection(RpcConnection):
     """The sender's end of the connection to one worker.
 
     Args:
-        connection_id: of the connection.
+        connection_id: the id of the connection.
         name: the worker's, in RPC.
         identity: the worker's process.
         host: the sender's address for process groups.
@@ -102,7 +102,7 @@ class RpcListener:
     """Where workers connect by a call (a ``ConnectionSource``).
 
     Args:
-        key: of this sender.
+        key: the key of this sender.
         host: the sender's address for process groups.
     """
 

@@ -34,7 +34,7 @@ class RpcSenderConnection(RpcConnection):
     """A worker's end of the connection to its sender.
 
     Args:
-        key: of the sender.
+        key: the key of the sender.
         trainer: the sender's name in RPC.
         host: the sender's address for process groups.
         worker: this worker's index.

@@ -27,8 +27,8 @@ class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
     """The transport to all workers of an initialised scheme, with versions and acknowledgements.
 
     Args:
-        sender: of the scheme.
-        channel: to its workers.
+        sender: the sender of the scheme.
+        channel: the channel to its workers.
         connect: the scheme's.
         model_id: the scheme's.
     """

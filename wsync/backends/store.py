@@ -34,7 +34,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
     weights per worker are refused.
 
     Args:
-        url: of a folder; each model has a folder of its own in it.
+        url: the URL of a folder; each model has a folder of its own in it.
         strategy: the format in which weights are returned.
         timeout: seconds for ``connect``; None for no limit.
         bind: whether a worker's model may be bound to the memory that a version was read into.
@@ -135,7 +135,7 @@ class StoreTransport:
     """Versions of weights in one folder (a ``TransportBackend``), for use without a scheme.
 
     Args:
-        url: of the folder.
+        url: the URL of the folder.
         keep: how many versions are kept.
         durable: whether each is flushed to the disk.
     """

@@ -18,7 +18,7 @@ def connect(address: Address, worker: int, deadline: float | None, payload: byte
     """Connect to a listener and send the ``HELLO`` of worker ``worker``; does not wait for an answer.
 
     Args:
-        address: of the listener.
+        address: the address of the listener.
         worker: the worker's index.
         deadline: on ``time.monotonic``'s clock; None for none.
         payload: returned by the peer's ``accept``; up to about 900 bytes.

@@ -66,7 +66,7 @@ class Message(NamedTuple):
     """One message.
 
     Attributes:
-        version: of the weights, or 0; some kinds use it otherwise, see ``Kind``.
+        version: the version of the weights, or 0; some kinds use it otherwise, see ``Kind``.
         wait: in ``ACK``, seconds from the arrival of the update's message until installing began.
         apply: in ``ACK``, seconds that installing took.
         fds: open file descriptors (Unix sockets only); the process that receives the message owns its copies.

@@ -48,7 +48,7 @@ class Outbox:
         """Send ``data``.
 
         Args:
-            data: of one message.
+            data: the data of one message.
             fds: open descriptors to send with it; the caller may close them afterwards.
             may_drop: drop it if the socket has no room at all, or ``_DROP_FROM`` messages are queued.
 

@@ -68,10 +68,10 @@ class ReceiverThread:
         """From now on call ``handler.on_readable()`` each time a connection is readable.
 
         Args:
-            handler: of the connection.
+            handler: the handler of the connection.
             socket_fd: the connection's descriptor; or, for a watched store, that of inotify or an eventfd.
-            descriptors: that one, and the peer's pidfd if there is one. Once the peer has exited, the connection is
-                shut down: a forked child of the peer may keep its copy of the socket open.
+            descriptors: that descriptor, and the peer's pidfd if there is one. Once the peer has exited, the connection
+                is shut down: a forked child of the peer may keep its copy of the socket open.
         """
         with self._lock:
             self._handlers.update(dict.fromkeys(descriptors, (handler, socket_fd)))

@@ -32,7 +32,7 @@ class SenderSettings:
     """How the sender will send weights to a worker.
 
     Attributes:
-        layout: of the weights (its fields: see ``Layout``); None until the sender has some.
+        layout: the layout of the weights (its fields: see ``Layout``); None until the sender has some.
         checksum: which updates have a checksum. True: all. None, the default: those that a transport carries, and not
             those in the arena. False: only those that a ``TransportBackend`` carries, which always have one.
         workers: the number of workers.
@@ -102,7 +102,7 @@ def dump_tensor_layout(layout: Layout, past_participle: str) -> str:
     """Return dumped settings with the layout alone, for weights that travel without a control connection.
 
     Args:
-        layout: of the weights.
+        layout: the layout of the weights.
         past_participle: for the error message: extra state cannot be ``"stored"``, …
 
     Raises:

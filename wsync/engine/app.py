@@ -39,8 +39,8 @@ class EngineApp:
     """See ``engine_app``.
 
     Args:
-        weights: of the engine.
-        token: that requests must have.
+        weights: the weights of the engine.
+        token: the token that requests must have.
         pause: see ``engine_app``.
         resume: see ``engine_app``.
         generations: are paused, if there is no ``pause``.

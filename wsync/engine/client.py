@@ -26,7 +26,7 @@ class EngineError(Exception):
     Attributes:
         died: whether there was no answer: the connection was refused or broken.
         late: whether there was none by the deadline.
-        status: of the answer; 0 if there was none.
+        status: the status of the answer; 0 if there was none.
         reason: the field ``reason`` of the answer.
     """
 
@@ -64,7 +64,7 @@ class EngineClient:
     errors, and proxies are not used: weights go to no other host than that of ``url``. One thread at a time calls it.
 
     Args:
-        url: of the engine.
+        url: the URL of the engine.
         token: sent with each request, as a bearer token.
         context: for ``https``.
 
@@ -72,8 +72,8 @@ class EngineClient:
         url: as given.
         deadline: on ``time.monotonic``; None for no limit. At the deadline a request that waits for the next bytes of
             its answer ends; one that keeps sending bytes is ended by ``abort``, or inside ``until``.
-        version: of the weights that are being sent.
-        phase: of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
+        version: the version of the weights that are being sent.
+        phase: the phase of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
         last: the answer to ``finish_weight_update``.
     """
 

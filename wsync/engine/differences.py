@@ -29,7 +29,7 @@ class Differences:
 
     Args:
         delta: makes them.
-        layout: of the version.
+        layout: the layout of the version.
         flat: its packed bytes, ``uint8[nbytes]``.
     """
 

@@ -113,7 +113,7 @@ def make_body(
     """Return some tensors of a version as a safetensors file, in pieces; the larger ones are not copied.
 
     Args:
-        layout: of the version.
+        layout: the layout of the version.
         views: its packed tensors.
         group: which of them.
         session: see the module.

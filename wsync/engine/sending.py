@@ -26,9 +26,9 @@ class Job:
 
     Attributes:
         version: its number.
-        layout: of the weights.
+        layout: the layout of the weights.
         buffer: the packed tensors; None: only ask the engine whether the layout fits.
-        checksum: of the packed bytes.
+        checksum: the checksum of the packed bytes.
         deadline: on ``time.monotonic``.
         differences: to older versions; None: the full version is sent.
     """

@@ -39,13 +39,13 @@ class VersionSource:
     """The weights that are sent to one engine, of one version: what vLLM calls a ``WeightSource``.
 
     Args:
-        layout: of the weights.
+        layout: the layout of the weights.
 
     Attributes:
         layout: as given.
-        device: to which the tensors are copied when they are read; None: they stay where they were packed (the CPU).
+        device: where the tensors are copied to when they are read; None: they stay where they were packed (the CPU).
         views: the packed tensors of the version, in the layout's order. Valid during ``send_weights``.
-        checksum: of the packed bytes.
+        checksum: the checksum of the packed bytes.
         base: the version that the engine has, as far as the trainer can tell; None if it is not known.
         differences: to older versions; None: the full version is sent.
     """
@@ -80,9 +80,9 @@ class BodyTransfer:
     """Sends each version as HTTP bodies: see ``protocol``.
 
     Args:
-        client: of the engine.
+        client: the client of the engine.
         source: has the weights.
-        chunk_bytes: of tensors in one body; a tensor that is larger has a body of its own.
+        chunk_bytes: the most bytes of tensors in one body; a tensor that is larger has a body of its own.
         delta: whether versions may be sent as differences.
 
     Raises:

@@ -27,7 +27,7 @@ class Refused(Exception):
     """A request is refused; no weights have changed. After a refused *init* the engine is not initialised.
 
     Attributes:
-        status: of the answer.
+        status: the status of the answer.
         reason: a word for programs.
     """
 
@@ -42,8 +42,8 @@ class _Session:
 
     Args:
         name: the trainer's random name for it.
-        layout: of the weights.
-        chunk_bytes: of tensors in a body.
+        layout: the layout of the weights.
+        chunk_bytes: the most bytes of tensors in a body.
         target: takes the weights.
     """
 
@@ -193,7 +193,7 @@ class EngineWeights:
         """Phase 4: check that the version is whole, then load it inside the gate.
 
         Args:
-            fields: of the request.
+            fields: the fields of the request.
             installed: called inside the gate with the version's name, after it has been loaded.
 
         Returns:

@@ -93,7 +93,7 @@ class WeightSender:
         """Wait until what ``send_async`` has sent is installed.
 
         Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: as ``send``.
+            WorkerDied, WorkerFailed, SyncTimeout: see ``send``.
         """
         return self._scheme.wait_async()
 

@@ -14,7 +14,7 @@ def weights_of(first: Any, second: Any, model_id: str | None = None) -> Any:
     Args:
         first: the first argument.
         second: the second one; None if there is none.
-        model_id: of the transport's model, where it is known.
+        model_id: the model id of the transport's model, where it is known.
 
     Raises:
         TypeError: two arguments, and the first is no name.

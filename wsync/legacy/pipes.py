@@ -38,8 +38,8 @@ class PipeTransport(SenderEnd):
 
     Args:
         scheme: initialised by the first call, if it was not, as ``"policy"`` with all pipes that it was given.
-        pipes: of the scheme, by worker; ``init_on_sender`` may change the list.
-        pipe: to the worker; None for all workers.
+        pipes: the pipes of the scheme, by worker; ``init_on_sender`` may change the list.
+        pipe: the pipe to the worker; None for all workers.
     """
 
     def __init__(self, scheme: WeightSyncScheme, pipes: Sequence[Connection], pipe: Connection | None) -> None:
@@ -85,7 +85,7 @@ def older_transport(scheme: WeightSyncScheme, pipes: list[Connection], given: ob
     """Return what the older API's ``create_transport(pipe_or_context)`` returned; None if it was not meant.
 
     Args:
-        scheme: of the sender.
+        scheme: the scheme of the sender.
         pipes: those that the scheme was given; a new one is added before ``init_on_sender``.
         given: a pipe to one worker, a worker (``RemoteWorker``), or a context, which means all workers.
 

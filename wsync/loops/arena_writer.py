@@ -41,7 +41,7 @@ class ArenaWriter:
     sender's lock, while no send-loop thread runs.
 
     Args:
-        words: of the arena.
+        words: the words of the arena.
         workers: the number of workers.
 
     Raises:
@@ -137,7 +137,7 @@ class ArenaWriter:
         """Have a worker send a message when its forward ends; return False if it has no slot in use.
 
         Raises:
-            SyncTimeout, NotConnected: as ``publish``.
+            SyncTimeout, NotConnected: see ``publish``.
         """
         self._require_creator()
         block = self._block(worker)
@@ -177,8 +177,8 @@ class ArenaWriter:
         The compiled call copies tensors into a free slot, points all workers to it, and waits for their answers.
 
         Args:
-            plans: of the slots that are mapped here.
-            nbytes: of one copy of the weights; for reports.
+            plans: the plans of the slots that are mapped here.
+            nbytes: the bytes of one copy of the weights; for reports.
             descriptors: bytes of an ``array("i")``: of each worker's connection, then of each worker's process.
             acknowledge: whether to wait for acknowledgements; otherwise it only looks for deaths and errors.
 

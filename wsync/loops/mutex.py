@@ -49,7 +49,7 @@ class Mutex:
     """A process's handle on a mutex in shared memory.
 
     Args:
-        address: of the mutex in this process.
+        address: the address of the mutex in this process.
         keep: an object that keeps that memory mapped.
 
     Attributes:
@@ -112,8 +112,8 @@ def wait_while_equal(address: int, value: int, timeout: float | None) -> None:
     """Wait until ``wake_all`` is called, a signal comes, or the time is over; return at once if the word has changed.
 
     Args:
-        address: of a word in shared memory, of which the lower 32 bits are compared.
-        value: that the word had.
+        address: the address of a word in shared memory, of which the lower 32 bits are compared.
+        value: the value that the word had.
         timeout: seconds; None for no limit.
     """
     moment = None if timeout is None else ctypes.byref(_Timespec(int(timeout), int(timeout % 1 * 1e9)))

@@ -13,7 +13,7 @@ class PackPlan:
     """Copies lists of tensors into the views of one buffer, as bytes.
 
     Args:
-        views: of one buffer; tied tensors are views of the same memory.
+        views: the views of one buffer; tied tensors are views of the same memory.
         shared: whether other processes read the buffer. The compiled class then writes past this core's caches.
 
     Attributes:

@@ -17,8 +17,8 @@ class TensorTree:
     """Finds the tensors of a module, as long as nothing but tensors was replaced in it.
 
     Args:
-        places: of each tensor to be found, in the order in which they are returned.
-        links: to each child module.
+        places: the place of each tensor to be found, in the order in which they are returned.
+        links: a link to each child module.
         vacant: places that hold None, and must.
         tables: every dictionary of the tree, to which nothing may be added and from which nothing may be removed.
     """

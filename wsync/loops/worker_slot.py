@@ -90,7 +90,7 @@ class WorkerSlot:
         """Set the words of the arena.
 
         Args:
-            words: of the arena.
+            words: the words of the arena.
             worker: the worker's index.
             connection: the number that the sender has given to the worker's connection.
 
@@ -113,9 +113,9 @@ class WorkerSlot:
 
         Args:
             installer: installs in the model.
-            plans: of the slots that are mapped here, for their views; new ones are appended.
+            plans: the plans of the slots that are mapped here, for their views; new ones are appended.
             prepared: the prepared transactions of this process; while there are any, the updater installs all updates.
-            fd: of the connection's socket, for answers.
+            fd: the descriptor of the connection's socket, for answers.
             bound: whether the model stays bound to slots; otherwise it copies.
         """
 

@@ -35,7 +35,7 @@ class ArenaReader:
 
     Args:
         arena: mapped here; owned by this object.
-        connection: to the sender.
+        connection: the connection to the sender.
         worker: the worker's index.
         connection_number: see ``SenderSettings``.
         binds: whether the model stays bound to its slot; otherwise it copies.

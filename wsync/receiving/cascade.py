@@ -60,7 +60,7 @@ def cascade_of(context: object, model_id: str, model: object, strategy: WeightSt
     or without arguments. The weights are a copy, of one version, in the strategy's format.
 
     Args:
-        context: of the worker.
+        context: the context of the worker.
         model_id: the model's name.
         model: a module or a mapping of tensors, from which the copy is made; None with ``load=`` alone.
         strategy: the format.

@@ -92,8 +92,8 @@ class ReaderFactory:
             connection: accepted by the sender.
             worker: the worker's index.
             settings: the sender's.
-            fds: that came with the settings: the arena's two files, or none.
-            deadline: of the set-up.
+            fds: the descriptors that came with the settings: the arena's two files, or none.
+            deadline: the deadline of the set-up.
 
         Returns:
             The reader, and messages that arrived meanwhile.
@@ -156,7 +156,7 @@ def wait_first_update(
     """Receive the version that the sender sends at once; the first ``poll_update`` returns it.
 
     Args:
-        connection: to the sender.
+        connection: the connection to the sender.
         worker: the worker's index.
         deadline: by when each message must have arrived; None for no limit.
         unread: messages that arrived while the transport was set up; those that this function processes are removed.

@@ -245,7 +245,7 @@ class RegisteredBufferBinder:
 
     Args:
         memory: the buffers: see ``wsync/shm/registered.py``.
-        updater: of the model.
+        updater: the updater of the model.
     """
 
     def __init__(self, memory: RegisteredView, updater: ModelUpdater) -> None:

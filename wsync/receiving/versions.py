@@ -45,7 +45,7 @@ class VersionState:
         channel: the connection to the sender.
 
     Attributes:
-        phase: of the connection.
+        phase: the phase of the connection.
         failed_version: the newest version that could not be installed, or did not arrive.
         last_returned: the version that ``wait_next`` or ``pull`` has returned last.
         on_change: called after each change: a version was installed or has failed, or the connection has ended.

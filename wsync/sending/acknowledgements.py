@@ -33,7 +33,7 @@ class Acknowledgements:
 
         Args:
             workers: their indices.
-            version: that was published, or prepared.
+            version: the version that was published, or prepared.
             deadline: when to give up.
             committed: whether an acknowledgement means that the worker has the version; otherwise it means that the
                 version fits.

@@ -36,7 +36,7 @@ class SenderSideChannel:
     Used by the thread that calls the scheme, and by the send-loop thread. ``_lock`` keeps their calls apart.
 
     Args:
-        routes: to the workers.
+        routes: the routes to the workers.
         device: where weights are packed if there is no arena.
     """
 

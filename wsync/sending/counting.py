@@ -22,8 +22,8 @@ def agreed_count(
         num_workers: the number itself.
         devices: one for each worker.
         params_map: weights for each worker, by index.
-        workers: of the context.
-        options: of the scheme, those that have one entry for each worker: their names and lengths.
+        workers: the workers of the context.
+        options: the options of the scheme, those that have one entry for each worker: their names and lengths.
 
     Raises:
         TypeError: one is no number, or no list.

@@ -81,7 +81,7 @@ class FlatDelivery(Delivery):
 
     Args:
         update, send, checked: see ``Delivery``.
-        transport: to the worker.
+        transport: the transport to the worker.
         on_broken: called with the error if the transport has broken.
     """
 

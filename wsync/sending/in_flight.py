@@ -42,7 +42,7 @@ class InFlight:
         """Return what the update has cost; the phases add up to the whole.
 
         Args:
-            nbytes: of one copy of the weights.
+            nbytes: the bytes of one copy of the weights.
             acks: the acknowledgements, if the sender has waited for them.
             finished: when the last one arrived, on ``time.perf_counter``.
         """

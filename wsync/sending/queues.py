@@ -27,7 +27,7 @@ class WorkerQueue:
 
     Args:
         worker: its index.
-        connections: to all workers.
+        connections: the connections to all workers.
         weights_for_transport: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
         difference: makes what is sent in place of weights; None: the full weights are sent.
         checksum: see ``SenderSettings``.
@@ -39,7 +39,7 @@ class WorkerQueue:
             uses the arena, or is not connected and there is an arena: its published word then names that version.
         transport: the transport of this connection, if it is a ``FlatTransport``; the thread that calls its
             ``send_weights``, if it is a ``TransportBackend``; None if the worker is not connected, or uses the arena.
-        connection_number: of the newest connection that was accepted with this index, from 1; 0 before the first.
+        connection_number: the number of the newest connection accepted with this index, from 1; 0 before the first.
         current: the update that is being sent.
         waiting: those that follow.
         overdue: whether the answer to the current update did not arrive in time, or may have been lost.

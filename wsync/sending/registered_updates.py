@@ -44,7 +44,7 @@ class RegisteredUpdates:
             update: its ``must_copy`` and ``write_registered`` are set.
             weights: as given to ``send``.
             packed: the tensors of each part.
-            layout: of the tensors.
+            layout: the layout of the tensors.
             recipients: the workers that get it, now or as their replacements connect.
 
         Raises:

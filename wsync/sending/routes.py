@@ -38,10 +38,10 @@ class Routes:
         on_request: with ``initiator="receiver"``: workers are sent an update when they request it.
 
     Attributes:
-        connections: to all workers.
-        slots: of the arena; None if there is none.
-        transfers: to the workers that do not use the arena.
-        layout: of the weights; None before the first.
+        connections: the connections to all workers.
+        slots: the slots of the arena; None if there is none.
+        transfers: the transfers to the workers that do not use the arena.
+        layout: the layout of the weights; None before the first.
     """
 
     def __init__(

@@ -22,8 +22,8 @@ class SendLoop:
     All methods but ``close`` are called under the lock, by the thread that calls the scheme.
 
     Args:
-        connections: to all workers.
-        lock: of the ``SenderSideChannel``; the thread takes it to read messages.
+        connections: the connections to all workers.
+        lock: the lock of the ``SenderSideChannel``; the thread takes it to read messages.
         needed: returns whether an update waits for a connected worker.
     """
 

@@ -28,7 +28,7 @@ class Slots:
     will use a transport.
 
     Args:
-        connections: to all workers.
+        connections: the connections to all workers.
         num_workers: the number of workers.
         spare: slots besides those that are published and held: one to write, and others that may still be in use.
         checksum: see ``SenderSettings``; only if True, updates in the arena have one.

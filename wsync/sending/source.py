@@ -181,7 +181,7 @@ class Source:
             weights: the update; None reads the source's own.
             workers: the workers that must get weights.
             absent: absent workers, which get the same as the others, and need not be named in weights per worker.
-            layout: of the weights.
+            layout: the layout of the weights.
             rest: in the layout's order; completes ``weights``, where those are a part of the model.
 
         Raises:

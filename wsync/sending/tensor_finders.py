@@ -62,7 +62,7 @@ class TransformedFinder:
     Args:
         module: the module.
         transform: returns its weights as they are sent, by name; None if it has changed, or has extra state.
-        names: of the layout, in its order.
+        names: the names of the layout, in its order.
     """
 
     def __init__(

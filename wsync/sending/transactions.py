@@ -16,7 +16,7 @@ class Transaction:
     """Prepares an update, then commits or aborts it. Used by the sending thread, under the sender's lock.
 
     Args:
-        updates: of the sender.
+        updates: the updates of the sender.
         number: the same for all models of the transaction.
     """
 

@@ -16,7 +16,7 @@ class TransferThread:
     """Calls ``send_weights``, one call at a time. The public methods are called under the channel's lock.
 
     Args:
-        transport: of one worker.
+        transport: the transport of one worker.
         wake: an eventfd that is written when a call has ended.
 
     Attributes:

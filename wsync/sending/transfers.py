@@ -23,7 +23,7 @@ class Transfers:
     """The queues of all workers, and their transports. All methods are called under the channel's lock.
 
     Args:
-        connections: to all workers.
+        connections: the connections to all workers.
         queues: by worker; kept as an attribute.
         create_transport: the scheme's; None if every worker must use the arena: no update is then sent here.
 

@@ -26,7 +26,7 @@ def transport_fast_calls(channel: SendChannel, num_workers: int, record: Callabl
     sender's lock, by the sending thread.
 
     Args:
-        channel: to the workers, all of which are connected.
+        channel: the channel to the workers, all of which are connected.
         num_workers: the number of workers.
         record: puts an acknowledgement that ``wait_acks`` has returned back, for its next call.
     """

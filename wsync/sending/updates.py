@@ -34,7 +34,7 @@ class Updates:
     """Publishes the updates of one sender, and waits for them. Used by the sending thread, under the sender's lock.
 
     Args:
-        channel: to the workers.
+        channel: the channel to the workers.
         source: where weights come from when an update is given none.
         members: the workers.
         timeout: see below.

@@ -80,9 +80,9 @@ class RegisteredBuffers:
     """The sender's end. Made by ``init_on_sender``; afterwards called under the sender's lock: see ``SenderArena``.
 
     Args:
-        arena: of the sender.
+        arena: the arena of the sender.
         tensors: by name.
-        fds: of the memory files; owned by this object.
+        fds: the descriptors of the memory files; owned by this object.
     """
 
     def __init__(self, arena: SenderArena, tensors: Mapping[str, Tensor], fds: Sequence[int]) -> None:

@@ -29,7 +29,7 @@ class Manifest:
         version: the newest.
         writer: a token of the trainer that wrote it.
         layout: names, shapes, dtypes, ties, as JSON (``SenderSettings``).
-        checksum: of the packed weights.
+        checksum: the checksum of the packed weights.
         base: the older version that the .delta file is relative to; 0: there is no such file.
     """
 

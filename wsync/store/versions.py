@@ -57,7 +57,7 @@ class VersionStore:
     """One model's versions at a URL.
 
     Args:
-        url: of a folder, as ``fsspec`` reads it: a path, ``s3://bucket/run/policy``, ``memory://policy``.
+        url: the URL of a folder, as ``fsspec`` reads it: a path, ``s3://bucket/run/policy``, ``memory://policy``.
         keep: how many versions are kept.
         durable: whether a version is flushed to the disk before the manifest names it (local file systems).
 

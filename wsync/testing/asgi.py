@@ -21,7 +21,7 @@ def serve(app: Callable[..., Awaitable[None]], port: int = 0) -> Iterator[str]:
 
     Args:
         app: an ASGI application; its lifespan is not managed.
-        port: of this machine; 0: one that the system chooses.
+        port: the port of this machine; 0: one that the system chooses.
 
     Raises:
         OSError: the port is in use.

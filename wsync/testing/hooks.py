@@ -44,8 +44,8 @@ class BackendHooks:
         """Make a scheme of the backend. The only hook that has to be overridden.
 
         Args:
-            options: of ``WeightSyncScheme``: ``timeout``, ``strategy``, ``sync``, ``initiator`` and others. Tests that
-                need one that the scheme does not take are skipped.
+            options: the options of ``WeightSyncScheme``: ``timeout``, ``strategy``, ``sync``, ``initiator`` and others.
+                Tests that need one that the scheme does not take are skipped.
         """
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ class BackendHooks:
         """A sender and ``count`` workers that have its first weights, which are ones.
 
         Args:
-            count: of workers.
+            count: the number of workers.
             make: makes the sender's model and each worker's.
             model_id: the model's name.
             init: for ``init_on_sender``, instead of ``model``.

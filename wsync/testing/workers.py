@@ -43,7 +43,7 @@ class Worker(ABC):
     """One worker, as a test sees it.
 
     Attributes:
-        pid: of its process.
+        pid: the process id of its process.
         alive: until the test kills it.
         reusable: whether another test may use it: it was neither killed nor stopped, and has no command to answer.
     """

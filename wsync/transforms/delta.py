@@ -34,8 +34,8 @@ class Delta:
     has no effect.
 
     Args:
-        level: of zstd: larger is smaller and slower, negative is faster; 0 is zstd's default, which is 3.
-        threads: of zstd; 0: the calling thread compresses.
+        level: zstd's level: larger is smaller and slower, negative is faster; 0 is zstd's default, which is 3.
+        threads: the number of zstd's threads; 0: the calling thread compresses.
 
     Raises:
         ImportError: the package ``zstandard`` is missing.

@@ -81,7 +81,7 @@ class Select(_ByName):
     It also keeps the extra state of all its modules (``get_extra_state``).
 
     Args:
-        patterns: of names: see ``wsync.transforms``.
+        patterns: patterns of names: see ``wsync.transforms``.
     """
 
     _keeps_matching = True
@@ -93,7 +93,7 @@ class Exclude(_ByName):
     It also keeps the extra state of all its modules (``get_extra_state``).
 
     Args:
-        patterns: of names: see ``wsync.transforms``.
+        patterns: patterns of names: see ``wsync.transforms``.
     """
 
     _keeps_matching = False

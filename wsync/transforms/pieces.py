@@ -14,8 +14,8 @@ class Piece(NamedTuple):
     """Some rows of a weight.
 
     Attributes:
-        name: of the weight.
-        rows: of its first dimension; None for the whole weight.
+        name: the name of the weight.
+        rows: the rows of its first dimension; None for the whole weight.
     """
 
     name: str
@@ -30,7 +30,7 @@ def grouped(weights: Mapping[str, Tensor], by_rows: Container[str]) -> list[list
     """Return all of ``weights`` in groups of pieces; each group is on one device.
 
     Args:
-        weights: of any sizes.
+        weights: weights of any sizes.
         by_rows: names of those that may be divided.
     """
     groups: list[list[Piece]] = []

@@ -130,7 +130,7 @@ class Dequantize(Buffered):
     Those are the weights in int8 or float8 for which there is a ``…_scale``. All others stay as they are.
 
     Args:
-        dtype: of the result, or its name.
+        dtype: the dtype of the result, or its name.
     """
 
     def __init__(self, dtype: torch.dtype | str = torch.float32) -> None:

@@ -74,7 +74,7 @@ class Split:
 
     Args:
         groups: ``{old: [new, …]}``. A ``*`` in the names stands for the same text in all of them.
-        sizes: of the parts along ``dim``; by default equal.
+        sizes: the sizes of the parts along ``dim``; by default equal.
         dim: along which they were joined.
 
     Raises:

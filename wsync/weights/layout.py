@@ -194,7 +194,7 @@ class Layout:
         """Check that entries that are one tensor in a receiving model were sent the same values.
 
         Args:
-            pairs: of entries.
+            pairs: pairs of entries.
             own: the model's tensors, in the order of ``names``.
             views: the received values, in the same order.
 

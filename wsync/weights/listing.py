@@ -50,7 +50,7 @@ class Level:
         kind: the type of the object.
         keys: in their order.
         nested: ``(index of a key, its level)``, by index.
-        prefix: of the names of this level.
+        prefix: the prefix of the names of this level.
     """
 
     def __init__(self, kind: type, keys: tuple[Any, ...], nested: Sequence[tuple[int, Level]], prefix: str) -> None:

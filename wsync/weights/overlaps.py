@@ -17,7 +17,7 @@ def require_apart(tensors: Mapping[str, Tensor], owner: str) -> None:
 
     Args:
         tensors: plain strided tensors, by name.
-        owner: of the tensors, for the message.
+        owner: the owner of the tensors, for the message.
 
     Raises:
         LayoutMismatch: two of them overlap partly; names both.

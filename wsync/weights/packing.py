@@ -20,7 +20,7 @@ class Buffer:
     """Memory for one version: a slot of the arena, or a buffer of a pool.
 
     Attributes:
-        layout: of the weights.
+        layout: the layout of the weights.
         flat: all of it, ``uint8[nbytes]``.
         views: one tensor per entry of the layout, to be packed into.
         slot: its index in the arena or the pool.

@@ -50,7 +50,7 @@ class Loader:
 
     Args:
         load: called with the pairs of each version, or of each chunk of it.
-        layout: of the received weights.
+        layout: the layout of the received weights.
         chunk_bytes: call ``load`` several times for a version, with at most so many bytes each (or one tensor).
     """
 
@@ -90,7 +90,7 @@ class Tensors:
 
     Args:
         destination: nested or flat.
-        layout: of the received weights.
+        layout: the layout of the received weights.
 
     Raises:
         LayoutMismatch: it has other names, shapes or dtypes; two of its tensors overlap partly in one memory, or one
@@ -158,7 +158,7 @@ class Transformed:
     Where the transform selects, no extra state is installed, as none is sent with a ``send_transform`` that selects.
 
     Args:
-        layout: of the received weights.
+        layout: the layout of the received weights.
         transform: the scheme's.
         make: returns the target of a layout.
 
@@ -235,7 +235,7 @@ class Destination:
         """Return what takes weights of ``layout``.
 
         Args:
-            layout: of the received weights.
+            layout: the layout of the received weights.
             bind: whether parameters may be bound to received memory.
 
         Raises:

@@ -62,7 +62,7 @@ def parse_header(text: bytes, size: int) -> tuple[Mapping[str, Entry], Mapping[s
 
     Args:
         text: the header, without its length.
-        size: of all tensors in bytes: that of the file without the header.
+        size: the bytes of all tensors, which is the size of the file without the header.
 
     Raises:
         ValueError: the header is malformed, or its tensors have another size; says why.
@@ -99,8 +99,8 @@ def find_misfit(entries: Mapping[str, Entry], layout: Layout, indices: Mapping[s
     """Return what is wrong with the tensors of a file: an unknown name, another shape or dtype; empty if nothing is.
 
     Args:
-        entries: of the file.
-        layout: of the version.
+        entries: the entries of the file.
+        layout: the layout of the version.
         indices: which entries of the layout may be in a file, by name.
     """
     for name, entry in entries.items():
