@@ -124,7 +124,7 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
         try:
             collector = instantiate(cfg.collector, _partial_=True)(
                 [env_factory(cfg.env, cfg.num_envs)] * cfg.num_workers,
-                delay.acting(policy),
+                delay.acting_policy(learner.policy),
                 frames_per_batch=cfg.frames_per_batch,
                 weight_sync_schemes={"policy": scheme},
             )

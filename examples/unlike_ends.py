@@ -117,8 +117,9 @@ def main(name, precision):
         import ray
 
         ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    folder = tempfile.TemporaryDirectory()
     if name in ("shared_mem", "store", "ray"):
-        url = {"url": tempfile.mkdtemp()} if name == "store" else {}
+        url = {"url": folder.name} if name == "store" else {}
         scheme = wsync.WeightSyncScheme.from_backend(
             name, send_transform=[*send, narrow], receive_transform=receive, **url
         )
@@ -136,6 +137,7 @@ def main(name, precision):
     optimizer, reference = torch.optim.AdamW(model.parameters(), lr=1e-3), Engine().bfloat16()
     for _ in range(5):
         batch = torch.randint(VOCABULARY, (4, LENGTH))
+        optimizer.zero_grad()
         nn.functional.cross_entropy(forward(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
         optimizer.step()
         report = scheme.send()
@@ -155,10 +157,12 @@ def main(name, precision):
         )
         assert version == report.version and off == 0 and off_float32 < 0.05 * logits.abs().max()
         assert error < 0.5001
+    scheme.shutdown()
     if name == "ray":
         ray.shutdown()
     else:
         process.kill()
+    folder.cleanup()
 
 
 if __name__ == "__main__":

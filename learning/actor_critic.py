@@ -146,7 +146,7 @@ def zero_gaps(batch: TensorDictBase) -> TensorDictBase:
     return copy
 
 
-def rows(x: Tensor, dimensions: int) -> Tensor:
+def as_sequences(x: Tensor, dimensions: int) -> Tensor:
     """Return `x` ``[*B, T, ...]``, where B and T have so many `dimensions`, as ``[n, T, ...]``."""
     return x.flatten(0, dimensions - 2) if dimensions > 1 else x.unsqueeze(0)
 

@@ -1,13 +1,15 @@
-"""The config of a training run; its command line, errors, and the report of a sweep."""
+"""The config of a training run; its command line, errors, folders, and the report of a sweep."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, fields, make_dataclass
 from functools import cache
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -34,31 +36,40 @@ from learning.help import print_help
 from learning.options import CNNConfig, MLPConfig, NoLoggerConfig, RNNConfig, TrainConfig, WandbConfig
 from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
-from learning.resuming import config_folders, is_override, override_name, resumed, store, with_earlier_overrides
+from learning.resuming import (
+    config_folders,
+    is_override,
+    override_name,
+    save_settings,
+    with_earlier_overrides,
+    with_earlier_settings,
+)
 from learning.run import interrupt_by_signals, run_command
 from wsync import WeightSyncError, WorkerDied
 
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
 _EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, WeightSyncError)
 CLAIM = ".claim"
-"""A file in the folder of a run or sweep that has not ended; a process that was killed leaves it."""
+"""A file in the folder of a run or sweep, which its process keeps locked until it ends."""
 
 
-class SweepReport(Callback):
-    """Hydra's callback that reports on a sweep after its last run.
+class RunFolders(Callback):
+    """Hydra's callback that refuses used folders, and reports on a sweep after its last run.
 
     Hydra does not call it at the end of a sweep in which a run has failed: `run_command` calls `write` then.
     """
 
     _pending: ClassVar[list[Path]] = []
-    _claims: ClassVar[list[Path]] = []
+    _claims: ClassVar[list[TextIOWrapper]] = []
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse a folder that has the files of another run, before Hydra writes into it."""
         HydraConfig.instance().set_config(config)  # the default folder's name has ${hydra:…}; Hydra sets it later
         folder = Path(config.hydra.run.dir)
         resume = config.get("resume")
-        if not (resume and Path(resume).resolve() == folder.resolve()):
+        if resume and Path(resume).resolve() == folder.resolve():
+            self._claim(folder, None, _used(f"the run in {folder} has not ended", "wait for its end"))
+        else:
             refused = _used(f"hydra.run.dir={folder} has a run already", f"continue that one by resume={folder}")
             self._claim(folder, "metrics.jsonl", refused)
 
@@ -71,23 +82,28 @@ class SweepReport(Callback):
         self._pending.append(folder)
 
     @classmethod
-    def _claim(cls, folder: Path, files: str, refused: SystemExit) -> None:
+    def _claim(cls, folder: Path, files: str | None, refused: SystemExit) -> None:
         """Raise `refused` if `folder` has `files`, or another process, which may have begun this second, has it."""
-        claim = folder / CLAIM
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            claim.open("x").close()
+            claim = open(folder / CLAIM, "a", encoding="utf-8")  # noqa: SIM115  (closed by `release`)
         except OSError as error:  # Hydra turns an ``Exception`` of a callback into a warning
-            raise refused if claim.exists() else SystemExit(f"{Path(sys.argv[0]).name}: {error}") from error
+            raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from error
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            claim.close()
+            raise refused from error
         cls._claims.append(claim)
-        if any(folder.glob(files)):
+        if files is not None and any(folder.glob(files)):
             raise refused
 
     @classmethod
     def release(cls) -> None:
         """Remove the claims of this process, at its end: from then on the files of its runs are the sign of use."""
         while cls._claims:
-            cls._claims.pop().unlink(missing_ok=True)
+            with cls._claims.pop() as claim:
+                Path(claim.name).unlink(missing_ok=True)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Report on the sweep."""
@@ -130,9 +146,9 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
             print_help(CONF, given, config_folders(sys.argv[1:]))
 
     try:
-        run_command(command, describe_error, on_error=SweepReport.write)
+        run_command(command, describe_error, on_error=RunFolders.write)
     finally:
-        SweepReport.release()
+        RunFolders.release()
 
 
 def describe_error(error: BaseException) -> str | None:
@@ -182,14 +198,14 @@ def settings() -> dict[str, list[str]]:
 def resolved(composed: DictConfig, run: HydraConf, folder: Path) -> TrainConfig:
     """Return the checked config of a run, with that of the run it resumes; write it to ``folder/config.yaml``.
 
-    It is written a second time as what a run that resumes this one reads, see ``learning.resuming.store``.
+    It is written a second time as what a run that resumes this one reads, see ``learning.resuming.save_settings``.
 
     Raises:
         ConfigError: see ``learning.validation.check``.
         FolderError: the file cannot be written.
     """
     validation.check_backend(OmegaConf.select(composed, "weight_sync._target_"))
-    merged = resumed(composed, run.overrides.task, run.runtime.choices)
+    merged = with_earlier_settings(composed, run.overrides.task, run.runtime.choices, config_folders(sys.argv[1:]))
     cfg = OmegaConf.to_object(merged)
     assert isinstance(cfg, TrainConfig)
     validation.check(cfg, settings())
@@ -197,7 +213,7 @@ def resolved(composed: DictConfig, run: HydraConf, folder: Path) -> TrainConfig:
         cfg.logger.group = cfg.logger.group or "-".join(Path(run.sweep.dir).parts[-2:])
     with writing(folder / "config.yaml"):
         OmegaConf.save(OmegaConf.structured(cfg), folder / "config.yaml")
-    store(folder, merged, run.runtime.choices)
+    save_settings(folder, merged, run.runtime.choices)
     return cfg
 
 

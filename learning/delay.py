@@ -35,7 +35,7 @@ class WeightDelay:
         """Return the number of versions held back."""
         return len(self._held_back)
 
-    def acting(self, policy: nn.Module) -> nn.Module:
+    def acting_policy(self, policy: nn.Module) -> nn.Module:
         """Return a module with the weights that workers have, or are to be started with.
 
         Before an update that is `policy`, or a copy of it; after `load_state_dict` it may be older.
@@ -53,7 +53,7 @@ class WeightDelay:
         """
         if self.updates == 0:
             return policy
-        acting, due = self.acting(policy), None
+        acting, due = self.acting_policy(policy), None
         self._held_back.append(copy.deepcopy(policy.state_dict()))
         while len(self) > self.updates:  # more than one, if a resumed run has a shorter delay
             due = self._held_back.popleft()
@@ -74,5 +74,5 @@ class WeightDelay:
             RuntimeError: the weights are those of another model.
         """
         if self.updates and state["acting"] is not None:
-            self.acting(policy).load_state_dict(state["acting"])
+            self.acting_policy(policy).load_state_dict(state["acting"])
             self._held_back.extend(state["held_back"])

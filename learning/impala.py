@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from learning.actor_critic import ActorCritic, explained_variance, kl_divergence, rows, zero_gaps
-from learning.networks import Policy
+from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence, zero_gaps
+from learning.networks import Policy, evaluate
 from learning.vtrace import vtrace
 
 STATS = (
@@ -105,6 +105,7 @@ class IMPALA(ActorCritic):
 
         Raises:
             Diverged: a loss or the gradient is not finite; the networks are unusable.
+            ValueError: an action mask in the batch allows no action.
 
         """
         batch = zero_gaps(batch)
@@ -129,7 +130,7 @@ class IMPALA(ActorCritic):
             step.get("done").squeeze(-1),
             torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device) if mask is None else mask,
         )
-        flat = Trajectories(*(rows(x, batch.ndim) for x in columns))
+        flat = Trajectories(*(as_sequences(x, batch.ndim) for x in columns))
         return Trajectories(*(x[flat.mask.any(-1)] for x in flat))
 
     def _epoch(self, trajectories: Trajectories) -> list[Tensor]:
@@ -143,8 +144,8 @@ class IMPALA(ActorCritic):
     def _step(self, x: Trajectories) -> Tensor:
         """Do one gradient step; return the statistics named by `STATS`."""
         assert isinstance(self.policy, Policy)
-        distribution = self.policy.distribution(x.observation)
-        log_prob, value = distribution.log_prob(x.action), self.critic(x.observation)
+        distribution, value = evaluate(self.policy, self.critic, x.observation)
+        log_prob = distribution.log_prob(x.action)
         with torch.no_grad():
             log_ratio, next_value = log_prob - x.log_prob, self.critic(x.next_observation)
         target, advantage = vtrace(
@@ -159,5 +160,6 @@ class IMPALA(ActorCritic):
         with torch.no_grad():
             log_ratio, target = log_ratio[x.mask], target[x.mask]
             kl, clip_fraction = kl_divergence(log_ratio), (log_ratio.exp() > self.clip_rho).float().mean()
-            explained, mean = explained_variance(2.0 * loss_value, target), value[x.mask].mean()
+            value = value[x.mask]
+            explained, mean = explained_variance((value - target).var(correction=0), target), value.mean()
             return torch.stack([loss_policy, loss_value, entropy, kl, clip_fraction, grad_norm, explained, mean])

@@ -81,6 +81,7 @@ class Training:
         resumed_from: the folder of that checkpoint.
         reporters: receive the rows and the summary.
         chaos: number of injected faults of each kind so far.
+        earlier_chaos: the same, before a resume.
         observations: the normaliser in the learner's networks, which the loop updates; None if there is none.
         rewards: makes the learner's rewards of those of the environment.
         failures: the failures of workers in this process; those of the collector.
@@ -98,6 +99,7 @@ class Training:
     resumed_from: Path | None = None
     reporters: Sequence[Reporter] = ()
     chaos: Mapping[str, int] = field(default_factory=dict)
+    earlier_chaos: Mapping[str, int] = field(default_factory=dict)
     observations: ObservationNormalizer | None = None
     rewards: RewardNormalizer = field(default_factory=RewardNormalizer)
     failures: Failures = field(default_factory=Failures)
@@ -153,20 +155,20 @@ class Training:
 
     def _loop(self, collector: Collector, stop: StopRequest) -> str:
         progress, scheme, saved_at = self.progress, self.scheme, time.monotonic()
-        batches, missed = iter(collector), 0  # updates that workers lack for good: the scheme carries nothing
+        batches, never_sent = iter(collector), 0  # updates with weight_sync=none: they count as staleness
         progress.begin(scheme.version)
-        self.delay.acting(self.learner.policy)  # before the first update
+        self.delay.acting_policy(self.learner.policy)  # copies it now if there is a delay: the first update changes it
         while (status := self.goal.outcome(progress)) is None:
             if stop.requested:
                 return "interrupted"
             batch = next(batches)
-            progress.collected(batch, scheme.version + len(self.delay) + missed, collector.staleness)
+            progress.collected(batch, scheme.version + len(self.delay) + never_sent, collector.staleness)
             progress.note_solved(self.goal.solved_at)
             learning = self._learn(batch)
             if (due := self.delay.exchange(self.learner.policy)) is not None:
                 collector.update_policy_weights_(due)
-                missed += not scheme.sends_weights
-            failed = self._counted(collector.failures).failed.total()
+                never_sent += not scheme.sends_weights
+            failed = self._counted().failed.total()
             row = progress.synchronised(learning, scheme.metrics, scheme.version, failed)
             for reporter in self.reporters:
                 reporter.update(row)
@@ -178,14 +180,16 @@ class Training:
     def _learn(self, batch: TensorDictBase) -> Mapping[str, float]:
         """Learn from a batch and update the statistics of observations, which then travel with the new weights.
 
-        The workers acted with the statistics before this update, and so the batch is learnt from with them. Only the
-        first batch sets them beforehand: until then observations are not normalised.
+        The batch is learnt from with the statistics before this update, because workers acted with these (or with
+        older ones, in asynchronous collection). Only the first batch sets them beforehand: until then observations are
+        not normalised.
         """
         observations, mask = self.observations, batch.get("mask", None)
         if mask is not None and not mask.any():  # of one step, in which all environments were reset
             return {}
         if observations is not None and not zero_gaps(batch).get("observation").isfinite().all():  # they are clipped
-            raise Diverged(f"the batch has observations that are not finite: check {self.facts.get('env')}")
+            env = self.facts.get("env")
+            raise Diverged(f"the batch has observations that are not finite: check the environment {env}")
         first = observations is not None and observations.is_new
         if observations is not None and first:
             observations.update(batch.get("observation"), mask)
@@ -201,7 +205,8 @@ class Training:
             "progress": self.progress.state_dict(),
             "rewards": self.rewards.state_dict(),
             "delay": self.delay.state_dict(),
-            "worker_failures": self._counted(self.failures).as_dict(),
+            "worker_failures": self._counted().as_dict(),
+            "chaos": self._faults(),
             "env": self.facts.get("env"),
         }
 
@@ -223,7 +228,7 @@ class Training:
             self.progress.load_state_dict(state["progress"])
             self.rewards.load_state_dict(state["rewards"])
             self.delay.load_state_dict(state["delay"], self.learner.policy)
-            self.earlier_failures = state["worker_failures"]
+            self.earlier_failures, self.earlier_chaos = state["worker_failures"], state.get("chaos", {})
             if state["env"] != self.facts.get("env"):
                 self.progress.forget_returns()  # returns in another environment do not count
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -242,12 +247,17 @@ class Training:
         before = self.progress
         return f"resumed from {self.resumed_from} at {before.frames:,} frames, version {before.version:,}"
 
-    def _counted(self, failures: Failures) -> Failures:
+    def _counted(self) -> Failures:
         """Return the failures of workers with those before a resume."""
-        return failures.after(self.earlier_failures)
+        return self.failures.after(self.earlier_failures)
+
+    def _faults(self) -> dict[str, int]:
+        """Return the number of injected faults of each kind with those before a resume."""
+        kinds = dict.fromkeys([*self.earlier_chaos, *self.chaos])
+        return {kind: self.earlier_chaos.get(kind, 0) + self.chaos.get(kind, 0) for kind in kinds}
 
     def _summary(self, status: str, collector: Collector) -> dict[str, Any]:
-        counts = (self._counted(collector.failures), self.chaos, collector.staleness)
+        counts = (self._counted(), self._faults(), collector.staleness)
         return summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics, *counts) | self.facts
 
 

@@ -46,20 +46,20 @@ def make_actor_critic(
         )
     trunk = make_network(observation_spec)
     if isinstance(trunk, RecurrentNetwork):
-        valued = trunk if shared else make_network(observation_spec)
-        assert isinstance(valued, RecurrentNetwork)
-        return _recurrent(trunk, valued, observation_spec, action_spec, initial_std, normalizer)
+        critic_trunk = trunk if shared else make_network(observation_spec)
+        assert isinstance(critic_trunk, RecurrentNetwork)
+        return _recurrent(trunk, critic_trunk, observation_spec, action_spec, initial_std, normalizer)
     size = feature_size(trunk, observation_spec)
     policy = policy_for(
         action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01), normalizer), initial_std
     )
-    valued = trunk if shared else make_network(observation_spec)
-    return policy, Critic(Network(valued, linear(size, 1, 1.0), normalizer))
+    critic_trunk = trunk if shared else make_network(observation_spec)
+    return policy, Critic(Network(critic_trunk, linear(size, 1, 1.0), normalizer))
 
 
 def _recurrent(
     actor: RecurrentNetwork,
-    valued: RecurrentNetwork,
+    critic_trunk: RecurrentNetwork,
     observation_spec: SpecTree,
     action_spec: Spec,
     initial_std: float,
@@ -67,8 +67,8 @@ def _recurrent(
 ) -> tuple[RecurrentPolicy, RecurrentCritic]:
     size = feature_size(_FirstStep(actor), observation_spec)
     trunk, parts = actor, (nn.Identity(), nn.Identity())
-    if valued is not actor:
-        trunk, parts = SideBySide(actor, valued), (FeatureSlice(0, size), FeatureSlice(size, 2 * size))
+    if critic_trunk is not actor:
+        trunk, parts = SideBySide(actor, critic_trunk), (FeatureSlice(0, size), FeatureSlice(size, 2 * size))
 
     def head(part: nn.Module, outputs: int, gain: float) -> nn.Module:
         return nn.Sequential(part, linear(size, outputs, gain))

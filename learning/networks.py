@@ -220,12 +220,12 @@ class Critic(nn.Module):
 
 def evaluate(policy: Policy, critic: nn.Module, observation: Observation) -> tuple[distributions.Distribution, Tensor]:
     """Return the distribution of actions and the value at each observation; a shared network is called once."""
-    actor, valued = policy.network, getattr(critic, "network", None)
-    if not isinstance(actor, Network) or not isinstance(valued, Network) or actor.trunk is not valued.trunk:
+    actor, valuer = policy.network, getattr(critic, "network", None)
+    if not isinstance(actor, Network) or not isinstance(valuer, Network) or actor.trunk is not valuer.trunk:
         return policy.distribution(observation), critic(observation)
     features = actor.features(observation)
     parameters = policy.to_parameters(actor.head(features), action_mask(observation))
-    return policy.from_parameters(parameters), valued.head(features).squeeze(-1)
+    return policy.from_parameters(parameters), valuer.head(features).squeeze(-1)
 
 
 def policy_for(

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from learning.actor_critic import ActorCritic, explained_variance, kl_divergence, rows, zero_gaps
+from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence, zero_gaps
 from learning.gae import gae
 from learning.networks import Policy, evaluate
 from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
@@ -118,6 +118,7 @@ class PPO(ActorCritic):
 
         Raises:
             Diverged: a loss or the gradient is not finite; the networks are unusable.
+            ValueError: an action mask in the batch allows no action.
 
         """
         batch = zero_gaps(batch)
@@ -157,7 +158,7 @@ class PPO(ActorCritic):
             valid = torch.ones_like(advantage, dtype=torch.bool) if mask is None else mask
             sequences = Frames(*columns, state, batch.get("is_init").squeeze(-1), valid)
             present = valid.reshape(-1, valid.shape[-1]).any(-1)  # a minibatch without a frame would have no mean
-            frames = sequences.map(lambda x: rows(x, batch.ndim)[present])
+            frames = sequences.map(lambda x: as_sequences(x, batch.ndim)[present])
         flat = _flat(frames)
         explained = explained_variance(flat.advantage.var(correction=0), flat.target)
         summary = {"explained_variance": explained.item(), "value": flat.value.mean().item()}

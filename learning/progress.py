@@ -118,7 +118,6 @@ class Progress:
     first_mean: float | None = None
     first_solved: tuple[int, float] | None = None  # the frames after which a threshold was first reached, and it
     resumes: int = 0
-    acted: bool = False  # whether the policy has acted in a frame of this process
     _began: float | None = None
     _staleness: float = 0.0
     _oldest: int = 0  # staleness of the oldest frame of the last batch
@@ -175,14 +174,14 @@ class Progress:
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
         """
         mask = batch.get("mask", None)
-        acted = batch.get("policy_version")
-        acted = acted[acted >= 0 if mask is None else (acted >= 0) & mask]  # -1: a random action
-        self._staleness = version - float(acted.double().mean()) if acted.numel() else 0.0
-        self.versions_behind += self._staleness * acted.numel()
-        self.acted_frames += acted.numel()
+        versions = batch.get("policy_version")
+        versions = versions[versions >= 0 if mask is None else (versions >= 0) & mask]  # -1: a random action
+        self._staleness = version - float(versions.double().mean()) if versions.numel() else 0.0
+        self.versions_behind += self._staleness * versions.numel()
+        self.acted_frames += versions.numel()
         self._oldest = 0
-        if acted.numel():
-            self.acted, self._oldest = True, version - int(acted.min())
+        if versions.numel():
+            self._oldest = version - int(versions.min())
         self.staleness_max = max(self.staleness_max, self._oldest)
         if limits is not None:
             batches, frames = self._dropped_before

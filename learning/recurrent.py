@@ -129,8 +129,9 @@ class SideBySide(RecurrentNetwork):
     def forward(self, observation: Observation, state: Tensor) -> tuple[Tensor, Tensor]:
         """See RecurrentNetwork."""
         of_policy, of_critic = self._split(state)
-        (features, new), (valued, new_valued) = self.policy(observation, of_policy), self.critic(observation, of_critic)
-        return torch.cat([features, valued], -1), torch.cat([new, new_valued], -1)
+        actor, critic = self.policy(observation, of_policy), self.critic(observation, of_critic)
+        features, state = (torch.cat(both, -1) for both in zip(actor, critic, strict=True))
+        return features, state
 
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
         """See RecurrentNetwork."""
@@ -209,7 +210,7 @@ class RecurrentPolicy(TensorDictModuleBase):
 
 
 class RecurrentCritic(nn.Module):
-    """A value function on the features of a `RecurrentPolicy`: the same ones, or those of its own half of `SideBySide`.
+    """A value function on the features of a `RecurrentPolicy`: the same ones, or the critic's columns of `SideBySide`.
 
     Args:
         network: the trunk and the normaliser of the policy's network, with a head for the value.

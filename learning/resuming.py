@@ -18,7 +18,7 @@ from learning.config_errors import CONF
 from learning.options import TrainConfig
 from learning.reporting.files import relative_path, writing
 
-_SETTINGS = "resume"  # with .yaml, in the folder .hydra of a run; see ``store``
+_SETTINGS = "resume"  # with .yaml, in the folder .hydra of a run; see ``save_settings``
 
 
 def is_override(argument: str) -> bool:
@@ -81,7 +81,7 @@ def with_earlier_overrides(argv: Sequence[str]) -> list[str]:
     _check_config_folder(folder, argv)
     replaced = {override_name(one) for one in given if one[0] != "~"}
     for group in groups & replaced:
-        replaced |= _also_set(group, values[group])
+        replaced |= _global_settings_of(group, values[group], (*config_folders(argv), CONF))
     twice = {override_name(one) for one in given if one[0] == "~"}  # Hydra refuses to delete a setting twice
     kept = [one for one in earlier if override_name(one) not in (replaced | twice if one[0] == "~" else replaced)]
     chosen = [one for one in (*kept, *given) if override_name(one) in groups]
@@ -119,13 +119,16 @@ def _check_config_folder(folder: str, argv: Sequence[str]) -> None:
         raise ConfigError(f"resume={folder}: that run was made with a config folder; add it: --config-dir {had[0]}")
 
 
-def resumed(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str | None]) -> DictConfig:
+def with_earlier_settings(
+    cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str | None], folders: Sequence[Path] = ()
+) -> DictConfig:
     """Return `cfg` with the values of the run that it resumes, except for `overrides` and groups with another option.
 
     Args:
         cfg: composed from the current defaults.
         overrides: those that `cfg` was composed with, including `with_earlier_overrides`.
         choices: the chosen option of each group.
+        folders: config folders of the user.
     """
     if cfg.resume is None:
         return cfg
@@ -139,16 +142,17 @@ def resumed(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str
     assert isinstance(kept, DictConfig)
     named = last.keys() - deleted
     for group in changed:
-        named |= _also_set(group, choices[group])
+        named |= _global_settings_of(group, choices[group], (*folders, CONF))
     for name in named:
         OmegaConf.update(kept, name, OmegaConf.select(cfg, name), force_add=True)
     return kept
 
 
-def store(folder: Path, cfg: DictConfig, choices: Mapping[str, str | None]) -> None:
-    """Write what a run that resumes the one in `folder` reads: the config that `resumed` returned, and the choices.
+def save_settings(folder: Path, cfg: DictConfig, choices: Mapping[str, str | None]) -> None:
+    """Write what a run that resumes the one in `folder` reads: the config of the run, and the choices.
 
-    Hydra's own files have the config before `resumed`, and a run that is resumed into its folder replaces them.
+    Hydra's own files have the config before `with_earlier_settings`, and a run that is resumed into its folder replaces
+    them.
 
     Raises:
         FolderError: the file cannot be written.
@@ -175,14 +179,17 @@ def _delete(tree: dict[Any, Any], name: str) -> None:
     tree.pop(key, None)
 
 
-def _also_set(group: str, option: str | None) -> set[str]:
+def _global_settings_of(group: str, option: str | None, folders: Sequence[Path]) -> set[str]:
     """Return the settings outside its own group that an option sets (``collector=single`` sets num_workers)."""
-    path = CONF / group / f"{option}.yaml"
-    if not path.is_file() or not path.read_text(encoding="utf-8").startswith("# @package _global_"):
+    path = next((one for folder in folders if (one := folder / group / f"{option}.yaml").is_file()), None)
+    if path is None or not path.read_text(encoding="utf-8").startswith("# @package _global_"):
         return set()
     content = OmegaConf.load(path)
     assert isinstance(content, DictConfig)
     names: set[str] = set()
+    for base in content.get("defaults", ()):
+        if isinstance(base, str) and base.startswith("/"):  # an option that this one begins with
+            names |= _global_settings_of("", base.partition("@")[0][1:], folders)
     for name, value in content.items():
         if name not in ("defaults", "hydra"):
             names |= {f"{name}.{key}" for key in value} if isinstance(value, DictConfig) else {str(name)}

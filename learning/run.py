@@ -7,11 +7,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -92,9 +92,10 @@ def reported_errors(folder: Path, describe: Describe, *, sweep: bool) -> Iterato
 
 
 class StopRequest:
-    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop; the second one has its usual effect.
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop; another SIGINT or SIGTERM has its usual effect.
 
-    SIGHUP comes when a terminal is closed or a connection is lost; under ``nohup`` it stays ignored.
+    SIGHUP comes, often twice, when a terminal is closed or a connection is lost: later ones are ignored, and what is
+    written to that terminal is dropped. Under ``nohup`` SIGHUP is ignored from the beginning.
 
     A context manager, for the main thread. In another thread (a launcher of sweeps may run jobs in threads) Python
     cannot catch signals, and `requested` stays false.
@@ -105,7 +106,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._callbacks: list[Callable[[], object]] = []
-        self._handlers: dict[signal.Signals, object] = {}
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._terminals: list[int] = []  # of the standard streams, those that are terminals
 
     @property
     def requested(self) -> bool:
@@ -121,9 +123,14 @@ class StopRequest:
         """Call `callback` when a signal arrives, inside the handler; at once if one has arrived."""
         self._callbacks.append(callback)
         if self.requested:
-            callback()
+            self._call_back()
+
+    def _call_back(self) -> None:
+        while self._callbacks:
+            self._callbacks.pop()()
 
     def __enter__(self) -> Self:
+        self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -133,18 +140,30 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
+        self._restore(self.SIGNALS)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:  # a library has put this handler back
+            raise KeyboardInterrupt(number)
         self.signal = signal.Signals(number)
-        self._restore()
-        for callback in self._callbacks:
-            callback()
+        self._restore((signal.SIGINT, signal.SIGTERM))
+        if signal.SIGHUP in self._handlers:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        if number == signal.SIGHUP:
+            self._drop_output()
+        self._call_back()
 
-    def _restore(self) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]  (as returned by signal.signal)
-        self._handlers = {}
+    def _drop_output(self) -> None:
+        """Have writes to a terminal that is gone succeed."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        for terminal in self._terminals:
+            os.dup2(null, terminal)
+        os.close(null)
+
+    def _restore(self, numbers: Iterable[signal.Signals]) -> None:
+        for number in numbers:
+            if number in self._handlers:
+                signal.signal(number, self._handlers.pop(number))
 
 
 @contextmanager

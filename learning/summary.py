@@ -89,7 +89,7 @@ def verdict(status: str, progress: Progress, solved_at: float | None) -> str:
         text += f"; {solved_at:g} counts as solved"
         if status != "solved":
             text += ", and was not reached" if reached is None else f", first reached after {reached:,} frames"
-    if progress.version or not progress.acted:
+    if progress.version or not progress.acted_frames:
         return f"{text}."
     return f"{text}. {_control(progress, solved_at)}"
 

@@ -113,10 +113,15 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` as JSON, atomically; raises FolderError."""
-    unfinished = path.with_suffix(".unfinished")
     with writing(path):
-        unfinished.write_text(to_json(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
+        replace_file(path, to_json(content, indent=2) + "\n")
+
+
+def replace_file(path: Path, content: str) -> None:
+    """Write a file in one step: the former one is there until the new one is complete."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(content, encoding="utf-8")
+    os.replace(unfinished, path)
 
 
 class RunFiles(Reporter):
@@ -134,9 +139,8 @@ class RunFiles(Reporter):
         history = list(read_rows(earlier, self._frames)) if earlier and (earlier / METRICS).exists() else []
         self._folder = folder
         with writing(folder / METRICS):
-            self._metrics = open(folder / METRICS, "w", encoding="utf-8", buffering=1)  # noqa: SIM115  (closed by finish)
-        for row in history:
-            self._write(row)
+            replace_file(folder / METRICS, "".join(to_json(row) + "\n" for row in history))
+            self._metrics = open(folder / METRICS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (closed by finish)
 
     def update(self, row: Row) -> None:
         """Append a line."""

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from programs import run_program
 from stopping import left_of
 
-from learning.config import SweepReport, register_configs
+from learning.config import RunFolders, register_configs
 from learning.summary import check_objective, objective_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,19 +63,26 @@ def test_of_two_runs_or_sweeps_that_begin_at_once_in_one_folder_the_second_is_re
     """Until the first one ends; it has no metrics.jsonl yet."""
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     register_configs()
-    callback, folders = SweepReport(), [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
+    callback, folders = RunFolders(), [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", overrides=folders, return_hydra_config=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".claim").touch()  # of a process that was killed
     callback.on_run_start(config)
     with pytest.raises(SystemExit, match="run has a run already"):
         callback.on_run_start(config)
     config.resume = f"{tmp_path}/run"
-    callback.on_run_start(config)
-    config.resume = None
+    with pytest.raises(SystemExit, match="has not ended"):
+        callback.on_run_start(config)
     callback.release()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    callback.on_run_start(config)
+    callback.release()
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    config.resume = None
     callback.on_run_start(config)
     monkeypatch.setattr("learning.config.interrupt_by_signals", lambda: None)
-    monkeypatch.setattr(SweepReport, "_pending", [])
+    monkeypatch.setattr(RunFolders, "_pending", [])
     callback.on_multirun_start(config)
     with pytest.raises(SystemExit, match="sweep has runs already"):
         callback.on_multirun_start(config)

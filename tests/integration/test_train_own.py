@@ -77,3 +77,30 @@ def test_a_policy_and_an_environment_of_ones_own_train_and_resume_with_their_sta
         statistics = state["learner"]["policy"][name], state["rewards"]["count"]
         counts.append((*map(int, statistics), state["progress"]["frames"]))
     assert counts == [(512, 512, 512), (1024, 1024, 1024)]
+
+
+COPIED = """
+import copy
+import torch
+from learning import PPO
+
+class Copied(PPO):
+    def __init__(self, policy, critic, **settings):
+        super().__init__(copy.deepcopy(policy), critic, **settings)
+
+    def update(self, batch):
+        with torch.no_grad():
+            now = self.policy.distribution(batch["observation"]).log_prob(batch["action"])
+        assert torch.allclose(now, batch["action_log_prob"], atol=1e-3), "another policy has acted"
+        return super().update(batch)
+"""
+
+
+@pytest.mark.slow
+def test_the_policy_of_an_algorithm_of_ones_own_acts_also_after_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "copied.py").write_text(COPIED)
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "copied.yaml").write_text("_target_: copied.Copied\nlr: 0.01\n")
+    own = ("--config-dir", str(tmp_path))
+    train(tmp_path, *own, "algorithm=copied", *QUICK)
+    train(tmp_path, *own, "resume=first", "total_frames=1024", "hydra.run.dir=second")

@@ -410,14 +410,14 @@ def stored_run(folder: Path, *overrides: str, config_folder: str | None = None, 
         sources.append({"path": config_folder, "schema": "file", "provider": "command-line"})
     chosen = {"hydra": {"runtime": {"choices": choices(list(overrides)), "config_sources": sources}}}
     if begun:
-        resuming.store(folder, composed(*overrides), choices(list(overrides)))
+        resuming.save_settings(folder, composed(*overrides), choices(list(overrides)))
     for name, content in (("hydra", chosen), ("overrides", list(overrides))):
         OmegaConf.save(OmegaConf.create(content), folder / ".hydra" / f"{name}.yaml")
 
 
 def resumed(*argv: str) -> TrainConfig:
     overrides = with_earlier_overrides(argv)
-    result = OmegaConf.to_object(resuming.resumed(composed(*overrides), overrides, choices(overrides)))
+    result = OmegaConf.to_object(resuming.with_earlier_settings(composed(*overrides), overrides, choices(overrides)))
     assert isinstance(result, TrainConfig)
     return result
 
@@ -436,6 +436,21 @@ def test_a_resumed_run_has_its_old_config_and_overrides_win(tmp_path: Path) -> N
     other = resumed("weight_sync=shared_mem", f"resume={tmp_path}", "algorithm.lr=0.1", "timeout=4")
     assert (other.seed, other.algorithm.lr, other.algorithm.gamma) == (5, 0.1, 0.5)
     assert (type(instantiate(other.weight_sync)), other.weight_sync.timeout) == (wsync.SharedMemWeightSyncScheme, 4)
+
+
+def test_a_users_option_that_is_chosen_for_a_resumed_run_sets_what_it_sets_elsewhere(tmp_path: Path) -> None:
+    stored_run(tmp_path, "seed=5", "total_frames=300")
+    mine = tmp_path / "my"
+    (mine / "experiment").mkdir(parents=True)
+    (mine / "experiment" / "base.yaml").write_text("# @package _global_\ntimeout: 7\n")
+    (mine / "experiment" / "x.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - /experiment/base\n  - _self_\ntotal_frames: 1000\n"
+    )
+    overrides = [f"resume={tmp_path}", f"hydra.searchpath=['{mine}']", "experiment=x"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        now = compose("train", overrides=overrides)
+    kept = resuming.with_earlier_settings(now, overrides, {**choices([]), "experiment": "x"}, [mine])
+    assert (kept.seed, kept.total_frames, kept.timeout) == (5, 1000, 7)
 
 
 def run_into(folder: Path, *argv: str) -> TrainConfig:

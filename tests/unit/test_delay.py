@@ -97,7 +97,7 @@ def test_a_resumed_run_keeps_the_delay(then: int, tmp_path: Path) -> None:
             training.resume(tmp_path)
             learner.versions = versions
         with Collector(
-            lambda: GymEnv("CartPole-v1"), delay.acting(learner.policy), frames_per_batch=32,
+            lambda: GymEnv("CartPole-v1"), delay.acting_policy(learner.policy), frames_per_batch=32,
             weight_sync_schemes={"policy": scheme},
         ) as collector:  # fmt: skip
             collector.load_state_dict({"frames": training.progress.frames, "policy_version": training.progress.version})

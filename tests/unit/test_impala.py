@@ -68,6 +68,14 @@ def test_without_staleness_the_policys_gradient_is_that_of_an_actor_critic() -> 
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
 
 
+def test_a_constant_error_of_the_critic_leaves_the_variance_explained() -> None:
+    learner = learner_of(entropy_coef=0.0, lr=1e-9)
+    batch = batch_of(learner.policy, 4, 64)
+    with torch.no_grad():
+        batch["next", "reward"] = (learner.critic(batch["observation"]) + 5.0).unsqueeze(-1)
+    assert learner.update(batch)["explained_variance"] == pytest.approx(1.0, abs=1e-4)
+
+
 def test_minibatches_are_whole_trajectories() -> None:
     for size, steps in ((1, 6), (10, 6), (20, 3), (10_000, 1)):
         learner, taken = learner_of(minibatch_size=size, epochs=2), []

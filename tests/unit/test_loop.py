@@ -120,6 +120,17 @@ def test_returns_of_another_environment_do_not_count(tmp_path: Path) -> None:
     assert same.facts["resumed_from"] == other.facts["resumed_from"]
 
 
+def test_faults_that_were_injected_before_a_resume_count(tmp_path: Path) -> None:
+    before, after = (training(tmp_path, scheme=SharedMemWeightSyncScheme) for _ in range(2))
+    before.chaos = {"kill": 2}
+    checkpoint.save(tmp_path, before.state_dict())
+    after.resume(tmp_path)
+    after.chaos = {"kill": 1, "pause": 3}
+    with pytest.raises(Diverged):
+        after.run(FakeCollector(after.learner.policy), StopRequest(), {})
+    assert after.state_dict()["chaos"] == {"kill": 3, "pause": 3}
+
+
 def test_statistics_are_set_before_the_first_batch_is_learnt_from_and_resumed(tmp_path: Path) -> None:
     one = training(tmp_path)
     one.observations = ObservationNormalizer(Spec(torch.Size([4]), torch.float32))
@@ -160,6 +171,6 @@ def test_an_infinite_observation_is_reported_before_it_changes_the_statistics(tm
                     batch["observation"][0, 3, 2] = torch.inf
                 yield batch
 
-    with pytest.raises(Diverged, match="observations that are not finite: check CartPole-v1"):
+    with pytest.raises(Diverged, match="observations that are not finite: check the environment CartPole-v1"):
         one.run(Collector(one.learner.policy), StopRequest(), {})
     assert one.observations.moments[0].mean.isfinite().all() and int(one.observations.moments[0].count) == 16

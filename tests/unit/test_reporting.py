@@ -21,7 +21,7 @@ from collectors.workers.records import Failures
 from learning.progress import Progress, Row, SyncRow
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter, microseconds, size, staleness_rows, worker_pids
-from learning.reporting.files import Pictures, RunFiles, read_rows, to_json
+from learning.reporting.files import FolderError, Pictures, RunFiles, read_rows, to_json
 from learning.reporting.plots import learning_curve, sync_latency
 from learning.reporting.sweep import report, table_rows
 from learning.reporting.sweep_plots import latencies, over_setting, returns
@@ -99,6 +99,14 @@ def test_a_resumed_run_begins_with_the_rows_up_to_its_checkpoint(tmp_path: Path)
     (before / "metrics.jsonl").unlink()  # a checkpoint is enough
     told(RunFiles(before, frames=2048), after, [row(4)], summary())
     assert [each["frames"] for each in read_rows(after)] == [4096]
+
+
+def test_a_resume_into_its_own_folder_that_cannot_write_leaves_the_rows(tmp_path: Path) -> None:
+    told(RunFiles(), tmp_path, [row(1), row(2)], summary())
+    (tmp_path / "metrics.unfinished").mkdir()  # in place of a full disk
+    with pytest.raises(FolderError):
+        told(RunFiles(tmp_path, frames=2048), tmp_path, [row(3)], summary())
+    assert [each["frames"] for each in read_rows(tmp_path)] == [1024, 2048]
 
 
 def test_json_has_no_nan() -> None:
