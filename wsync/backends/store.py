@@ -41,7 +41,8 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         keep: how many versions are kept.
         durable: whether each version is flushed to the disk (local file systems).
         options: see ``WeightSyncScheme``. With ``initiator="sender"`` workers install versions as they appear, with
-            ``"receiver"`` only when they ``pull``; ``max_staleness`` is of the versions that a worker has noticed.
+            ``"receiver"`` only when they ``pull``; ``max_staleness`` counts versions that a worker has read: no forward
+            waits for one.
 
     Raises:
         ValueError: ``keep`` is below 1; or see ``WeightSyncScheme``.
