@@ -103,6 +103,7 @@ class InProcessChannel:
     def commit(self, transaction: int) -> None:
         """See ``TransactionChannel``: all models at once; for the second one nothing is left to do."""
         process_gate().call(prepared_updates.decide, transaction, True)
+        self._published = True
 
     def abort(self, transaction: int) -> None:
         """See ``TransactionChannel``."""

@@ -128,7 +128,10 @@ class TransactionChannel(SendChannel, Protocol):
         ...
 
     def commit(self, transaction: int) -> None:
-        """Have the workers install what they have prepared in a transaction, all its models together."""
+        """Have the workers install what they have prepared in a transaction, all its models together.
+
+        Called again if a signal handler has raised in it, as ``abort`` is.
+        """
         ...
 
     def abort(self, transaction: int) -> None:
