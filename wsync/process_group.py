@@ -116,7 +116,8 @@ class GroupTransport:
             ConnectionError: another process has connected to gloo's port in the other end's place.
             RuntimeError: the group could not be formed.
         """
-        store.set_timeout(time_until(deadline))
+        if self._store is None:  # else it is the user's, and keeps its timeout
+            store.set_timeout(time_until(deadline))
         if rank == 0:
             store.set(_PLACE, "" if self._users_group is None else f"{self._users_group.rank()} {secrets.randbits(30)}")
         place = store.get(_PLACE).decode()
