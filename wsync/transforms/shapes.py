@@ -37,10 +37,12 @@ class Fuse(Buffered):
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``."""
-        self._members = dict(expand(self.groups, weights))
-        parts = {one for old in self._members.values() for one in old}
-        require_unused((new for new in self._members if new not in parts), weights)
-        return {new: self._joined([weights[one].detach() for one in old], old) for new, old in self._members.items()}
+        members = dict(expand(self.groups, weights))
+        parts = {one for old in members.values() for one in old}
+        require_unused((new for new in members if new not in parts), weights)
+        joined = {new: self._joined([weights[one].detach() for one in old], old) for new, old in members.items()}
+        self._members = members  # not before: weights that are refused leave everything as it was
+        return joined
 
     def _joined(self, parts: Sequence[Tensor], names: Sequence[str]) -> Tensor:
         try:
