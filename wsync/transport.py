@@ -50,7 +50,7 @@ class TransportBackend(Protocol):
 
         Called once per connection, before any ``send_weights``, in a dedicated thread of the trainer (another thread
         calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it raises anything,
-        the worker counts as not connected: ``connect`` in the trainer raises ``SyncTimeout``, or ``WorkerDied`` if
+        the worker counts as not connected: ``connect`` in the trainer raises ``WorkerFailed``, or ``WorkerDied`` if
         the error was ``NotConnected``. Either names the worker and the error. If the call has not returned by the
         deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
         """
