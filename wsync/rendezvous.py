@@ -3,9 +3,9 @@
 A rendezvous has two halves. On the sender it opens what workers connect to, and has an ``address`` that travels in the
 pickled scheme. In a worker it makes the connection. A scheme names its rendezvous by ``create_rendezvous``.
 
-    SocketRendezvous    the address in the pickled scheme: a Unix socket, or TCP
-    StoreRendezvous     TCP; without a pickled scheme, the sealed address is looked up in a torch.distributed store
-    RpcRendezvous       a torch.distributed.rpc call (backends/rpc.py)
+    SocketRendezvous      the address in the pickled scheme: a Unix socket, or TCP
+    TorchStoreRendezvous  TCP; without a pickled scheme, the sealed address is looked up in a torch.distributed store
+    RpcRendezvous         a torch.distributed.rpc call (backends/rpc.py)
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class SocketRendezvous(Rendezvous):
         return connect(address, worker, deadline)
 
 
-_used: set[tuple[bytes, int]] = set()  # senders that were found in a store, by token; and as which worker
+_used: set[tuple[bytes, int]] = set()  # senders that were looked up, by token; and as which worker
 _PATIENCE = 5.0  # seconds for a sender that does not answer, once a further one is announced
 
 
-class StoreRendezvous(SocketRendezvous):
-    """TCP; a worker without an address looks the sender up in a store that all processes share.
+class TorchStoreRendezvous(SocketRendezvous):
+    """TCP; a worker without an address looks the sender up in a ``torch.distributed`` store of all processes.
 
     The store holds addresses, sealed with a secret that the processes share (``wsync.control.seal``), and nothing else
     is taken from it: any process may write there. What is not sealed with that secret is passed over. A worker connects
@@ -98,7 +98,7 @@ class StoreRendezvous(SocketRendezvous):
 
     Args:
         host: the sender's address.
-        store: a ``torch.distributed`` store; None for that of the default group, or of ``torchrun``.
+        store: the store; None for that of the default group, or of ``torchrun``.
     """
 
     def __init__(self, host: str, store: Store | None = None) -> None:

@@ -183,8 +183,8 @@ class FlatTransport(Protocol):
         call. Whatever else this method waits for has to end by ``deadline``. After a failure, ``close`` is called.
 
         Args:
-            store: a store that only these two processes use, for as long as this call runs. Its messages go over their
-                authenticated control connection.
+            store: a ``torch.distributed`` store that only these two processes use, for as long as this call runs. Its
+                messages go over their authenticated control connection.
             rank: 0 on the sender, 1 in the worker.
             connection_number: 1 for the first connection with this worker's index, more for each later one.
             host: the address of this end by which the other end reaches it.

@@ -19,7 +19,7 @@ from torch.distributed import (
 
 import wsync
 from wsync.control import Listener
-from wsync.rendezvous import StoreRendezvous
+from wsync.rendezvous import TorchStoreRendezvous
 
 
 def follow(port: int, prefix: str, line: Any) -> None:
@@ -129,7 +129,7 @@ def test_a_sender_whose_machine_does_not_answer_is_passed_over(
         gone = Listener("127.0.0.1")
         address = dataclasses.replace(gone.address, port=silent.getsockname()[1])
         gone.close()
-        StoreRendezvous("127.0.0.1", store).announce(address, "policy", None)
+        TorchStoreRendezvous("127.0.0.1", store).announce(address, "policy", None)
         scheme = stack.enter_context(wsync.DistributedWeightSyncScheme(store=store, timeout=20.0))
         scheme.init_on_sender("policy", model=nn.Linear(1, 1), num_workers=1)
         connecting = threading.Thread(target=scheme.connect)
