@@ -18,6 +18,7 @@ from wsync.engine.protocol import PauseMode
 from wsync.engine.sending import RESUME_TIMEOUT, EngineThread, Job
 from wsync.engine.transfers import MakeTransfer
 from wsync.errors import SyncTimeout, WorkerDied, WorkerFailed
+from wsync.sending.protocols import SilentWorkers
 from wsync.transforms.delta import Delta
 from wsync.types import Ack
 from wsync.weights.binding import require_no_extra
@@ -27,7 +28,7 @@ from wsync.weights.packing import Buffer, BufferPool
 _PROBE = 2.0  # seconds for the first request to an engine, before the next engine is asked
 
 
-class EngineSendChannel:
+class EngineSendChannel(SilentWorkers):
     """A ``SendChannel`` to engines, its workers: HTTP servers that the user has started.
 
     All methods are called under the sender's lock, except ``_done``, which the engines' threads call.
@@ -121,10 +122,6 @@ class EngineSendChannel:
                 return str(error)
         return ""
 
-    def pop_unawaited_join(self, worker: int) -> int | None:
-        """See ``SendChannel``: an engine is only connected when it is awaited."""
-        return None
-
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``."""
         self._connected.discard(worker)
@@ -177,9 +174,6 @@ class EngineSendChannel:
             if self._submitted[ack.worker] is job:  # not the outcome of an attempt that was given up
                 self._acks[ack.worker] = ack
                 self._changed.notify_all()
-
-    def process_arrived_messages(self) -> None:
-        """See ``SendChannel``: the threads read the answers."""
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """See ``SendChannel``. At the deadline, requests that are still unanswered are given up (not for ``NOW``)."""

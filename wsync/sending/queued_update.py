@@ -51,7 +51,7 @@ class QueuedUpdate:
             self.checksum = CHECKSUM.pack(checksum_of(self.buffer.flat, self.extra))
         return (self.checksum if checked else b"") + self.extra
 
-    def difference_to(self, base: QueuedUpdate | None, make: Difference | None) -> bytes | None:
+    def difference_to(self, base: QueuedUpdate | None, make: MakeDifference | None) -> bytes | None:
         """Return what is sent in place of this update to a worker that has ``base``; None: the full weights."""
         if make is None or base is None:
             return None
@@ -62,7 +62,7 @@ class QueuedUpdate:
         return known[key]
 
 
-Difference = Callable[[QueuedUpdate, QueuedUpdate], bytes | None]
+MakeDifference = Callable[[QueuedUpdate, QueuedUpdate], bytes | None]
 """``(base, update) -> difference``: see ``Delta.difference``."""
 
 
