@@ -76,7 +76,7 @@ class EngineClient:
             its answer ends; one that keeps sending bytes is ended by ``abort``, or inside ``until``.
         version: the version of the weights that are being sent.
         phase: the phase of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
-        last: the answer to ``finish_weight_update``.
+        finish_answer: the answer to ``finish_weight_update``.
     """
 
     def __init__(self, url: str, token: str | None = None, context: ssl.SSLContext | None = None) -> None:
@@ -84,7 +84,7 @@ class EngineClient:
         self.deadline: float | None = None
         self.version = 0
         self.phase = "connect"
-        self.last: Mapping[str, Any] = {}
+        self.finish_answer: Mapping[str, Any] = {}
         self._token = token
         self._context = context
         self._connection: HTTPConnection | None = None
@@ -134,7 +134,7 @@ class EngineClient:
     def finish_weight_update(self, weight_version: str | None = None, **fields: Any) -> None:
         """Phase 4: have the engine use the version; it is named by its number unless ``weight_version`` is given."""
         named = {"weight_version": weight_version or str(self.version), **fields}
-        self.last = self.post("finish", protocol.FINISH, named)
+        self.finish_answer = self.post("finish", protocol.FINISH, named)
 
     def pause(self, mode: protocol.PauseMode) -> None:
         """Pause generation; ``mode`` is for generations in flight."""

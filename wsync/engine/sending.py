@@ -12,7 +12,7 @@ from wsync.deadlines import deadline_in, remaining
 from wsync.engine.client import EngineClient, EngineError
 from wsync.engine.differences import Base, Differences
 from wsync.engine.protocol import NOT_INITIALISED, PauseMode
-from wsync.engine.transfers import MakeTransfer, Transfer, VersionSource
+from wsync.engine.transfers import EngineTransfer, MakeTransfer, VersionSource
 from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -75,7 +75,7 @@ class EngineThread:
         self._running: Job | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._transfer: tuple[Layout, VersionSource, Transfer] | None = None  # the thread's own
+        self._transfer: tuple[Layout, VersionSource, EngineTransfer] | None = None  # the thread's own
         self._disconnected = False  # since the thread began the last job
         # the last version this engine installed, the base of the next difference; None: send it whole
         self._delivered: Job | None = None
@@ -167,7 +167,7 @@ class EngineThread:
         except Exception:  # noqa: BLE001  a user's transfer may raise anything; the trainer raises it as WorkerFailed
             where = f"{self.client.url}: phase {self.client.phase}"
             return Ack(self._worker, job.version, f"{where}:\n{traceback.format_exc()}")
-        wait, apply = (self.client.last.get(name) for name in ("wait_seconds", "apply_seconds"))
+        wait, apply = (self.client.finish_answer.get(name) for name in ("wait_seconds", "apply_seconds"))
         return Ack(
             self._worker,
             job.version,
@@ -195,7 +195,7 @@ class EngineThread:
         finally:
             source.views, source.base, source.differences = (), None, None
 
-    def _initialised(self, layout: Layout) -> tuple[VersionSource, Transfer]:
+    def _initialised(self, layout: Layout) -> tuple[VersionSource, EngineTransfer]:
         """Phase 1, for a new layout."""
         if self._transfer is None or self._transfer[0] != layout:
             self._transfer = self._delivered = None
