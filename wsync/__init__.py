@@ -28,7 +28,7 @@ from wsync.legacy.api import WeightReceiver, WeightSender
 from wsync.metrics import SyncMetrics
 from wsync.paths import NoSuchPath, find_model, find_object
 from wsync.registry import register_backend, registered_backends
-from wsync.rendezvous import Rendezvous, SocketRendezvous, StoreRendezvous
+from wsync.rendezvous import Rendezvous, SocketRendezvous, TorchStoreRendezvous
 from wsync.scheme import WeightSyncScheme
 from wsync.sending.membership import worker_list
 from wsync.sending.source import per_worker
@@ -64,12 +64,12 @@ __all__ = [
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
     "SocketRendezvous",
-    "StoreRendezvous",
     "StoreTransport",
     "StoreWeightSyncScheme",
     "SyncMetrics",
     "SyncReport",
     "SyncTimeout",
+    "TorchStoreRendezvous",
     "TransportBackend",
     "WeightReceiver",
     "WeightSender",

@@ -11,12 +11,13 @@ from wsync.gate import process_gate
 from wsync.receiving import prepared_updates
 from wsync.receiving.events import CheckLayout, Event, Prepare
 from wsync.receiving.updating import ModelUpdater
+from wsync.sending.protocols import SilentWorkers
 from wsync.types import Ack, Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
 
-class InProcessChannel:
+class InProcessChannel(SilentWorkers):
     """A ``TransactionChannel`` and a ``ReceiveChannel`` at once; worker 0 is this process.
 
     Weights are packed into one private buffer, and copied from there into the model inside the gate. Every method is
@@ -29,7 +30,7 @@ class InProcessChannel:
 
     arena = None
     binds = False
-    first_version = 1
+    first_version = 1  # the one that the sender's `connect` installs, after this end has connected
 
     def __init__(self, connect: Callable[[], ModelUpdater]) -> None:
         self._connect_updater = connect
@@ -60,13 +61,6 @@ class InProcessChannel:
         """See ``SendChannel``: connect the receiver, unless that has been done."""
         if self._updater is None:
             self._updater = self._connect_updater()
-
-    def pop_unawaited_join(self, worker: int) -> int | None:
-        """See ``SendChannel``: this process is the only worker."""
-        return None
-
-    def disconnect(self, worker: int) -> None:
-        """See ``SendChannel``: this process is not dead."""
 
     def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
         """See ``SendChannel``: the one buffer, to which the model is never bound.
@@ -103,13 +97,11 @@ class InProcessChannel:
     def commit(self, transaction: int) -> None:
         """See ``TransactionChannel``: all models at once; for the second one nothing is left to do."""
         process_gate().call(prepared_updates.decide, transaction, True)
+        self._published = True
 
     def abort(self, transaction: int) -> None:
         """See ``TransactionChannel``."""
         process_gate().call(prepared_updates.decide, transaction, False)
-
-    def process_arrived_messages(self) -> None:
-        """See ``SendChannel``: acknowledgements are in the list already."""
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """See ``SendChannel``."""

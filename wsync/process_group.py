@@ -71,7 +71,8 @@ class GroupTransport:
         worker: under a scheme, the worker's index. In the user's group the ranks other than the sender's are the
             workers, in order.
         weights_buffer: without a scheme, weights of the layout that is sent.
-        store: without a scheme, a store by which the two processes find each other; None: the default group is used.
+        store: without a scheme, a ``torch.distributed`` store by which the two processes find each other; None: the
+            default group is used.
         rank: without a scheme, the worker's rank in the default group; with ``store``, any number that both processes
             give for the worker.
         host: without a scheme, with ``store``: this process's address, by which the other one reaches it.
@@ -116,7 +117,8 @@ class GroupTransport:
             ConnectionError: another process has connected to gloo's port in the other end's place.
             RuntimeError: the group could not be formed.
         """
-        store.set_timeout(time_until(deadline))
+        if self._store is None:  # else it is the user's, and keeps its timeout
+            store.set_timeout(time_until(deadline))
         if rank == 0:
             store.set(_PLACE, "" if self._users_group is None else f"{self._users_group.rank()} {secrets.randbits(30)}")
         place = store.get(_PLACE).decode()

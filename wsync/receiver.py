@@ -227,6 +227,7 @@ class Receiver:
         Raises:
             NotConnected: the sender is gone, and there has been no version.
             SyncTimeout: there is no version yet, or the sender did not send it in time.
+            WeightSyncError: the newest version of a store cannot be read; the model keeps its version.
             RuntimeError: called inside the gate.
         """
         self._state.require_begun()
@@ -251,6 +252,7 @@ class Receiver:
 
         Raises:
             SyncTimeout: the sender has one, and did not send it in time.
+            WeightSyncError: see ``pull``.
         """
         if self._store_channel is not None:  # a store has no sender that announces versions: read the newest first
             self.updater.process(self._store_channel.fetch_newest())

@@ -3,14 +3,15 @@
 A rendezvous has two halves. On the sender it opens what workers connect to, and has an ``address`` that travels in the
 pickled scheme. In a worker it makes the connection. A scheme names its rendezvous by ``create_rendezvous``.
 
-    SocketRendezvous    the address in the pickled scheme: a Unix socket, or TCP
-    StoreRendezvous     TCP; without a pickled scheme, the sealed address is looked up in a torch.distributed store
-    RpcRendezvous       a torch.distributed.rpc call (backends/rpc.py)
+    SocketRendezvous      the address in the pickled scheme: a Unix socket, or TCP
+    TorchStoreRendezvous  TCP; without a pickled scheme, the sealed address is looked up in a torch.distributed store
+    RpcRendezvous         a torch.distributed.rpc call (backends/rpc.py)
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from itertools import count
 from typing import Any, Protocol
@@ -84,11 +85,12 @@ class SocketRendezvous(Rendezvous):
         return connect(address, worker, deadline)
 
 
-_used: set[tuple[bytes, int]] = set()  # senders that were found in a store, by token; and as which worker
+_used: set[tuple[bytes, int]] = set()  # senders that were looked up, by token; and as which worker
+_PATIENCE = 5.0  # seconds for a sender that does not answer, once a further one is announced
 
 
-class StoreRendezvous(SocketRendezvous):
-    """TCP; a worker without an address looks the sender up in a store that all processes share.
+class TorchStoreRendezvous(SocketRendezvous):
+    """TCP; a worker without an address looks the sender up in a ``torch.distributed`` store of all processes.
 
     The store holds addresses, sealed with a secret that the processes share (``wsync.control.seal``), and nothing else
     is taken from it: any process may write there. What is not sealed with that secret is passed over. A worker connects
@@ -96,14 +98,14 @@ class StoreRendezvous(SocketRendezvous):
 
     Args:
         host: the sender's address.
-        store: a ``torch.distributed`` store; None for that of the default group, or of ``torchrun``.
+        store: the store; None for that of the default group, or of ``torchrun``.
     """
 
     def __init__(self, host: str, store: Store | None = None) -> None:
         super().__init__(host)
         self._store = store
         self._agent_store: Store | None = None
-        self._found: Address | None = None
+        self._found: tuple[int, Address] | None = None  # the sender, and the number of its key
 
     def announce(self, address: Any, model_id: str, deadline: float | None) -> None:
         """See ``Rendezvous``."""
@@ -123,29 +125,46 @@ class StoreRendezvous(SocketRendezvous):
         if address is not None:
             return connect(address, worker, deadline)
         gone: NotConnected | None = None
-        for found in self._candidates(model_id, worker, deadline):
+        for number, found in self._candidates(model_id, worker, deadline):
             try:
-                connection = connect(found, worker, deadline)
+                connection = self._connect(found, worker, deadline, _key(model_id, number + 1))
             except NotConnected as error:  # that sender has ended: the next one
                 gone = error
                 continue
-            self._found = found
+            self._found = number, found
             return connection
         raise gone or NotConnected(f"worker {worker}: no sender is announced")
+
+    def _connect(self, address: Address, worker: int, deadline: float | None, next_key: str) -> Connection:
+        """Connect to a sender.
+
+        Raises:
+            NotConnected: it has ended; or it does not answer, and another one is announced at ``next_key``.
+            SyncTimeout: it does not answer before ``deadline``.
+        """
+        while True:
+            limit = time.monotonic() + _PATIENCE
+            try:
+                return connect(address, worker, limit if deadline is None else min(limit, deadline))
+            except SyncTimeout as error:
+                if remaining(deadline) == 0.0:
+                    raise
+                if self._shared_store(deadline).check([next_key]):
+                    raise NotConnected(str(error)) from error
 
     def connected(self, worker: int) -> None:
         """See ``Rendezvous``."""
         if self._found is not None:
-            _used.add((self._found.token, worker))
+            _used.add((self._found[1].token, worker))
 
-    def _candidates(self, model_id: str, worker: int, deadline: float | None) -> Iterator[Address]:
-        """Return the announced senders in order; waits for the next one."""
+    def _candidates(self, model_id: str, worker: int, deadline: float | None) -> Iterator[tuple[int, Address]]:
+        """Return the announced senders in order, with the numbers of their keys; waits for the next one."""
         if self._found is not None:
             yield self._found
         store = self._shared_store(deadline)
-        for address in _announced(store, model_id, worker, deadline):
+        for number, address in _announced(store, model_id, worker, deadline):
             if (address.token, worker) not in _used:
-                yield address
+                yield number, address
 
     def _shared_store(self, deadline: float | None) -> Store:
         if self._store is not None:
@@ -165,8 +184,8 @@ def _key(model_id: str, number: int) -> str:
     return f"wsync/{model_id}/{number}"
 
 
-def _announced(store: Store, model_id: str, worker: int, deadline: float | None) -> Iterator[Address]:
-    """Return the addresses under the keys of ``model_id``; waits for the next one.
+def _announced(store: Store, model_id: str, worker: int, deadline: float | None) -> Iterator[tuple[int, Address]]:
+    """Return the addresses under the keys of ``model_id``, with the keys' numbers; waits for the next one.
 
     Raises:
         SyncTimeout: none appeared before ``deadline``.
@@ -184,7 +203,7 @@ def _announced(store: Store, model_id: str, worker: int, deadline: float | None)
             message = f"no {'other ' if foreign else ''}sender has announced itself as '{key}' in time{former}"
             raise SyncTimeout(f"worker {worker}: {foreign}{message}") from error
         try:
-            yield unseal(store.get(key))
+            yield number, unseal(store.get(key))
         except ValueError as error:  # another program has written it, or a process with another secret
             foreign = f"'{key}' in the store: {error}; and "
 

@@ -253,7 +253,7 @@ class WeightSyncScheme(SchemeBase):
 
         Raises:
             NotConnected: before ``connect``; or the sender is gone and there has been no version.
-            SyncTimeout: there is no version yet, or the sender did not send it in time.
+            SyncTimeout, WeightSyncError: there is no version yet; it did not come in time; a store cannot be read.
             RuntimeError: called inside a forward, or ``wsync.gate()``.
         """
         return self._role.as_receiver("pull").receiver.pull(timeout)
@@ -263,9 +263,9 @@ class WeightSyncScheme(SchemeBase):
 
         Updates that were sent without waiting may not arrive any more: call ``wait_async`` first. On the sender this
         waits until a call in another thread has ended; then up to five seconds until the workers' sockets have taken
-        the queued messages, and up to two for each thread of a transport. In a worker, no other thread may be in a call
-        of the scheme meanwhile, except ``receive``, which then returns None, and ``pull``, which returns or raises
-        ``NotConnected``.
+        the queued messages, or until HTTP requests have ended, and up to two for each thread of a transport. In a
+        worker, no other thread may be in a call of the scheme meanwhile, except ``receive``, which then returns None,
+        and ``pull``, which returns or raises ``NotConnected``.
 
         Raises:
             RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.

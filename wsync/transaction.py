@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -47,13 +47,16 @@ def synchronize(
         return _synchronize({name: (parts[sender], weights) for name, (sender, weights) in senders.items()}, worker_ids)
 
 
-def _commit(parts: Sequence[Transaction]) -> None:
-    """Commit all parts, also if a signal handler raises: some workers may have installed all models by then."""
+def _for_all(parts: Sequence[Transaction], decide: Callable[[Transaction], None]) -> None:
+    """Commit or abort all parts, also if a signal handler raises: by then some workers may have installed them all."""
     for index, part in enumerate(parts):
         try:
-            part.commit()
+            decide(part)
         except BaseException:
-            _commit(parts[index + 1 :])
+            try:
+                decide(part)
+            finally:
+                _for_all(parts[index + 1 :], decide)
             raise
 
 
@@ -65,13 +68,12 @@ def _synchronize(
         for name, (part, weights) in parts.items():  # noqa: B007  the error names the model
             part.prepare(weights, worker_ids)
     except BaseException as error:
-        for part, _ in parts.values():
-            part.abort()
+        _for_all([part for part, _ in parts.values()], Transaction.abort)
         if isinstance(error, WorkerError):
             message = f"'{name}': {error}"
             raise type(error)(message, error.workers, error.version, error.refused) from None
         raise
-    _commit([part for part, _ in parts.values()])
+    _for_all([part for part, _ in parts.values()], Transaction.commit)
     reports: dict[str, SyncReport] = {}
     errors: list[WorkerError] = []
     for model_id, (part, _) in parts.items():

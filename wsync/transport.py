@@ -50,7 +50,7 @@ class TransportBackend(Protocol):
 
         Called once per connection, before any ``send_weights``, in a dedicated thread of the trainer (another thread
         calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it raises anything,
-        the worker counts as not connected: ``connect`` in the trainer raises ``SyncTimeout``, or ``WorkerDied`` if
+        the worker counts as not connected: ``connect`` in the trainer raises ``WorkerFailed``, or ``WorkerDied`` if
         the error was ``NotConnected``. Either names the worker and the error. If the call has not returned by the
         deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
         """
@@ -183,8 +183,8 @@ class FlatTransport(Protocol):
         call. Whatever else this method waits for has to end by ``deadline``. After a failure, ``close`` is called.
 
         Args:
-            store: a store that only these two processes use, for as long as this call runs. Its messages go over their
-                authenticated control connection.
+            store: a ``torch.distributed`` store that only these two processes use, for as long as this call runs. Its
+                messages go over their authenticated control connection.
             rank: 0 on the sender, 1 in the worker.
             connection_number: 1 for the first connection with this worker's index, more for each later one.
             host: the address of this end by which the other end reaches it.

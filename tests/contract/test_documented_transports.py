@@ -73,6 +73,7 @@ def test_a_transport_over_a_group_returns_none_at_its_timeout(kind: type[Any], p
 def test_received_weights_are_copies_and_each_end_has_an_address(host: str, store: Any) -> None:
     model, received = nn.Linear(4, 2), []
     client = TCPStore("127.0.0.1", store.port, is_master=False)
+    timeout = client.timeout
     sender = wsync.DistributedTransport(weights_buffer=model, store=client, host=host)
     worker = wsync.DistributedTransport(weights_buffer=nn.Linear(4, 2), store=store, host=host)
     with ThreadPoolExecutor() as threads:
@@ -82,6 +83,7 @@ def test_received_weights_are_copies_and_each_end_has_an_address(host: str, stor
             received.append(worker.receive_weights(timeout=TIMEOUT))
             sending.result()
     assert [weights["bias"].tolist() for weights in received] == [[1.0, 1.0], [2.0, 2.0]]
+    assert client.timeout == timeout, "the store is the user's"
 
 
 def follow_shared(state: WorkerState, transport: wsync.SharedMemTransport) -> list[Any]:

@@ -237,6 +237,12 @@ def test_a_pipe_without_the_senders_message_is_an_error_at_the_timeout(make: Mak
         worker.init_on_worker("policy", pipe=theirs, model=nn.Linear(4, 2))
 
 
+@pytest.mark.parametrize("other", [None, 3, "text", [1]])
+def test_an_attribute_of_a_context_that_is_no_pipes(make: Make, other: Any) -> None:
+    with make() as sender:
+        sender.init_on_sender("policy", SimpleNamespace(pipes=other, policy=nn.Linear(4, 2)), num_workers=1)
+
+
 def test_a_full_pipe_is_an_error_at_the_timeout(make: Make) -> None:
     ours, _theirs = multiprocessing.Pipe()
     os.set_blocking(ours.fileno(), False)

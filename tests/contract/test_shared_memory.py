@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import wsync
+from wsync.sending.channel import SenderSideChannel
 from wsync.testing import WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
@@ -86,6 +87,23 @@ def test_without_auto_register_a_model_that_is_not_registered_is_an_error_at_con
         scheme.connect()
         workers[0].result()
         assert workers[0].call(commands.output)[0] == 2
+
+
+def test_an_init_that_fails_can_be_repeated(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no descriptor is left")
+
+    with shared.make_scheme() as scheme:
+        assert isinstance(scheme, wsync.SharedMemWeightSyncScheme)
+        scheme.register_shared_weights("policy", TensorDict({"weight": torch.ones(4)}))
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no descriptor"):
+            patch.setattr(SenderSideChannel, "share_registered", fail)
+            scheme.init_on_sender("policy", num_workers=1)
+        scheme.init_on_sender("policy", num_workers=1)
+        transport = scheme.shared_transport
+        assert transport is not None
+        with pytest.raises(RuntimeError, match="register_shared_weights"):
+            transport.register_weights(Small())
 
 
 def test_registered_buffers_are_read_and_written(shared: SharedMemory) -> None:

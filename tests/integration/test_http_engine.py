@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,6 +161,12 @@ def test_texts_that_cannot_be_encoded_are_refused(engine: Engine) -> None:
     assert engine.post(protocol.START, {**TAGS, "session": half})[0] == 409
     assert engine.update(body({"one": WEIGHTS["one"]}))[0] == 200 == engine.update(body({"two": WEIGHTS["two"]}))[0]
     assert engine.finish(checksum=half)[0] == 409 and not engine.calls
+
+
+def test_a_version_that_is_larger_than_its_tensors_is_refused(engine: Engine) -> None:
+    layout = SenderSettings(replace(LAYOUT, nbytes=64 << 30), checksum=True).dump().decode()
+    status, answer = engine.post(protocol.INIT, {"init_info": {**INIT, "layout": layout}})
+    assert status == 400 and "the buffer has" in answer["error"]
 
 
 def test_a_version_that_is_too_large() -> None:

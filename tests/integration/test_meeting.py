@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
+import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ from torch.distributed import (
 )
 
 import wsync
+from wsync.control import Listener
+from wsync.rendezvous import TorchStoreRendezvous
 
 
 def follow(port: int, prefix: str, line: Any) -> None:
@@ -105,3 +110,31 @@ def test_transports_meet_in_a_store_as_their_schemes_do(store: TCPStore) -> None
         scheme.init_on_sender("policy", model=model, num_workers=1)
         scheme.sender_transports[0].setup_connection_and_weights_on_sender()
         assert line.recv() == 4.0
+
+
+def test_a_sender_whose_machine_does_not_answer_is_passed_over(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full queue of connections drops the packets of further ones, as a machine that has gone does."""
+    monkeypatch.setattr("wsync.rendezvous._PATIENCE", 0.3, raising=False)
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        while True:
+            other = stack.enter_context(socket.socket())
+            other.settimeout(0.3)
+            try:
+                other.connect(silent.getsockname())
+            except TimeoutError:
+                break
+        gone = Listener("127.0.0.1")
+        address = dataclasses.replace(gone.address, port=silent.getsockname()[1])
+        gone.close()
+        TorchStoreRendezvous("127.0.0.1", store).announce(address, "policy", None)
+        scheme = stack.enter_context(wsync.DistributedWeightSyncScheme(store=store, timeout=20.0))
+        scheme.init_on_sender("policy", model=nn.Linear(1, 1), num_workers=1)
+        connecting = threading.Thread(target=scheme.connect)
+        connecting.start()
+        reader = stack.enter_context(wsync.DistributedWeightSyncScheme(store=store, timeout=20.0))
+        reader.init_on_receiver("policy", model=nn.Linear(1, 1), worker_idx=0)
+        reader.connect()
+        connecting.join()

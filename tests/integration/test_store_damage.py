@@ -7,7 +7,7 @@ import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,14 +188,15 @@ def test_a_damaged_version_is_named(tmp_path: Path, change: Callable[[bytes], by
         assert model.weight.eq(9).all()
 
 
-def test_a_version_under_the_name_of_a_newer_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_version_under_the_name_of_a_newer_one(tmp_path: Path) -> None:
     with trainer(tmp_path) as scheme, reader(tmp_path, model := Small(), initiator="receiver") as receiver:
         (old,) = (tmp_path / "policy").glob("v00000001-*")
         scheme.send(fill(Small(), 2))
         (new,) = (tmp_path / "policy").glob("v00000002-*")
         replace(new, old.read_bytes())
-        assert receiver.pull() == 1 and model.weight.eq(1).all()
-        assert "corrupt" in caplog.text
+        with pytest.raises(wsync.WeightSyncError, match="corrupt"):
+            receiver.pull()
+        assert receiver.version == 1 and model.weight.eq(1).all()
 
 
 def test_files_of_other_processes_do_not_push_out_the_newest_version(tmp_path: Path) -> None:
@@ -255,5 +256,6 @@ def test_any_change_of_a_manifest_is_refused_or_harmless(
             damaged[at] = data.draw(st.integers(0, 255))
         changed = bytes(damaged[: data.draw(st.integers(0, len(damaged)))])
     manifest_of(url).write_bytes(changed)
-    assert receiver.pull() == receiver.version
+    with suppress(wsync.WeightSyncError):
+        assert receiver.pull() == receiver.version
     assert model.weight.eq(receiver.version).all()

@@ -49,12 +49,12 @@ def test_workers_cannot_have_different_weights(tmp_path: Path, given: str) -> No
     sent: dict[str, Any] = {"send": {"weights": each}, "worker_ids": {"worker_ids": [0]}}.get(given, {})
     with wsync.StoreWeightSyncScheme(str(tmp_path)) as scheme:
         if not sent:
-            with pytest.raises(ValueError, match="one version for all readers"):
+            with pytest.raises(ValueError, match="get the same weights"):
                 scheme.init_on_sender("policy", **initial)
             return
         scheme.init_on_sender("policy", **initial)
         scheme.connect()
-        with pytest.raises(ValueError, match="one version for all readers"):
+        with pytest.raises(ValueError, match="get the same weights"):
             scheme.send(**sent)
         scheme.send({"weight": torch.zeros(4)}, partial=True)  # nothing was packed
     newest = wsync.StoreTransport(f"{tmp_path}/policy").receive_weights(0.0)

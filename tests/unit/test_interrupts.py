@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import wsync
 from wsync.backends.none import NoTransport
 from wsync.control import Kind, SocketConnection
+from wsync.sending.channel import SenderSideChannel
 from wsync.testing.models import fill
 
 TIMEOUT = 20.0
@@ -88,6 +89,29 @@ def test_a_decided_transaction_reaches_all_workers_and_models(monkeypatch: pytes
         for sender in senders:
             sender.send(model_of(3))
         assert [worker.model.bias.item() for worker in workers] == [3] * 4
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["commit", "abort"])
+def test_a_decision_that_is_interrupted_in_the_first_model(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+    kind = Kind.ABORT if refused else Kind.COMMIT
+    with ExitStack() as stack:
+        senders = [stack.enter_context(MemoryScheme("state_dict", timeout=TIMEOUT)) for _ in range(2)]
+        workers = []
+        for name, sender in zip("ab", senders, strict=True):
+            sender.init_on_sender(name, model=model_of(1), num_workers=1)
+            workers += join(stack, sender, 1)
+        given: dict[wsync.WeightSyncScheme, nn.Module] = {senders[0]: model_of(2)}
+        given[senders[1]] = nn.Linear(3, 1) if refused else model_of(2)
+        interrupt(monkeypatch, "send", lambda message: message.kind is kind)
+        with pytest.raises(KeyboardInterrupt):
+            wsync.synchronize(given)
+        for value in (3, 4):
+            for sender in senders:
+                sender.send(model_of(value))
+        assert [worker.model.bias.item() for worker in workers] == [4, 4]
+        for sender in senders:
+            assert isinstance(channel := sender.sender.channel, SenderSideChannel)
+            assert channel.fast_calls(acknowledge=True) is not None, "no buffer is left reserved"
 
 
 def test_the_end_of_a_send_weights_is_noticed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import rpc
 
+import wsync
 from wsync.backends import rpc_calls
 from wsync.backends.rpc_sender import RpcListener, RpcWorkerConnection
 from wsync.backends.rpc_worker import RpcSenderConnection
@@ -119,3 +120,17 @@ def versions_while_the_sender_is_stopped(path: Path) -> list[int]:
 
 def test_a_sender_that_is_stopped_gets_all_messages_later_and_in_order(tmp_path: Path) -> None:
     assert run(versions_while_the_sender_is_stopped, tmp_path) == [1, 2, 3]
+
+
+def connect_as_another(path: Path) -> str:
+    with listening(path), wsync.RPCWeightSyncScheme(trainer="chief", timeout=2.0) as scheme:
+        scheme.init_on_sender("policy", num_workers=1)
+        with pytest.raises(wsync.WeightSyncError) as caught:
+            scheme.connect()
+        return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_a_trainer_with_another_name_than_its_workers_call_is_an_error_at_once(tmp_path: Path) -> None:
+    assert "NotConnected: the trainer is 'trainer' in RPC, and workers call 'chief'" in run(
+        connect_as_another, tmp_path
+    )

@@ -82,6 +82,14 @@ def test_parts_that_cannot_be_joined_or_taken_apart() -> None:
         Split({"x": ["y", "z"]}, dim=1)({"x": random(4)})
 
 
+def test_weights_that_are_refused_leave_a_transform_as_it_was() -> None:
+    fuse, given = Fuse({"*.z": ["*.x", "*.y"]}), {"a.x": random(4, 4), "a.y": random(4, 4)}
+    before = fuse(given)["a.z"].clone()
+    with pytest.raises(wsync.LayoutMismatch):
+        fuse({**given, "b.x": random(4, 4), "b.y": random(4, 5)})
+    assert torch.equal(fuse(given)["a.z"], before)
+
+
 @pytest.mark.parametrize("groups", [{"*.z.*": ["*.x.*"]}, {"z": []}, {"z": ["*.x", "*.y"]}, {"*.z": ["x"]}])
 def test_groups_that_mean_nothing(groups: dict[str, list[str]]) -> None:
     for kind in (Fuse, Split):

@@ -11,7 +11,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from wsync.legacy.names import OlderGroupTransport
 from wsync.options import SchemeOptions
 from wsync.process_group import check_backend, device_of
-from wsync.rendezvous import StoreRendezvous
+from wsync.rendezvous import TorchStoreRendezvous
 from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
 
@@ -24,8 +24,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization over ``torch.distributed``.
 
     A worker finds the sender by the pickled scheme. Where each process makes its own scheme (``torchrun``), the
-    sender's address is looked up in a store that all processes have: ``store``, or that of the initialised default
-    group, or the one of ``torchrun``.
+    sender's address is looked up in a ``torch.distributed`` store of all processes: ``store``, or that of the
+    initialised default group, or the one of ``torchrun``.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
@@ -75,13 +75,13 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self.checksum = checksum
         self.shared_memory = shared_memory
         self._group = group
-        self._rendezvous = StoreRendezvous(host, store)
+        self._rendezvous = TorchStoreRendezvous(host, store)
 
     def create_transport(self, worker_idx: int | None = None) -> DistributedTransport:
         """Return the transport to (or in) a worker: a process group of two, or the user's group."""
         return DistributedTransport(backend=self.backend, group=self._group, worker=worker_idx or 0)
 
-    def create_rendezvous(self) -> StoreRendezvous:
+    def create_rendezvous(self) -> TorchStoreRendezvous:
         """See ``WeightSyncScheme``."""
         return self._rendezvous
 

@@ -181,7 +181,11 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if self.transport == "object_store":
             from wsync.backends.ray_objects import ObjectPublisher, mailbox_name
 
-            self._publisher = ObjectPublisher(mailbox_name(self._address.token))
+            try:
+                self._publisher = ObjectPublisher(mailbox_name(self._address.token))
+            except BaseException:
+                self.shutdown()
+                raise
 
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None

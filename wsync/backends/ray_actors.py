@@ -98,7 +98,8 @@ class ActorCalls:
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
         """Return the actors' own errors, if there are any; else ``error``."""
-        errors = {worker: str(cause) for worker, cause in self._errors.items()}
+        with self._lock:
+            errors = {worker: str(cause) for worker, cause in self._errors.items()}
         if not errors:
             return error
         lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in sorted(errors.items()))

@@ -18,6 +18,7 @@ from wsync.backends.rpc_worker import RpcSenderConnection
 from wsync.control import Connection, listen_on
 from wsync.control.interfaces import ConnectionSource
 from wsync.control.processes import Processes
+from wsync.errors import NotConnected
 from wsync.legacy.names import OlderGroupTransport
 from wsync.options import SchemeOptions
 from wsync.process_group import check_backend, device_of
@@ -148,6 +149,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         Raises:
             NotConnected: RPC is not initialised here, or the trainer has another name there than ``trainer``.
         """
-        if self.model_id is not None:
-            own_name()
+        if self.model_id is not None and own_name() != self.trainer and self.is_sender:
+            raise NotConnected(
+                f"the trainer is '{own_name()}' in RPC, and workers call '{self.trainer}': give trainer="
+            )
         super().connect(worker_idx=worker_idx, weights=weights, processes=processes)

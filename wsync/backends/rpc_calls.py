@@ -165,7 +165,7 @@ class RpcConnection(ABC):
         identity: its ``own_identity()``; empty if it is not known yet.
     """
 
-    socket_fd = -1
+    socket_fd = -1  # see `Connection`: it has no socket
     busy = False
 
     def __init__(self, connection_id: ConnectionId, name: str, identity: bytes = b"") -> None:

@@ -39,6 +39,14 @@ class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
         SenderTransport.__init__(self, sender, connect, None, model_id)
         self._channel = channel
 
+    def register_weights(self, weights: Any) -> None:
+        """Refuse: the buffers are the scheme's.
+
+        Raises:
+            RuntimeError: always; names the call that is meant.
+        """
+        raise RuntimeError("register the buffers of a scheme by its register_shared_weights(), before init_on_sender()")
+
     @property
     def unique_weights(self) -> list[TensorDictBase]:
         """The published buffers, each once; the user's own, where they were registered.
@@ -188,7 +196,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         if isinstance(role, SenderRole) and isinstance(role.sender.channel, SenderSideChannel):
             source = role.sender.source
             if not source.changes_weights:
-                source.shared_buffers = role.sender.channel.share_registered(snapshot(registered).tensors)
+                try:
+                    source.shared_buffers = role.sender.channel.share_registered(snapshot(registered).tensors)
+                except BaseException:
+                    self.shutdown()
+                    raise
 
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
         """Return the transport to all workers; before ``init_on_sender``, one without a scheme.

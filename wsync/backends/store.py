@@ -15,7 +15,7 @@ from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender
 from wsync.sending.source import DeviceMap, Part, Source, per_worker
 from wsync.store.receiving import StoreReceiveChannel
-from wsync.store.sending import ONE_VERSION, StoreSendChannel, publish
+from wsync.store.sending import SAME_WEIGHTS, StoreSendChannel, publish
 from wsync.store.versions import VersionStore
 from wsync.transforms.chain import compose
 from wsync.transforms.delta import delta_of
@@ -41,7 +41,8 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         keep: how many versions are kept.
         durable: whether each version is flushed to the disk (local file systems).
         options: see ``WeightSyncScheme``. With ``initiator="sender"`` workers install versions as they appear, with
-            ``"receiver"`` only when they ``pull``; ``max_staleness`` is of the versions that a worker has noticed.
+            ``"receiver"`` only when they ``pull``; ``max_staleness`` counts versions that a worker has read: no forward
+            waits for one.
 
     Raises:
         ValueError: ``keep`` is below 1; or see ``WeightSyncScheme``.
@@ -105,10 +106,10 @@ class StoreWeightSyncScheme(WeightSyncScheme):
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
         if device_map_fn is not None:
-            raise ValueError(f"{ONE_VERSION}: device_map_fn cannot be used")
+            raise ValueError(f"{SAME_WEIGHTS}: device_map_fn cannot be used")
         if len(per_worker(weights) or ()) > 1:
-            raise ValueError(f"{ONE_VERSION}: weights per worker cannot be used")
-        return OneVersionSource(weights, self.strategy, transform=compose(self.send_transform, "send_transform"))
+            raise ValueError(f"{SAME_WEIGHTS}: weights per worker cannot be used")
+        return SameWeightsSource(weights, self.strategy, transform=compose(self.send_transform, "send_transform"))
 
     def _open_receiver(self, model_id: str) -> StoreReceiveChannel:
         store = VersionStore(self._folder(model_id))
@@ -121,13 +122,13 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self._first_version = 1
 
 
-class OneVersionSource(Source):
+class SameWeightsSource(Source):
     """A ``Source`` that has the same weights for all workers."""
 
     def parts(self, weights: object, *arguments: Any, **options: Any) -> Iterable[Part]:
         """See ``Source``; weights per worker are refused before any are packed."""
         if len(per_worker(weights) or ()) > 1:
-            raise ValueError(f"{ONE_VERSION}: weights per worker cannot be used")
+            raise ValueError(f"{SAME_WEIGHTS}: weights per worker cannot be used")
         return super().parts(weights, *arguments, **options)
 
 

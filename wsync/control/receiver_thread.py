@@ -156,14 +156,15 @@ class ReceiverThread:
     def _call(self, handler: MessageHandler, socket_fd: int) -> bool:
         """Call a handler; False when there will be no more messages.
 
-        If the handler raises, its connection is shut down, which both sides notice. The handler is then called once
-        more, to read the end of the stream and clean up. The thread continues, since it serves other receivers as well.
+        If the handler raises, its connection is shut down, if it is a socket, which both sides notice. The handler is
+        then called once more, to read the end of the stream and clean up. The thread continues, since it serves other
+        receivers as well.
         """
         for _ in range(2):
             try:
                 return handler.on_readable()
             except BaseException:  # noqa: BLE001  an error of one receiver must not end the thread of all
-                _log.exception("a receiver raised an error; its connection is shut down")
+                _log.exception("a receiver raised an error; its connection is shut down, if it is a socket")
             if self._handlers.get(socket_fd) != (handler, socket_fd):
                 return False  # the handler has closed its connection; another one may have the descriptor's number
             with suppress(OSError):  # the peer has closed it, or it is no socket

@@ -153,7 +153,10 @@ def _layout(data: Any) -> Layout:
 
 
 def _check(layout: Layout) -> None:
-    """Check that every view lies inside the buffer, fills its range, and shares it only with tied tensors."""
+    """Check that every view lies inside the buffer, fills its range, and shares it only with tied tensors.
+
+    Nor is the buffer larger than its tensors: memory is allocated by its size.
+    """
     entries = list(zip(layout.shapes, layout.strides, layout.dtypes, layout.offsets, strict=True))
     ranges: list[tuple[int, int]] = []
     leaders = dict(layout.ties)
@@ -175,6 +178,9 @@ def _check(layout: Layout) -> None:
     ranges.sort()
     if any(end > begin for (_, end), (begin, _) in pairwise(ranges)):
         raise ValueError("untied tensors must not overlap")
+    used = sum(-(-(end - begin) // ALIGNMENT) * ALIGNMENT for begin, end in ranges)
+    if layout.nbytes != max(used, ALIGNMENT):
+        raise ValueError(f"the tensors take {used} bytes, and the buffer has {layout.nbytes}")
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

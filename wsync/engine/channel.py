@@ -15,9 +15,10 @@ from wsync.deadlines import NOW, deadline_in, remaining, wait_readable
 from wsync.engine.client import EngineClient, EngineError
 from wsync.engine.differences import Differences
 from wsync.engine.protocol import PauseMode
-from wsync.engine.sending import EngineThread, Job
+from wsync.engine.sending import RESUME_TIMEOUT, EngineThread, Job
 from wsync.engine.transfers import MakeTransfer
 from wsync.errors import SyncTimeout, WorkerDied, WorkerFailed
+from wsync.sending.protocols import SilentWorkers
 from wsync.transforms.delta import Delta
 from wsync.types import Ack
 from wsync.weights.binding import require_no_extra
@@ -27,7 +28,7 @@ from wsync.weights.packing import Buffer, BufferPool
 _PROBE = 2.0  # seconds for the first request to an engine, before the next engine is asked
 
 
-class EngineSendChannel:
+class EngineSendChannel(SilentWorkers):
     """A ``SendChannel`` to engines, its workers: HTTP servers that the user has started.
 
     All methods are called under the sender's lock, except ``_done``, which the engines' threads call.
@@ -59,7 +60,8 @@ class EngineSendChannel:
         self._pool = BufferPool(torch.device("cpu"))
         self._reserved: set[int] = set()  # slots
         self._latest: dict[int, Job] = {}  # by engine, for one that connects later
-        self._changed = threading.Condition()  # guards the next two, which the engines' threads use as well
+        self._lock = threading.RLock()  # guards the next two, which the engines' threads use as well
+        self._changed = threading.Condition(self._lock)  # entered as `_lock`: see `VersionState`
         self._submitted: dict[int, Job] = {}  # the newest of each engine, by its index
         self._acks: dict[int, Ack] = {}  # of those jobs
 
@@ -120,10 +122,6 @@ class EngineSendChannel:
                 return str(error)
         return ""
 
-    def pop_unawaited_join(self, worker: int) -> int | None:
-        """See ``SendChannel``: an engine is only connected when it is awaited."""
-        return None
-
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``."""
         self._connected.discard(worker)
@@ -166,23 +164,20 @@ class EngineSendChannel:
         self._reserved.discard(buffer.slot)
 
     def _submit(self, worker: int, job: Job) -> None:
-        with self._changed:
+        with self._lock:
             self._submitted[worker] = job
             self._acks.pop(worker, None)
         self._engines[worker].submit(job)
 
     def _done(self, job: Job, ack: Ack) -> None:
-        with self._changed:
+        with self._lock:
             if self._submitted[ack.worker] is job:  # not the outcome of an attempt that was given up
                 self._acks[ack.worker] = ack
                 self._changed.notify_all()
 
-    def process_arrived_messages(self) -> None:
-        """See ``SendChannel``: the threads read the answers."""
-
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """See ``SendChannel``. At the deadline, requests that are still unanswered are given up (not for ``NOW``)."""
-        with self._changed:
+        with self._lock:
             while not all(self._answered(worker, version) for worker in workers):
                 if not self._changed.wait(remaining(deadline)):
                     break
@@ -191,7 +186,7 @@ class EngineSendChannel:
             client = self._engines[worker].client
             cause = f"{client.url}: phase {client.phase}: no answer before the deadline"
             answered.append(Ack(worker, version, cause, late=True))
-            self._engines[worker].abort()
+            self._engines[worker].give_up()
         self._connected.difference_update(ack.worker for ack in answered if ack.died)
         return answered
 
@@ -211,6 +206,7 @@ class EngineSendChannel:
             return
         for engine in self._engines:
             engine.close()
+        deadline = deadline_in(RESUME_TIMEOUT)
         for engine in self._engines:
-            engine.join()
+            engine.join(deadline)
         self._connected.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import ssl
@@ -18,6 +19,7 @@ from wsync.engine import protocol
 
 _ANSWER_BYTES = 1 << 20  # the largest part of an answer that is read
 _SHOWN = 2000  # characters of an answer that an error shows
+_IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not used again (uvicorn closes it after 5)
 
 
 class EngineError(Exception):
@@ -74,7 +76,7 @@ class EngineClient:
             its answer ends; one that keeps sending bytes is ended by ``abort``, or inside ``until``.
         version: the version of the weights that are being sent.
         phase: the phase of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
-        last: the answer to ``finish_weight_update``.
+        finish_answer: the answer to ``finish_weight_update``.
     """
 
     def __init__(self, url: str, token: str | None = None, context: ssl.SSLContext | None = None) -> None:
@@ -82,10 +84,11 @@ class EngineClient:
         self.deadline: float | None = None
         self.version = 0
         self.phase = "connect"
-        self.last: Mapping[str, Any] = {}
+        self.finish_answer: Mapping[str, Any] = {}
         self._token = token
         self._context = context
         self._connection: HTTPConnection | None = None
+        self._answered_at = 0.0  # when the last answer had been read, on ``time.monotonic``
 
     def clone(self) -> EngineClient:
         """Return a new client of the same engine."""
@@ -131,7 +134,7 @@ class EngineClient:
     def finish_weight_update(self, weight_version: str | None = None, **fields: Any) -> None:
         """Phase 4: have the engine use the version; it is named by its number unless ``weight_version`` is given."""
         named = {"weight_version": weight_version or str(self.version), **fields}
-        self.last = self.post("finish", protocol.FINISH, named)
+        self.finish_answer = self.post("finish", protocol.FINISH, named)
 
     def pause(self, mode: protocol.PauseMode) -> None:
         """Pause generation; ``mode`` is for generations in flight."""
@@ -175,12 +178,10 @@ class EngineClient:
         headers = {"Content-Type": kind, **({"Authorization": f"Bearer {self._token}"} if self._token else {})}
         try:
             status, content = self._exchange(method, route, body, headers)
-        except TimeoutError as error:
-            self.close()
-            raise EngineError(f"{where}: no answer before the deadline", late=True) from error
         except (OSError, HTTPException) as error:
             self.close()
-            if remaining(self.deadline) == 0.0:  # the connection was closed at the deadline, by ``abort``
+            late = isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT  # that one is the kernel's own
+            if late or remaining(self.deadline) == 0.0:  # the connection was closed at the deadline, by ``abort``
                 raise EngineError(f"{where}: no answer before the deadline", late=True) from error
             raise EngineError(f"{where}: {type(error).__name__}: {error}", died=True) from error
         answer = _fields(content)
@@ -210,6 +211,7 @@ class EngineClient:
         else:
             response = connection.getresponse()
         content = response.read(_ANSWER_BYTES)
+        self._answered_at = time.monotonic()
         if remaining(self.deadline) == 0.0:  # ``abort`` may have ended the answer before it was complete
             raise TimeoutError
         if response.status == 200 and response.length and len(content) < _ANSWER_BYTES:
@@ -222,6 +224,8 @@ class EngineClient:
         left = remaining(self.deadline)
         if left == 0.0:
             raise TimeoutError
+        if time.monotonic() - self._answered_at > _IDLE_LIMIT:
+            self.close()
         if self._connection is None:
             parts = urlsplit(self.url)
             if parts.scheme == "https":

@@ -38,12 +38,12 @@ class Differences:
         self._width = layout.width
         self._flat = flat
         self._lock = threading.Lock()  # guards what follows
-        self._made: dict[tuple[int, int, int], bytes | None] = {}
+        self._made: dict[tuple[int, ...], bytes | None] = {}
         self._carried = 0
 
     def difference(self, base: Base, begin: int, end: int) -> bytes | None:
         """Return the difference of the bytes from ``begin`` to ``end``; None if they themselves are hardly larger."""
-        key = base.version, begin, end
+        key = base.version, base.flat.data_ptr(), begin, end  # engines may have different weights of one version
         with self._lock:
             if key not in self._made:
                 old, new = base.flat[begin:end], self._flat[begin:end]

@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from wsync.deadlines import deadline_in
+from wsync.deadlines import deadline_in, remaining
 from wsync.engine.client import EngineClient, EngineError
 from wsync.engine.differences import Base, Differences
 from wsync.engine.protocol import NOT_INITIALISED, PauseMode
-from wsync.engine.transfers import MakeTransfer, Transfer, VersionSource
+from wsync.engine.transfers import EngineTransfer, MakeTransfer, VersionSource
 from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
-_RESUME_TIMEOUT = 5.0  # seconds, after an update has failed
+RESUME_TIMEOUT = 5.0
+"""Seconds in which an engine is resumed after an update has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,14 @@ class EngineThread:
         self._make_transfer = make_transfer
         self._pause: PauseMode | None = pause
         self._done = done
-        self._changed = threading.Condition()
+        # `with self._lock`, not `with self._changed`: see `VersionState`. It guards what follows, but for `_transfer`.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: Job | None = None
         self._running: Job | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._transfer: tuple[Layout, VersionSource, Transfer] | None = None  # the thread's own
+        self._transfer: tuple[Layout, VersionSource, EngineTransfer] | None = None  # the thread's own
         self._disconnected = False  # since the thread began the last job
         # the last version this engine installed, the base of the next difference; None: send it whole
         self._delivered: Job | None = None
@@ -80,22 +83,23 @@ class EngineThread:
     @property
     def jobs(self) -> Sequence[Job]:
         """The jobs that are being sent, or wait, and the base of differences: their tensors are read."""
-        with self._changed:
+        with self._lock:
             return [job for job in (self._running, self._waiting, self._delivered) if job is not None]
 
     def submit(self, job: Job) -> None:
         """Have the thread send a version."""
-        with self._changed:
+        with self._lock:
             self._waiting = job
             if self._thread is None:
                 name = f"wsync-engine-{self._worker}"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                thread.start()
+                self._thread = thread
             self._changed.notify()
 
-    def abort(self) -> None:
+    def give_up(self) -> None:
         """Give up the version that is being sent, and the one that waits."""
-        with self._changed:
+        with self._lock:
             self._give_up()
 
     def _give_up(self) -> None:
@@ -104,28 +108,28 @@ class EngineThread:
             self.client.abort()
 
     def disconnect(self) -> None:
-        """``abort``; the engine may be started again, so the next version begins with a new transfer."""
-        with self._changed:
+        """``give_up``; the engine may be started again, so the next version begins with a new transfer."""
+        with self._lock:
             self._disconnected = True
             self._give_up()
 
     def close(self) -> None:
         """Have the thread end; ``join`` waits for that. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._give_up()
             self._changed.notify()
 
-    def join(self) -> None:
-        """Wait until the thread has ended, or for the time that it may take to resume a paused engine."""
+    def join(self, deadline: float | None) -> None:
+        """Wait until the thread has ended."""
         if self._thread not in (None, threading.current_thread()):  # the latter may run the finalizer of a scheme
-            self._thread.join(_RESUME_TIMEOUT)
+            self._thread.join(remaining(deadline))
 
     # --- the thread ---
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self._running = None
                 while self._waiting is None:
                     if self._closed:
@@ -139,7 +143,7 @@ class EngineThread:
                     self._transfer, self._delivered, self._disconnected = None, None, False
             ack = self._attempt(job)
             self.client.close()
-            with self._changed:
+            with self._lock:
                 self._running = None
                 if self._transfer is None:
                     self._delivered = None
@@ -163,7 +167,7 @@ class EngineThread:
         except Exception:  # noqa: BLE001  a user's transfer may raise anything; the trainer raises it as WorkerFailed
             where = f"{self.client.url}: phase {self.client.phase}"
             return Ack(self._worker, job.version, f"{where}:\n{traceback.format_exc()}")
-        wait, apply = (self.client.last.get(name) for name in ("wait_seconds", "apply_seconds"))
+        wait, apply = (self.client.finish_answer.get(name) for name in ("wait_seconds", "apply_seconds"))
         return Ack(
             self._worker,
             job.version,
@@ -191,7 +195,7 @@ class EngineThread:
         finally:
             source.views, source.base, source.differences = (), None, None
 
-    def _initialised(self, layout: Layout) -> tuple[VersionSource, Transfer]:
+    def _initialised(self, layout: Layout) -> tuple[VersionSource, EngineTransfer]:
         """Phase 1, for a new layout."""
         if self._transfer is None or self._transfer[0] != layout:
             self._transfer = self._delivered = None
@@ -205,5 +209,5 @@ class EngineThread:
 
         By a client of its own, which ``abort`` does not reach.
         """
-        with self.client.clone().until(deadline_in(_RESUME_TIMEOUT)) as client, suppress(EngineError):
+        with self.client.clone().until(deadline_in(RESUME_TIMEOUT)) as client, suppress(EngineError):
             client.resume()

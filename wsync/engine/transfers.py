@@ -16,7 +16,7 @@ from wsync.engine.differences import Base, Differences, range_of
 from wsync.weights.layout import Layout
 
 
-class Transfer(Protocol):
+class EngineTransfer(Protocol):
     """Takes versions to one engine. vLLM's ``TrainerWeightTransferEngine`` has this method."""
 
     def send_weights(self) -> None:
@@ -72,7 +72,7 @@ class VersionSource:
         """Return None. vLLM asks which tensors this process holds; None means all."""
 
 
-MakeTransfer = Callable[[EngineClient, VersionSource], Transfer]
+MakeTransfer = Callable[[EngineClient, VersionSource], EngineTransfer]
 """Makes the transfer to one engine. Called by the engine's thread before its first version, as phase 1 (init)."""
 
 
@@ -107,7 +107,7 @@ class BodyTransfer:
         )
 
     def send_weights(self) -> None:
-        """See ``Transfer``.
+        """See ``EngineTransfer``.
 
         Raises:
             EngineError: a request failed.

@@ -55,15 +55,15 @@ class _Session:
         self.flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self.views = layout.views(self.flat)
         self.indices = {layout.names[index]: index for index in layout.leaders}
-        self.version: str | None = None  # that is being received
+        self.receiving: str | None = None  # that is being received
         self.missing: set[str] = set()
-        self.complete: str | None = None  # the version that ``flat`` holds whole; None while it mixes two
+        self.held: str | None = None  # the version that ``flat`` holds whole; None while it mixes two
         # the version that this update's differences are relative to; None: only full tensors are accepted
-        self.base: str | None = None
+        self.announced_base: str | None = None
 
     def keep(self, content: Tensor, entries: Mapping[str, Entry]) -> None:
         """Copy the tensors of a checked body from its bytes, ``content``."""
-        self.complete = None
+        self.held = None
         for name, entry in entries.items():
             index = self.indices[name]
             view, (offset, size) = self.views[index], self.layout.places[index]
@@ -75,7 +75,7 @@ class _Session:
             self.missing.discard(name)
 
     def apply(self, difference: memoryview, begin: int, end: int) -> None:
-        """Turn the bytes from ``begin`` to ``end``, which are those of ``base``, into those of the new version.
+        """Turn the bytes from ``begin`` to ``end``, which are those of the base, into those of the new version.
 
         Raises:
             ValueError: the difference is malformed, or the range has a part of a tensor, or one that has arrived.
@@ -86,7 +86,7 @@ class _Session:
             raise ValueError(f"tensors in the bytes {begin} to {end} have arrived already")
         part = self.flat[begin:end]
         apply_difference(difference, part, part)
-        self.complete = None
+        self.held = None
         self.missing -= names
 
 
@@ -164,9 +164,9 @@ class EngineWeights:
         with self._lock:
             session = self._current(_text(fields, "session"))
             version, base = _text(fields, "weight_version"), _text(fields, "base") if "base" in fields else None
-            if base is not None and base != session.complete:
+            if base is not None and base != session.held:
                 raise Refused(409, f"version {base}, to which differences would be, is not here", protocol.NO_BASE)
-            session.version, session.base = version, base
+            session.receiving, session.announced_base = version, base
             session.missing = set(session.indices)
 
     def add(self, body: memoryview) -> None:
@@ -211,9 +211,9 @@ class EngineWeights:
             expected, found = _text(fields, "checksum"), f"{checksum_of(session.flat, b''):016x}"
             if expected != found:
                 raise Refused(409, f"the version is corrupt: checksum {found}, not {expected}; nothing was applied")
-            version, session.version = session.version, None
+            version, session.receiving = session.receiving, None
             assert version is not None, "_begun() has checked it"
-            session.complete = version
+            session.held = version
             asked = time.perf_counter()
             return process_gate().call(self._install, session, version, asked, installed)
 
@@ -241,7 +241,7 @@ class EngineWeights:
 
     def _begun(self, fields: Mapping[str, Any]) -> _Session:
         session, version = self._current(_text(fields, "session")), _text(fields, "weight_version")
-        if session.version != version:
+        if session.receiving != version:
             raise Refused(409, f"version {version} has not been started, or another one has been started since")
         return session
 
@@ -250,7 +250,7 @@ def _apply_difference(
     session: _Session, entries: Mapping[str, Entry], metadata: Mapping[str, Any], content: memoryview
 ) -> None:
     base, range_ = _text(metadata, "base"), [_text(metadata, name) for name in ("begin", "end")]
-    if session.base is None or base != session.base:
+    if session.announced_base is None or base != session.announced_base:
         raise Refused(409, f"the difference is to version {base}, which {protocol.START} has not named")
     if entries.keys() != {protocol.DIFFERENCE} or not all(one.isdecimal() and len(one) < 20 for one in range_):
         raise Refused(400, f"a body with a base has one tensor, '{protocol.DIFFERENCE}', and a range of bytes")

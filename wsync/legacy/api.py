@@ -71,7 +71,9 @@ class WeightSender:
             if sorted(self._pipes) != list(range(len(self._pipes))):
                 raise ValueError(f"workers are numbered from 0 without a gap, not {sorted(self._pipes)}")
             self._scheme.init_on_sender(pipes=[self._pipes[worker] for worker in sorted(self._pipes)])
-        connect_sender(self._scheme)
+        role = self._scheme._role
+        if isinstance(role, SenderRole) and not role.sender.connected:
+            self._scheme.connect()
 
     def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
         """Deliver an update: see ``WeightSyncScheme.send``. The first one waits for every worker.
@@ -182,14 +184,7 @@ class WeightReceiver:
         received = self._scheme.receive(remaining(deadline))
         if received is None and self._scheme.finished:
             raise NotConnected("the sender has shut down: there will be no more weights")
-        return received is not None and received is not False  # a TensorDict has no truth value
-
-
-def connect_sender(scheme: WeightSyncScheme) -> None:
-    """Wait for all workers, if that has not been done."""
-    role = scheme._role
-    if isinstance(role, SenderRole) and not role.sender.connected:
-        scheme.connect()
+        return received is not None
 
 
 # --- methods of ``WeightSyncScheme`` ---

@@ -116,7 +116,7 @@ def pipes_of(context: Any, pipes: Sequence[Connection] | None) -> list[Connectio
     """Return the pipes that ``init_on_sender`` was given, or that its context has."""
     if pipes is None and isinstance(context, PipesContext):
         found = context.pipes  # an attribute of this name may be something else
-        pipes = found if all(hasattr(pipe, "fileno") for pipe in found) else None
+        pipes = found if isinstance(found, Sequence) and all(hasattr(pipe, "fileno") for pipe in found) else None
     return list(pipes or ())
 
 

@@ -21,9 +21,13 @@ def keep(transaction: int, updater: ModelUpdater, update: Update) -> None:
 
 def decide(transaction: int, commit: bool) -> None:
     """Install all updates of a transaction (``commit``), or drop them."""
-    for updater, update in updates_by_transaction.pop(transaction, []):
+    updates = updates_by_transaction.get(transaction, [])
+    while updates:
+        updater, update = updates[0]
         if commit:
             updater.install(update)
+        del updates[0]  # after the install, in which a signal handler may raise: the next call goes on
+    updates_by_transaction.pop(transaction, None)
 
 
 def commit_if_prepared(updater: ModelUpdater, version: int) -> bool:

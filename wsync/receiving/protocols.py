@@ -145,9 +145,12 @@ class RequestChannel(ReceiveChannel, Protocol):
 class ReadsStore(Protocol):
     """A channel that reads versions from a store, which needs no running sender: ``StoreReceiveChannel``."""
 
-    def fetch_newest(self) -> Event | None:
-        """Read the newest version now; return its event, or None if nothing could be read.
+    def fetch_newest(self) -> Event:
+        """Read the newest version now; return its event.
 
         ``poll_update`` then returns the version. Called outside the gate, by a thread in ``pull``.
+
+        Raises:
+            WeightSyncError: it cannot be read.
         """
         ...

@@ -179,22 +179,20 @@ class SenderSideChannel:
     def commit(self, transaction: int) -> None:
         """See ``TransactionChannel``."""
         with self._lock:
-            prepared = self._prepared[transaction]
-            try:
-                self._routes.commit(prepared)
-            except BaseException:  # a signal handler raised, but it is decided: the other workers must follow
-                self._routes.commit(prepared)
-                raise
-            finally:
-                del self._prepared[transaction]
-                self.release(update.buffer for update in prepared.values())
+            if transaction in self._prepared:  # not in a second call
+                self._routes.commit(self._prepared[transaction])
+                self._forget(transaction)
+
+    def _forget(self, transaction: int) -> None:
+        self.release(update.buffer for update in self._prepared[transaction].values())
+        del self._prepared[transaction]  # last: if a signal handler raises before, the second call releases them
 
     def abort(self, transaction: int) -> None:
         """See ``TransactionChannel``."""
         with self._lock:
-            prepared = self._prepared.pop(transaction, {})
-            self._routes.abort(prepared, transaction)
-            self.release(update.buffer for update in prepared.values())
+            if transaction in self._prepared:
+                self._routes.abort(self._prepared[transaction], transaction)
+                self._forget(transaction)
 
     # --- acknowledgements ---
 

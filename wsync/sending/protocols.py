@@ -119,6 +119,20 @@ class SendChannel(Protocol):
         ...
 
 
+class SilentWorkers:
+    """What a ``SendChannel`` lacks whose workers neither connect nor send messages by themselves."""
+
+    def pop_unawaited_join(self, worker: int) -> int | None:
+        """See ``SendChannel``: a worker is only connected when it is awaited."""
+        return None
+
+    def disconnect(self, worker: int) -> None:
+        """See ``SendChannel``: there is no connection."""
+
+    def process_arrived_messages(self) -> None:
+        """See ``SendChannel``: there are none."""
+
+
 @runtime_checkable
 class TransactionChannel(SendChannel, Protocol):
     """A channel to workers that can keep an update before use: ``SenderSideChannel`` and ``InProcessChannel``."""
@@ -128,7 +142,10 @@ class TransactionChannel(SendChannel, Protocol):
         ...
 
     def commit(self, transaction: int) -> None:
-        """Have the workers install what they have prepared in a transaction, all its models together."""
+        """Have the workers install what they have prepared in a transaction, all its models together.
+
+        Called again if a signal handler has raised in it, as ``abort`` is.
+        """
         ...
 
     def abort(self, transaction: int) -> None:

@@ -26,7 +26,8 @@ class QueuedUpdate:
         checksum: empty until it is computed.
         formatted: the weights in the strategy's format, once a ``TransportBackend`` was given them.
         carried: how many bytes of weights a worker was sent for it, the largest number of all workers.
-        differences: to older versions, by version, as far as they were needed; None where one would not be smaller.
+        differences: to older versions, as far as they were needed; None where one would not be smaller. By version and
+            slot: workers may have different weights of one version.
     """
 
     kind: Kind
@@ -37,7 +38,7 @@ class QueuedUpdate:
     checksum: bytes = b""
     formatted: Any = None
     carried: int = 0
-    differences: dict[int, bytes | None] = field(default_factory=dict)
+    differences: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
 
     @property
     def transaction_prefix(self) -> bytes:
@@ -50,18 +51,18 @@ class QueuedUpdate:
             self.checksum = CHECKSUM.pack(checksum_of(self.buffer.flat, self.extra))
         return (self.checksum if checked else b"") + self.extra
 
-    def difference_to(self, base: QueuedUpdate | None, make: Difference | None) -> bytes | None:
+    def difference_to(self, base: QueuedUpdate | None, make: MakeDifference | None) -> bytes | None:
         """Return what is sent in place of this update to a worker that has ``base``; None: the full weights."""
         if make is None or base is None:
             return None
-        known = self.differences
-        if base.version not in known:
+        known, key = self.differences, (base.version, base.buffer.slot)
+        if key not in known:
             found = make(base, self)
-            known[base.version] = found if found is not None and len(found) <= _MAX_EXTRA else None
-        return known[base.version]
+            known[key] = found if found is not None and len(found) <= _MAX_EXTRA else None
+        return known[key]
 
 
-Difference = Callable[[QueuedUpdate, QueuedUpdate], bytes | None]
+MakeDifference = Callable[[QueuedUpdate, QueuedUpdate], bytes | None]
 """``(base, update) -> difference``: see ``Delta.difference``."""
 
 

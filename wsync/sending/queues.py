@@ -11,7 +11,7 @@ from typing import Any
 from wsync.control.messages import REQUEST_NUMBER, Kind, Message
 from wsync.control.workers import WorkerConnections
 from wsync.sending.deliveries import BlockingDelivery, Delivery, DifferenceDelivery, FlatDelivery
-from wsync.sending.queued_update import Difference, QueuedUpdate
+from wsync.sending.queued_update import MakeDifference, QueuedUpdate
 from wsync.sending.transfer_thread import TransferThread
 from wsync.transport import FlatTransport
 from wsync.types import Ack
@@ -50,7 +50,7 @@ class WorkerQueue:
         worker: int,
         connections: WorkerConnections,
         weights_for_transport: Callable[[QueuedUpdate], Any],
-        difference: Difference | None,
+        difference: MakeDifference | None,
         *,
         checksum: bool | None,
         on_request: bool,

@@ -155,12 +155,13 @@ class StoreReceiveChannel:
         self._logged.add(message)
 
     def _stage(self, manifest: Manifest, layout: Layout, buffer: Buffer) -> None:
-        self._newest, self.layout = manifest, layout
+        self.layout = layout
         self._logged.clear()
         keeps = self.binds or manifest.base > 0  # a bound buffer is kept in any case
         with self._lock:
             self._base = buffer if keeps else None
             self._staged = Update(manifest.version, buffer.views, slot=buffer.slot, acknowledge=False)
+            self._newest = manifest  # last: a forward that finds its model too old installs what is staged
 
     def _free_buffer(self, layout: Layout) -> Buffer:
         with self._lock:
@@ -191,24 +192,24 @@ class StoreReceiveChannel:
         receiver_thread().unregister(handler)
 
     def receive_event(self) -> Event | None:
-        """See ``ReceiveChannel``: read the newest version."""
+        """See ``ReceiveChannel``: read the newest version. After an error it is read again after a pause."""
         assert self._watch is not None, "attach() comes first"
         try:
             os.eventfd_read(self._watch.ready)
         except BlockingIOError:
             return None
-        return self.fetch_newest()
-
-    def fetch_newest(self) -> Event | None:
-        """See ``ReadsStore``. An error is logged; if the store is watched, the version is read again after a pause."""
         try:
-            self._read()
+            return self.fetch_newest()
         except WeightSyncError as error:
             self._warn(f"{error}; the model keeps version {self.newest_version}")
             watch = self._watch  # read once: another thread may be in close()
             if watch is not None:
                 watch.read_again()
             return None
+
+    def fetch_newest(self) -> Event:
+        """See ``ReadsStore``."""
+        self._read()
         return Published()
 
     @property
@@ -218,7 +219,7 @@ class StoreReceiveChannel:
 
     @property
     def newest_version(self) -> int:
-        """See ``RequestChannel``: as far as the store has been looked at."""
+        """See ``RequestChannel``: the newest version that was read."""
         return self._newest.version if self._newest else 0
 
     def request_newest(self) -> int:

@@ -8,18 +8,19 @@ from torch import Tensor
 
 from wsync.checksum import checksum_of
 from wsync.control.settings import dump_tensor_layout
-from wsync.store.versions import Difference, VersionStore
+from wsync.sending.protocols import SilentWorkers
+from wsync.store.versions import StoredDifference, VersionStore
 from wsync.transforms.delta import Delta
 from wsync.types import Ack
 from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
-ONE_VERSION = "a store has one version for all readers"
+SAME_WEIGHTS = "all readers of a store get the same weights"
 
 
 def publish(
-    store: VersionStore, version: int, layout: Layout, buffer: Buffer, difference: Difference | None = None
+    store: VersionStore, version: int, layout: Layout, buffer: Buffer, difference: StoredDifference | None = None
 ) -> None:
     """Store packed weights as a version; and its difference to an older version, if that is given.
 
@@ -33,7 +34,7 @@ def publish(
     store.publish(version, tensors, settings, checksum_of(buffer.flat, b""), difference)
 
 
-class StoreSendChannel:
+class StoreSendChannel(SilentWorkers):
     """A ``SendChannel`` without connections: workers read the store.
 
     Args:
@@ -63,13 +64,6 @@ class StoreSendChannel:
     def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """See ``SendChannel``: workers come and go without notice."""
 
-    def pop_unawaited_join(self, worker: int) -> int | None:
-        """See ``SendChannel``: there is no connection."""
-        return None
-
-    def disconnect(self, worker: int) -> None:
-        """See ``SendChannel``: there is no connection."""
-
     def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
         """See ``SendChannel``: the one buffer, from which each version is written.
 
@@ -78,7 +72,7 @@ class StoreSendChannel:
         """
         assert self._buffer is not None, "set_layout() comes first"
         if not {*self.workers} <= {*workers}:
-            raise ValueError(f"{ONE_VERSION}: send to all workers, without worker_ids")
+            raise ValueError(f"{SAME_WEIGHTS}: send to all workers, without worker_ids")
         return self._buffer
 
     def newest_views(self) -> Sequence[Tensor] | None:
@@ -106,19 +100,16 @@ class StoreSendChannel:
             self._base = version, copy
         self._published = True
 
-    def _difference(self, buffer: Buffer, layout: Layout) -> Difference | None:
+    def _difference(self, buffer: Buffer, layout: Layout) -> StoredDifference | None:
         if self._delta is None or self._base is None:
             return None
         version, base = self._base
         content = self._delta.difference(base, version, buffer.flat, layout.width)
-        return None if content is None else Difference(version, content)
+        return None if content is None else StoredDifference(version, content)
 
     def carried_bytes(self, version: int) -> int:
         """See ``SendChannel``: what a reader of the version before reads."""
         return self._carried
-
-    def process_arrived_messages(self) -> None:
-        """See ``SendChannel``: there are no messages."""
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """See ``SendChannel``: a version that is stored counts as delivered."""

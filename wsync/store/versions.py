@@ -41,7 +41,7 @@ File = io.FileIO | io.BytesIO
 
 
 @dataclass(frozen=True)
-class Difference:
+class StoredDifference:
     """The difference between a version and an older one.
 
     Attributes:
@@ -189,7 +189,7 @@ class VersionStore:
         tensors: Mapping[str, Tensor],
         layout: str,
         checksum: int,
-        difference: Difference | None = None,
+        difference: StoredDifference | None = None,
     ) -> None:
         """Write a version, then name it in the manifest; the oldest versions are deleted.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -240,6 +241,13 @@ class UnlikeEnds(BackendHooks):
             assert session.digests() == [digest(model)] * 2
             nudge(model)
             wsync.synchronize({scheme: model})
+            assert session.digests() == [digest(model)] * 2
+            other = copy.deepcopy(model)
+            nudge(other)
+            scheme.send({0: model, 1: other})  # two bases of one version
+            assert session.digests() == [digest(model), digest(other)]
+            nudge(model)
+            scheme.send(model)
             assert session.digests() == [digest(model)] * 2
 
     def test_the_replacement_of_a_worker_gets_the_full_weights_and_then_differences(self) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.transforms.patterns import listing, matches, require
+from wsync.transforms.patterns import matches, require, shown_names
 
 
 class Rename:
@@ -40,7 +40,7 @@ class Rename:
         renamed = dict(zip(new, weights.values(), strict=True))
         if len(renamed) < len(weights):
             repeated = [name for name, count in Counter(new).items() if count > 1]
-            raise LayoutMismatch(f"two weights get the same name: {listing(repeated)}")
+            raise LayoutMismatch(f"two weights get the same name: {shown_names(repeated)}")
         return renamed
 
 
@@ -67,7 +67,7 @@ class _ByName:
         kept = {name: one for name, one in weights.items() if (name in self._matching) is self._keeps_matching}
         if not kept:
             if self._keeps_matching:
-                raise LayoutMismatch(f"no weight matches; there are {listing(weights)}")
+                raise LayoutMismatch(f"no weight matches; there are {shown_names(weights)}")
             raise LayoutMismatch("every weight matches, so none is left to send")
         return kept
 
@@ -78,7 +78,7 @@ class _ByName:
 class Select(_ByName):
     """Keeps the weights with matching names; the receiving model keeps its own values of all others.
 
-    It also keeps the extra state of all its modules (``get_extra_state``).
+    The receiving model keeps its own extra state (``get_extra_state``), too.
 
     Args:
         patterns: patterns of names: see ``wsync.transforms``.
@@ -90,7 +90,7 @@ class Select(_ByName):
 class Exclude(_ByName):
     """Drops the weights with matching names; the receiving model keeps its own values of them.
 
-    It also keeps the extra state of all its modules (``get_extra_state``).
+    The receiving model keeps its own extra state (``get_extra_state``), too.
 
     Args:
         patterns: patterns of names: see ``wsync.transforms``.

@@ -23,17 +23,17 @@ def require(names: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
     """Raise ``LayoutMismatch`` unless ``weights`` have all ``names``."""
     missing = [name for name in names if name not in weights]
     if missing:
-        raise LayoutMismatch(f"there is no {listing(missing)}; there are {listing(weights)}")
+        raise LayoutMismatch(f"there is no {shown_names(missing)}; there are {shown_names(weights)}")
 
 
 def require_unused(names: Iterable[str], weights: Mapping[str, Tensor]) -> None:
     """Raise ``LayoutMismatch`` if one of ``names``, which a transform adds, is a weight's name already."""
     used = [name for name in names if name in weights]
     if used:
-        raise LayoutMismatch(f"there is another weight named {listing(used)} already")
+        raise LayoutMismatch(f"there is another weight named {shown_names(used)} already")
 
 
-def listing(names: Mapping[str, object] | Sequence[str]) -> str:
+def shown_names(names: Mapping[str, object] | Sequence[str]) -> str:
     """Return the first names, as text."""
     shown = [f"'{name}'" for name in list(names)[:8]]
     return ", ".join(shown) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
@@ -60,10 +60,12 @@ def checked_groups(groups: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, 
             raise ValueError(f"the group of '{one}' is empty; it has at least one name")
         names = (one, *several)
         if len({"*" in name for name in names}) > 1:
-            raise ValueError(f"in a group all names have a '*', or none has: not {listing(names)}")
+            raise ValueError(f"in a group all names have a '*', or none has: not {shown_names(names)}")
         wrong = [name for name in names if name.count("*") > 1]
         if wrong:
-            raise ValueError(f"a name in a group has at most one '*', which stands for any text: not {listing(wrong)}")
+            raise ValueError(
+                f"a name in a group has at most one '*', which stands for any text: not {shown_names(wrong)}"
+            )
     return {one: tuple(several) for one, several in groups.items()}
 
 
@@ -77,7 +79,7 @@ def expand(groups: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]) -
     for new, old in groups.items():
         stems = dict.fromkeys(stem for name in weights for one in old if (stem := stem_of(name, one)) is not None)
         if not stems:
-            raise LayoutMismatch(f"no weight matches {listing(old)}; there are {listing(weights)}")
+            raise LayoutMismatch(f"no weight matches {shown_names(old)}; there are {shown_names(weights)}")
         for stem in stems:
             members = tuple(one.replace("*", stem) for one in old)
             require(dict.fromkeys(members), weights)

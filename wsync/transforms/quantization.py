@@ -12,7 +12,7 @@ from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import copy_all
 from wsync.transforms.buffers import Buffered
 from wsync.transforms.dtypes import as_dtype
-from wsync.transforms.patterns import listing, matches, require_unused
+from wsync.transforms.patterns import matches, require_unused, shown_names
 from wsync.transforms.pieces import Piece, grouped
 
 _NARROW = (torch.int8, torch.float8_e4m3fn)
@@ -156,7 +156,7 @@ class Dequantize(Buffered):
         """
         buffers = self.buffers(weights)
         if not buffers:
-            raise LayoutMismatch(f"no int8 or float8 weight has a scale ('…_scale'); there are {listing(weights)}")
+            raise LayoutMismatch(f"no int8 or float8 weight has a scale ('…_scale'); there are {shown_names(weights)}")
         with torch.no_grad():
             for pieces in self._groups:
                 results = [one.of(buffers[one.name]) for one in pieces]

@@ -10,7 +10,7 @@ from torch import Tensor
 from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import copy_all
 from wsync.transforms.buffers import Buffered
-from wsync.transforms.patterns import checked_groups, expand, listing, require_unused, stem_of
+from wsync.transforms.patterns import checked_groups, expand, require_unused, shown_names, stem_of
 
 
 class Fuse(Buffered):
@@ -37,10 +37,12 @@ class Fuse(Buffered):
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``."""
-        self._members = dict(expand(self.groups, weights))
-        parts = {one for old in self._members.values() for one in old}
-        require_unused((new for new in self._members if new not in parts), weights)
-        return {new: self._joined([weights[one].detach() for one in old], old) for new, old in self._members.items()}
+        members = dict(expand(self.groups, weights))
+        parts = {one for old in members.values() for one in old}
+        require_unused((new for new in members if new not in parts), weights)
+        joined = {new: self._joined([weights[one].detach() for one in old], old) for new, old in members.items()}
+        self._members = members  # not before: weights that are refused leave everything as it was
+        return joined
 
     def _joined(self, parts: Sequence[Tensor], names: Sequence[str]) -> Tensor:
         try:
@@ -48,7 +50,7 @@ class Fuse(Buffered):
         except (RuntimeError, IndexError) as error:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             raise LayoutMismatch(
-                f"{listing(names)} cannot be joined along dimension {self.dim}: their shapes are {shapes}"
+                f"{shown_names(names)} cannot be joined along dimension {self.dim}: their shapes are {shapes}"
             ) from error
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -86,7 +88,7 @@ class Split:
         self.groups = checked_groups(groups)
         for old, new in self.groups.items():
             if len({*new}) < len(new):
-                raise ValueError(f"two parts of '{old}' have one name: {listing(new)}")
+                raise ValueError(f"two parts of '{old}' have one name: {shown_names(new)}")
         self.sizes = None if sizes is None else tuple(sizes)
         self.dim = dim
 
@@ -103,7 +105,7 @@ class Split:
         for pattern, parts in self.groups.items():
             stems = [stem for name in weights if (stem := stem_of(name, pattern)) is not None]
             if not stems:
-                raise LayoutMismatch(f"no weight matches '{pattern}'; there are {listing(weights)}")
+                raise LayoutMismatch(f"no weight matches '{pattern}'; there are {shown_names(weights)}")
             for stem in stems:
                 name = pattern.replace("*", stem)
                 views = self._split(name, result.pop(name), len(parts))

@@ -14,7 +14,7 @@ from wsync import loops
 from wsync.errors import LayoutMismatch
 from wsync.weights.clean_thread import in_clean_thread
 from wsync.weights.layout import Layout
-from wsync.weights.overlaps import require_apart
+from wsync.weights.overlaps import is_expanded, require_apart
 from wsync.weights.snapshot import ModuleIndex, describe
 
 
@@ -146,8 +146,8 @@ class Binding:
             elif self._bind and isinstance(tensor, nn.Parameter) and tensor.device.type == "cpu":
                 self._bound.append((tensor, i))
             else:
-                if any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-                    tensor.data = tensor.data.contiguous()  # expanded: several elements in one place take one value
+                if is_expanded(tensor):
+                    tensor.data = tensor.data.contiguous()  # one place cannot take the values of several elements
                 self._copied.append((tensor, i))
         self._agree += layout.tied_elsewhere(self._copied)
         for parameter, _ in before:
@@ -176,7 +176,11 @@ class Binding:
             if name in own and own[name].is_meta
         ]
         if not self._layout.model_may_have_more:
-            problems += [f"missing '{name}'" for name in own if name not in names and name not in index.optional]
+            problems += [
+                f"the weights that are sent have no '{name}'"
+                for name in own
+                if name not in names and name not in index.optional
+            ]
         if self._layout.extra is not None and self._layout.extra != index.extra.keys():
             odd = sorted(self._layout.extra ^ index.extra.keys())
             problems.append(f"extra state differs: {describe(odd)}")

@@ -85,7 +85,7 @@ class Layout:
             nbytes=max(end, ALIGNMENT),
             extra=None if weights.extra is None else frozenset(weights.extra),
             optional=weights.optional & frozenset(names),
-            model_may_have_more=weights.partial,
+            model_may_have_more=weights.model_may_have_more,
         )
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:

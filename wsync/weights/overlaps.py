@@ -42,6 +42,11 @@ def require_apart(tensors: Mapping[str, Tensor], owner: str) -> None:
         reaching.append(span)
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements of a tensor lie in one place."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _extent(tensor: Tensor) -> int:
     """The bytes from a tensor's first element to the end of its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

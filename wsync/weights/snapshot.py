@@ -10,7 +10,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_leaf_nontensor
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -29,13 +29,13 @@ class Snapshot:
         tensors: parameters and buffers, ``{"layer.weight": tensor}``.
         extra: ``{"layer._extra_state": object}``; ``None`` where the format cannot say (a TensorDict without any).
         optional: names that another format of the same weights may lack (non-persistent buffers).
-        partial: whether they are a part of a model on purpose.
+        model_may_have_more: whether they are a part of a model on purpose.
     """
 
     tensors: Mapping[str, Tensor]
     extra: Mapping[str, Any] | None = None
     optional: frozenset[str] = field(default_factory=frozenset)
-    partial: bool = False
+    model_may_have_more: bool = False
 
     def with_optional(self, names: frozenset[str], fallback: Snapshot | None) -> Snapshot:
         """Return these weights with the optional tensors called ``names``, and no others.
@@ -217,6 +217,14 @@ def _of_tensordict(source: TensorDictBase) -> Snapshot:
         else:
             raise TypeError(f"'{name}' is a {type(value).__name__}; weights are tensors")
     return Snapshot(tensors, extra or None)
+
+
+def is_stacked(weights: object) -> bool:
+    """Return whether reading some of its tensors makes new ones, so that a copy into them would be lost."""
+    return isinstance(weights, TensorDictBase) and any(
+        isinstance(part, LazyStackedTensorDict)
+        for part in (weights, *weights.values(include_nested=True, leaves_only=False))
+    )
 
 
 def _flatten(source: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:

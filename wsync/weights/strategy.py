@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import copy_all
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
-from wsync.weights.snapshot import Snapshot, snapshot
+from wsync.weights.snapshot import Snapshot, is_stacked, snapshot
 
 Format = Literal["tensordict", "state_dict"]
 
@@ -104,7 +104,7 @@ class WeightStrategy:
             return
         own = snapshot(destination)
         tensors = _ordered_for(own, given)
-        if inplace and not _is_stacked(destination):
+        if inplace and not is_stacked(destination):
             copy_all([own.tensors[name] for name in Layout.of(own).names], tensors)
             return
         replaced = dict(zip(Layout.of(own).names, tensors, strict=True))
@@ -119,14 +119,6 @@ class WeightStrategy:
 
 def _ordered_for(own: Snapshot, given: Snapshot) -> list[Tensor]:
     return Layout.of(own).order(Snapshot(given.tensors, optional=given.optional))
-
-
-def _is_stacked(destination: object) -> bool:
-    """Return whether reading some of its tensors makes new ones, so that a copy into them would be lost."""
-    return isinstance(destination, TensorDictBase) and any(
-        isinstance(part, LazyStackedTensorDict)
-        for part in (destination, *destination.values(include_nested=True, leaves_only=False))
-    )
 
 
 def _replace(destination: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch
@@ -14,8 +14,8 @@ from wsync.loops.tensors import copy_all
 from wsync.transforms.chain import Chain
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
-from wsync.weights.overlaps import require_apart
-from wsync.weights.snapshot import Snapshot, describe, snapshot
+from wsync.weights.overlaps import is_expanded, require_apart
+from wsync.weights.snapshot import Snapshot, describe, is_stacked, snapshot
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """Takes the ``(name, tensor)`` pairs of one version. The tensors are valid during the call, and must not be written."""
@@ -100,10 +100,7 @@ class Tensors:
     may_refuse = True  # an entry may have been replaced by one that does not fit
 
     def __init__(self, destination: TensorDictBase | Mapping[str, Any], layout: Layout) -> None:
-        if isinstance(destination, TensorDictBase) and any(
-            isinstance(part, LazyStackedTensorDict)
-            for part in (destination, *destination.values(include_nested=True, leaves_only=False))
-        ):
+        if is_stacked(destination):
             raise LayoutMismatch("a lazily stacked TensorDict has no tensors to copy into: make it contiguous first")
         self._destination = destination
         self._layout = layout
@@ -114,13 +111,13 @@ class Tensors:
         own, layout = snapshot(self._destination).tensors, self._layout
         problems = [f"the destination has no '{name}'" for name in layout.names if name not in own]
         if not layout.model_may_have_more:
-            problems += [f"missing '{name}'" for name in own if name not in set(layout.names)]
+            problems += [f"the weights that are sent have no '{name}'" for name in own if name not in set(layout.names)]
         if problems:
             raise LayoutMismatch(f"the weights do not fit the worker's tensors: {describe(problems)}")
         tensors = [own[name] for name in layout.names]
         layout.check(tensors, "the worker's tensors")
         require_apart({name: own[name] for name in layout.names}, "the worker's tensors")
-        expanded = [name for name, tensor in zip(layout.names, tensors, strict=True) if _is_expanded(tensor)]
+        expanded = [name for name, tensor in zip(layout.names, tensors, strict=True) if is_expanded(tensor)]
         if expanded:
             raise LayoutMismatch(f"elements of the worker's tensors share memory: clone {describe(expanded)}")
         return tensors
@@ -148,10 +145,6 @@ class Tensors:
         """See ``Target``: the tensors have memory of their own."""
 
 
-def _is_expanded(tensor: Tensor) -> bool:
-    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 class Transformed:
     """Weights that pass through ``receive_transform`` on their way into another target.
 
@@ -173,10 +166,10 @@ class Transformed:
         self._transform = transform
         with torch.inference_mode(False):
             views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))  # only their kinds matter
-        may_have_more = layout.model_may_have_more or transform.selects
+        more = layout.model_may_have_more or transform.selects
         self._drops_extra = transform.selects
         extra = None if layout.extra is None or self._drops_extra else dict.fromkeys(layout.extra)
-        self._layout = Layout.of(Snapshot(self._apply(views), extra, partial=may_have_more))
+        self._layout = Layout.of(Snapshot(self._apply(views), extra, model_may_have_more=more))
         self._target = make(self._layout)
 
     def _apply(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
