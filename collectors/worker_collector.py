@@ -272,7 +272,7 @@ class WorkerCollector(BaseCollector):
         finally:
             for scheme in self.weight_sync_schemes.values():
                 scheme.shutdown()
-            self._finalizer.cancel()
+        self._finalizer.cancel()  # not after Ctrl-C, which may have left workers alive
 
 
 def _finalize(reference: weakref.ref[WorkerCollector], pool: WorkerPool[Any]) -> None:
