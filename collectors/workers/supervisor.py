@@ -74,8 +74,7 @@ class WorkerSupervisor:
             NotConnected: another thread has raised a failure, or has shut the collector down.
             WorkerDied, WorkerFailed, SyncTimeout: a failure that the policy raises, or ``interrupt``'s time is over.
         """
-        if self.closing:
-            raise wsync.NotConnected("this collector has been shut down")
+        self._require_open()
         if self.ended_by_failure:
             raise wsync.NotConnected("a worker's failure was raised in another thread, and has ended this collector")
         for record in self._records:
@@ -92,6 +91,10 @@ class WorkerSupervisor:
         if self._stop_at is not None and time.monotonic() >= self._stop_at and not self._batches:
             raise wsync.SyncTimeout("asked to stop, and the batch under way is not complete")
 
+    def _require_open(self) -> None:
+        if self.closing:
+            raise wsync.NotConnected("this collector has been shut down")
+
     def _poll(self, timeout: float | None) -> list[Event]:
         """Receive events, to be handled later; none of a worker that has ended and is not handled yet."""
         ended = {event.worker for event in self._events if event.kind in _ENDED}
@@ -107,7 +110,11 @@ class WorkerSupervisor:
         Args:
             worker: the worker.
             patience: seconds to wait for the message of a worker that has not ended.
+
+        Raises:
+            NotConnected: another thread has shut the collector down.
         """
+        self._require_open()  # ``close`` does not wait for this thread without end
         deadline = time.monotonic() + patience
         while not any(event.worker is worker and event.kind in _ENDED for event in self._events):
             left = 0.0 if wait([worker.sentinel], 0.0) else max(0.0, deadline - time.monotonic())
