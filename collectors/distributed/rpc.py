@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -135,6 +136,8 @@ class RpcWorker(CalledWorker):
     def close(self) -> None:
         """Release the resources of this end."""
         if self._channel is not None:
+            with suppress(OSError):  # the process has ended, or this end is closed
+                self._channel.send(None)  # a message: a forked child of this process may hold this end open
             self._channel.close()
         self.process_handle.close()
         self._ended.close()
