@@ -233,13 +233,13 @@ def ignore_interrupts() -> None:
 def exit_with_process(pid: int) -> None:
     """Start a thread that ends this process when the process ``pid`` ends."""
     try:
-        exit_with_descriptor(os.pidfd_open(pid))
+        exit_with_descriptors(os.pidfd_open(pid))
     except ProcessLookupError:
         os._exit(1)
 
 
-def exit_with_descriptor(descriptor: int) -> Callable[[], None]:
-    """Start a thread that ends this process when ``descriptor`` becomes readable or its other end is closed.
+def exit_with_descriptors(*descriptors: int) -> Callable[[], None]:
+    """Start a thread that ends this process when one of ``descriptors`` is readable or its other end is closed.
 
     Returns:
         A function that ends the thread.
@@ -248,8 +248,8 @@ def exit_with_descriptor(descriptor: int) -> Callable[[], None]:
 
     def wait() -> None:
         poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        poller.register(stopped, select.POLLIN)
+        for descriptor in (*descriptors, stopped):
+            poller.register(descriptor, select.POLLIN)
         if stopped not in (ready for ready, _ in poller.poll()):
             os._exit(1)
 

@@ -44,18 +44,23 @@ class ConnectedWorker(WorkerHandle):
         self.key, self.process = key, process
         self.connection: WorkerConnection | None = None
         self._liveness, self._name = liveness, name
+        self._ended: select.epoll | None = None
         self._commands: list[tuple[str, Any]] = []  # to be sent once there is a connection
         self.arriving: int | None = None  # the buffer of a batch of which a part has been received
         if process is not None:
             self.process_handle = ProcessHandle(process.pid)
+        if liveness is not None:
+            self._ended = select.epoll()
+            for descriptor in liveness.descriptors:  # on one machine also a pidfd: a forked child may hold the socket
+                self._ended.register(descriptor, select.EPOLLIN)
 
     @property
     def sentinel(self) -> int:
         """Readable when the worker has ended."""
         if self.process is not None:
             return self.process.sentinel
-        assert self._liveness is not None
-        return self._liveness.fileno()
+        assert self._ended is not None
+        return self._ended.fileno()
 
     def attach(self, connection: WorkerConnection) -> None:
         """Use ``connection`` from now on."""
@@ -88,7 +93,8 @@ class ConnectedWorker(WorkerHandle):
 
     def release(self) -> None:
         """Close the liveness connection, which ends a worker in another program. Idempotent."""
-        if self._liveness is not None:
+        if self._liveness is not None and self._ended is not None:
+            self._ended.close()
             self._liveness.close()
 
 
