@@ -70,7 +70,11 @@ class ConnectedWorker(WorkerHandle):
             self.send(command, argument)
 
     def send(self, command: str, argument: Any) -> None:
-        """Send a command; ``ConnectionPool.poll`` reports a worker that has ended."""
+        """Send a command; ``ConnectionPool.poll`` reports a worker that has ended.
+
+        Raises:
+            ValueError: the command is too large for one message; only ``build`` may be.
+        """
         if self.connection is None:
             self._commands.append((command, argument))
             return
@@ -78,6 +82,11 @@ class ConnectedWorker(WorkerHandle):
             self.connection.send(command, argument)
         except ConnectionError:
             return
+        except ValueError as error:
+            raise ValueError(
+                f"the policy (with create_env_fn) is too large to be sent to a worker ({len(argument[0])} bytes, "
+                "1 GiB at most): give a policy_factory"
+            ) from error
 
     def exit_reason(self) -> str:
         """Return how the worker has ended, as the predicate of a sentence; wait for the end of its process."""
@@ -99,7 +108,7 @@ class ConnectedWorker(WorkerHandle):
 
 
 class ConnectionPool(WorkerPool[ConnectedWorker]):
-    """Worker processes on this machine; waits for connections, messages and the ends of all of them at once.
+    """Workers with a connection each; waits for connections, messages and the ends of all of them at once.
 
     Args:
         count: number of workers to start.
