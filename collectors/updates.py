@@ -183,20 +183,21 @@ class WeightUpdates:
         schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
         hosted = [scheme.sender_driven for scheme in schemes]
         if any(hosted):
-            if not all(hosted):
-                self._check_mixed_update(worker_ids)
-            return wsync.synchronize(schemes, worker_ids)
+            return wsync.synchronize(schemes, worker_ids) if all(hosted) else self._update_mixed(schemes, worker_ids)
         workers = arguments.addressed_workers(weights_dict.values(), worker_ids, self.num_workers)
         return self._deliver(wsync.synchronize, schemes, workers)
 
-    def _check_mixed_update(self, worker_ids: object) -> None:
-        """Check whether models of workers and of actors outside them can be updated together.
+    def _update_mixed(
+        self, schemes: Mapping[wsync.WeightSyncScheme, Any], worker_ids: object
+    ) -> dict[str, wsync.SyncReport]:
+        """Update models of workers and of actors outside them together.
 
         Raises:
-            ValueError: they cannot: an index would mean a worker and an actor.
+            ValueError: with ``worker_ids``: an index would mean a worker and an actor.
         """
         if worker_ids is not None:
             raise ValueError("worker_ids would mean workers of one model, and actors of another: leave it out")
+        return wsync.synchronize(schemes)
 
     def _scheme(self, model_id: str | None) -> wsync.WeightSyncScheme:
         schemes = self.weight_sync_schemes

@@ -253,14 +253,21 @@ class WorkerCollector(BaseCollector):
     def _resume(self) -> None:
         self._group.resume(self.frames)
 
-    def _check_mixed_update(self, worker_ids: object) -> None:
-        super()._check_mixed_update(worker_ids)
+    def _update_mixed(
+        self, schemes: Mapping[wsync.WeightSyncScheme, Any], worker_ids: object
+    ) -> dict[str, wsync.SyncReport]:
         if self._group.failure_policy.on_failure != "raise":
             how = self._group.failure_policy.on_failure
             raise ValueError(
                 f"with on_worker_failure='{how}', update a model in actors outside the workers by a call of its own: "
                 "a failure could not be told to be a worker's"
             )
+        try:
+            return super()._update_mixed(schemes, worker_ids)
+        except BaseException as error:  # also Ctrl-C: messages of workers may have been lost
+            if isinstance(error, wsync.WorkerDied) or not isinstance(error, Exception):
+                self.shutdown()
+            raise
 
     def _refuse_restart(self, options: Mapping[str, Any], why: str) -> None:
         if options.get("on_worker_failure") == "restart":
