@@ -40,8 +40,9 @@ class RPCCollector(WorkerCollector):
         policy: see ``WorkerCollector``.
         sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
         workers: names in the group of this process, one per worker.
-        host: the interface of a group that is started. Unless ``TP_SOCKET_IFNAME`` is set, a loopback address keeps all
-            of its traffic on the loopback interface.
+        host: the interface of a group that is started, and the one on which the default scheme listens; give it with
+            ``workers`` if they are on other machines. Unless ``TP_SOCKET_IFNAME`` is set, a loopback address keeps all
+            of the group's traffic on the loopback interface.
         timeout: seconds in which the workers have to join.
         options: see ``WorkerCollector``.
 
