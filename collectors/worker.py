@@ -62,14 +62,14 @@ class WorkerSpec:
         policy: the policy that acts, unless there is a factory.
         policy_factory: makes it.
         schemes: by model id; those that the worker receives by.
-        optional: whether to leave the schemes out if the policy has no weights.
+        tentative: whether to leave the schemes out if the policy has no weights.
     """
 
     create_env_fn: Any
     policy: Any
     policy_factory: Any
     schemes: Mapping[str, wsync.WeightSyncScheme]
-    optional: bool = False
+    tentative: bool = False
 
 
 class RolloutWorker:
@@ -97,7 +97,7 @@ class RolloutWorker:
             if factory is not None and options.worker_idx == 0:  # one warning, not one of each worker
                 warn_if_greedy(policy, same_process=True)
             self._has_weights = has_weights(policy)
-            if unpickled.optional and not self._has_weights:
+            if unpickled.tentative and not self._has_weights:
                 self._schemes = {}
             self._actor = Actor(
                 env,
@@ -224,8 +224,11 @@ def configure_process(options: WorkerOptions) -> None:
     logging.basicConfig(level=options.log_level, format=f"[{name}] %(levelname)s %(name)s: %(message)s", force=True)
 
 
-def ignore_interrupts() -> None:
-    """Ignore SIGINT, which Ctrl-C sends to the whole process group: the trainer ends its workers in order."""
+def set_worker_signals() -> None:
+    """Ignore SIGINT, which Ctrl-C sends to the whole process group: the trainer ends its workers in order.
+
+    Let SIGTERM end the process, whatever handler it had.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

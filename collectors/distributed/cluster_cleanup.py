@@ -55,7 +55,7 @@ def end(processes: set[int], number: signal.Signals) -> None:
 
 
 def main(folder: str) -> None:
-    """Wait for a line on standard input, or its end; then remove ``folder``, and end its users if their owner was killed."""
+    """Wait for a line on standard input, or its end; remove ``folder``, and end its users if their owner was killed."""
     owner = os.getppid()
     sys.stdin.readline()
     for number in (signal.SIGTERM, signal.SIGKILL):
