@@ -81,8 +81,8 @@ class BaseCollector(WeightUpdates, ABC):
         arguments.check_schemes(weight_sync_schemes)
         arguments.check_policy(policy)
         # Of a policy that only a factory makes, the workers find out whether it has weights to synchronise.
-        self._scheme_is_tentative = weight_sync_schemes is None and policy is None and policy_factory is not None
-        if weight_sync_schemes is None and (self._scheme_is_tentative or arguments.has_weights(policy)):
+        self._tentative = weight_sync_schemes is None and policy is None and policy_factory is not None
+        if weight_sync_schemes is None and (self._tentative or arguments.has_weights(policy)):
             weight_sync_schemes = {"policy": self._default_scheme()}
         warn_if_greedy(policy if policy_factory is None else None, same_process=self._acts_here)
         self.policy = policy
@@ -206,7 +206,7 @@ class BaseCollector(WeightUpdates, ABC):
         scheme for ``"policy"`` carries weights and this process has the policy, ``policy_state_dict``: its weights now,
         whether they have been sent or not.
         """
-        state: dict[str, Any] = {"frames": self.frames, "policy_version": self._versions[1]}
+        state: dict[str, Any] = {"frames": self.frames, "policy_version": self._versions.used}
         policy = self._policy_with_scheme()
         if policy is not None:
             with wsync.gate():  # of one version, if it is the one that acts
@@ -218,8 +218,8 @@ class BaseCollector(WeightUpdates, ABC):
 
         The weights are loaded into the policy and sent to all workers, not by way of a ``weight_updater``. They get the
         saved version number, or the next free one if that was used; later updates count on from there. A state without
-        weights has the current policy sent again if the saved number is larger than the newest sent. Only ``frames`` is
-        required.
+        weights has the current policy sent again if the saved number is larger than the newest number used. Only
+        ``frames`` is required.
 
         Raises:
             KeyError, TypeError, ValueError: not a state, or there is no scheme to send its weights by; nothing changed.

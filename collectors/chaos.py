@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from collectors.base import BaseCollector
-from collectors.multi import WorkerCollector
+from collectors.worker_collector import WorkerCollector
 from collectors.workers.process_handle import ProcessHandle
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

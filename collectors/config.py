@@ -66,7 +66,7 @@ class MultiAsyncConfig(WorkerCollectorConfig):
     """Worker processes that collect while the learner learns; a batch is one worker's.
 
     Attributes:
-        run_ahead: batches that a worker begins, at most, before the learner has taken the one before them.
+        run_ahead: how many further batches a worker may begin while a finished one waits for the learner.
     """
 
     _target_: str = "collectors.MultiAsyncCollector"
@@ -156,7 +156,7 @@ def check(collector: Any, scheme: object, num_workers: int) -> None:
         num_workers: number of workers.
 
     Raises:
-        ConfigError: it cannot, or `scheme` is none.
+        ConfigError: it cannot, or `scheme` is not a WeightSyncScheme.
     """
     if not isinstance(scheme, WeightSyncScheme):
         raise ConfigError("weight_sync is no scheme: name a subclass of WeightSyncScheme in its YAML file by _target_")

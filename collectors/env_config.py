@@ -63,7 +63,9 @@ EXTRAS = {"mujoco": "mujoco", "ale_py": "atari", "cv2": "atari"}
 
 
 def env_config(env: Any) -> EnvConfig:
-    """Return the settings of an environment; in a plain YAML file with a ``_target_``, its arguments.
+    """Return `env` as an EnvConfig.
+
+    All keys of a plain YAML file that are not settings become the arguments of its ``_target_``.
 
     Raises:
         ConfigError: the file names no ``_target_``.

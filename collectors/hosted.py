@@ -10,7 +10,7 @@ import wsync
 
 
 @runtime_checkable
-class ModelHost(Protocol):
+class HostedModelUser(Protocol):
     """An object in an environment that calls a model in actors: a ``RayModuleTransform``."""
 
     @property
@@ -23,13 +23,13 @@ def connect_hosted(schemes: Mapping[str, wsync.WeightSyncScheme], find: Callable
     """Initialise and connect the schemes of hosted models.
 
     Args:
-        schemes: ``{"env.transform[0].module": scheme}``: the path of a ``ModelHost``, and of the model in its actors;
-            those of other models are left alone.
+        schemes: ``{"env.transform[0].module": scheme}``: the path of a ``HostedModelUser``, and of the model in its
+            actors; those of other models are left alone.
         find: returns the objects at a path in all environments.
 
     Raises:
         ValueError: a model id has no part before its last dot.
-        LookupError, TypeError: there is no ``ModelHost`` there.
+        LookupError, TypeError: there is no ``HostedModelUser`` there.
         Exception: as ``init_on_sender`` and ``connect``.
     """
     for model_id, scheme in [(name, one) for name, one in schemes.items() if one.sender_driven]:
@@ -41,14 +41,14 @@ def connect_hosted(schemes: Mapping[str, wsync.WeightSyncScheme], find: Callable
         scheme.connect()
 
 
-def _actors_of(hosts: Iterable[Any], path: str) -> list[Any]:
-    """Return the actors that have one hosted model, each once; ``hosts`` are the objects at ``path``."""
+def _actors_of(users: Iterable[Any], path: str) -> list[Any]:
+    """Return the actors that have one hosted model, each once; ``users`` are the objects at ``path``."""
     actors: list[Any] = []
-    for host in hosts:
-        if not isinstance(host, ModelHost):
+    for user in users:
+        if not isinstance(user, HostedModelUser):
             raise TypeError(
-                f"'{path}' is a {type(host).__name__}, with its model in the same process: this scheme is "
+                f"'{path}' is a {type(user).__name__}, with its model in the same process: this scheme is "
                 "for a RayModuleTransform; SharedMemWeightSyncScheme and the like are for models in workers"
             )
-        actors.extend(actor for actor in host.actors if actor not in actors)
+        actors.extend(actor for actor in user.actors if actor not in actors)
     return actors

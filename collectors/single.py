@@ -33,7 +33,8 @@ class Collector(BaseCollector):
             actions. The policy's other outputs are stored; those under "next" are its inputs in the next step, see
             ``collectors.rollouts.rollout``.
         policy_factory: makes the acting policy, instead of a copy of ``policy``; or a list of one such function.
-        frames_per_batch: frames of a batch, rounded up to a multiple of the number of environments.
+        frames_per_batch: rows of a batch (frames, and rows that "mask" excludes), rounded up to a multiple of the
+            number of environments.
         total_frames: frames after which iteration ends; -1: no end.
         device: the device of the acting policy.
         storing_device: the device that batches are stored on.
@@ -91,7 +92,7 @@ class Collector(BaseCollector):
         if factory is not None:
             warn_if_greedy(acting, same_process=True)
         arguments.check_policy(acting)
-        if self._scheme_is_tentative and not arguments.has_weights(acting):
+        if self._tentative and not arguments.has_weights(acting):
             self._drop_tentative_scheme()
         self.env = make_env(makers[0])
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 from tensordict import TensorDict
 from torch import nn
@@ -18,6 +18,13 @@ from collectors.updaters import WeightUpdaterBase
 T = TypeVar("T")
 
 
+class _Versions(NamedTuple):
+    """The newest version that was sent, and the newest number that was used, also by an update that failed."""
+
+    sent: int = 0
+    used: int = 0
+
+
 class WeightUpdates:
     """The part of a collector that delivers weights to its workers; ``BaseCollector`` documents the attributes."""
 
@@ -27,7 +34,7 @@ class WeightUpdates:
     weight_sync_schemes: dict[str, wsync.WeightSyncScheme]
     weight_updater: WeightUpdaterBase | None
     _worker_schemes: dict[str, wsync.WeightSyncScheme]  # without those of models that no worker has
-    _last_versions: tuple[int, int] = (0, 0)  # ``_versions`` before the shutdown
+    _last_versions = _Versions()  # ``_versions`` before the shutdown
     _process: int  # that has made the collector
 
     @property
@@ -36,13 +43,12 @@ class WeightUpdates:
 
         Without a scheme for ``"policy"``, it is the version of the first scheme that sends weights to the workers.
         """
-        return self._versions[0]
+        return self._versions.sent
 
     @property
-    def _versions(self) -> tuple[int, int]:
-        """The newest version that was sent, and the newest number that was used, also by an update that failed."""
+    def _versions(self) -> _Versions:
         scheme = policy_scheme(self._worker_schemes)
-        return self._last_versions if self.closed or scheme is None else (scheme.sent_version, scheme.version)
+        return self._last_versions if self.closed or scheme is None else _Versions(scheme.sent_version, scheme.version)
 
     def _require_open(self) -> None:
         """Check that this process may use the workers.
@@ -183,20 +189,21 @@ class WeightUpdates:
         schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
         hosted = [scheme.sender_driven for scheme in schemes]
         if any(hosted):
-            if not all(hosted):
-                self._check_mixed_update(worker_ids)
-            return wsync.synchronize(schemes, worker_ids)
+            return wsync.synchronize(schemes, worker_ids) if all(hosted) else self._update_mixed(schemes, worker_ids)
         workers = arguments.addressed_workers(weights_dict.values(), worker_ids, self.num_workers)
         return self._deliver(wsync.synchronize, schemes, workers)
 
-    def _check_mixed_update(self, worker_ids: object) -> None:
-        """Check whether models of workers and of actors outside them can be updated together.
+    def _update_mixed(
+        self, schemes: Mapping[wsync.WeightSyncScheme, Any], worker_ids: object
+    ) -> dict[str, wsync.SyncReport]:
+        """Update models of workers and of actors outside them together.
 
         Raises:
-            ValueError: they cannot: an index would mean a worker and an actor.
+            ValueError: with ``worker_ids``: an index would mean a worker and an actor.
         """
         if worker_ids is not None:
             raise ValueError("worker_ids would mean workers of one model, and actors of another: leave it out")
+        return wsync.synchronize(schemes)
 
     def _scheme(self, model_id: str | None) -> wsync.WeightSyncScheme:
         schemes = self.weight_sync_schemes
@@ -228,8 +235,9 @@ class WeightUpdates:
         )
 
     def cascade_weights(self, model_id: str) -> None:
-        """Deliver to all workers an update of this collector's own model, which a scheme above has installed.
+        """Deliver to all workers an update of this collector's own model, which another scheme has installed.
 
+        This collector's process is a worker of that scheme's trainer.
         Not by way of a ``weight_updater``, which may leave workers out. A copy is sent: a thread that acts may install
         the next update meanwhile.
         """

@@ -62,14 +62,14 @@ class WorkerSpec:
         policy: the policy that acts, unless there is a factory.
         policy_factory: makes it.
         schemes: by model id; those that the worker receives by.
-        optional: whether to leave the schemes out if the policy has no weights.
+        tentative: whether to leave the schemes out if the policy has no weights.
     """
 
     create_env_fn: Any
     policy: Any
     policy_factory: Any
     schemes: Mapping[str, wsync.WeightSyncScheme]
-    optional: bool = False
+    tentative: bool = False
 
 
 class RolloutWorker:
@@ -97,7 +97,7 @@ class RolloutWorker:
             if factory is not None and options.worker_idx == 0:  # one warning, not one of each worker
                 warn_if_greedy(policy, same_process=True)
             self._has_weights = has_weights(policy)
-            if unpickled.optional and not self._has_weights:
+            if unpickled.tentative and not self._has_weights:
                 self._schemes = {}
             self._actor = Actor(
                 env,
@@ -224,8 +224,11 @@ def configure_process(options: WorkerOptions) -> None:
     logging.basicConfig(level=options.log_level, format=f"[{name}] %(levelname)s %(name)s: %(message)s", force=True)
 
 
-def ignore_interrupts() -> None:
-    """Ignore SIGINT, which Ctrl-C sends to the whole process group: the trainer ends its workers in order."""
+def set_worker_signals() -> None:
+    """Ignore SIGINT, which Ctrl-C sends to the whole process group: the trainer ends its workers in order.
+
+    Let SIGTERM end the process, whatever handler it had.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -233,13 +236,13 @@ def ignore_interrupts() -> None:
 def exit_with_process(pid: int) -> None:
     """Start a thread that ends this process when the process ``pid`` ends."""
     try:
-        exit_with_descriptor(os.pidfd_open(pid))
+        exit_with_descriptors(os.pidfd_open(pid))
     except ProcessLookupError:
         os._exit(1)
 
 
-def exit_with_descriptor(descriptor: int) -> Callable[[], None]:
-    """Start a thread that ends this process when ``descriptor`` becomes readable or its other end is closed.
+def exit_with_descriptors(*descriptors: int) -> Callable[[], None]:
+    """Start a thread that ends this process when one of ``descriptors`` is readable or its other end is closed.
 
     Returns:
         A function that ends the thread.
@@ -248,8 +251,8 @@ def exit_with_descriptor(descriptor: int) -> Callable[[], None]:
 
     def wait() -> None:
         poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        poller.register(stopped, select.POLLIN)
+        for descriptor in (*descriptors, stopped):
+            poller.register(descriptor, select.POLLIN)
         if stopped not in (ready for ready, _ in poller.poll()):
             os._exit(1)
 

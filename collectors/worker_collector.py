@@ -64,8 +64,8 @@ class WorkerCollector(BaseCollector):
         start: starts a pool of the given number of workers.
         policy_factory: makes the policy in each worker, instead of a copy of ``policy``; one for all, or a list with
             one for each worker.
-        frames_per_batch: frames of a batch, over all workers (asynchronous: of one worker); the share of each is
-            rounded up to whole steps of its environments.
+        frames_per_batch: rows of a batch (frames, and rows that "mask" excludes), over all workers (asynchronous: of
+            one worker); the share of each is rounded up to whole steps of its environments.
         total_frames: frames after which iteration ends; -1: no end.
         device: the device of the acting policies; one for all, or one per worker.
         storing_device: the device that batches are stored on.
@@ -87,9 +87,9 @@ class WorkerCollector(BaseCollector):
         max_restarts: more failures of a worker than this within ``restart_window`` seconds, or since its last batch,
             are raised.
         restart_window: see ``max_restarts``.
-        run_ahead: asynchronous: how many batches a worker begins, at most, before the trainer has taken the one before
-            them: 1 by default, with which it never waits unless the trainer is slower; with 0 it waits for each batch
-            to be taken. Of n workers, up to n × (run_ahead + 1) batches are collected and not taken. A worker uses
+        run_ahead: asynchronous: how many further batches a worker may begin while a finished one waits for the trainer:
+            1 by default, with which it never waits unless the trainer is slower; with 0 it waits for each batch to be
+            taken. Of n workers, up to n × (run_ahead + 1) batches are collected and not taken. A worker uses
             new weights from its next step on, also within a batch.
         max_staleness: versions, at most, that the newest weights may be ahead of those that acted in any frame of a
             batch when the batch is delivered; None: no limit. A worker's batch that is older is dropped and counted
@@ -100,14 +100,16 @@ class WorkerCollector(BaseCollector):
     Raises:
         TypeError: an object that a worker needs cannot be pickled; or the policy cannot be called with an observation
             (``WorkerFailed`` as well, with a traceback, if a worker has found that out).
-        ValueError: there is no environment, a number is out of range, or ``weight_updater`` contradicts the schemes.
+        ValueError: there is no environment, a number is out of range, ``weight_updater`` contradicts the schemes, or
+            the policy is too large to be sent to a worker (1 GiB; worker processes, TCP).
         RuntimeError: a scheme is initialised already.
         wsync.WorkerFailed: a worker could not start; carries its traceback. All workers are ended.
         wsync.WorkerDied: a worker ended.
         wsync.SyncTimeout: a worker did not answer within ``worker_timeout``.
 
-    With ``max_staleness``, the next batch raises RuntimeError if one worker's batches are too old more than ten times
-    in a row: another thread sends more versions than that while a batch is collected, or none go to this worker.
+    With ``max_staleness``, the next batch raises RuntimeError if one worker's batches are too old more than
+    10 + ``run_ahead`` times in a row: another thread sends more versions than that while a batch is collected, or none
+    go to this worker.
     """
 
     _options: ClassVar[Collection[str]] = tuple(WorkerCollectorOptions.__annotations__)
@@ -168,16 +170,13 @@ class WorkerCollector(BaseCollector):
         options = [replace(common, worker_idx=i, device=device) for i, device in devices]
         sent_policy = None if policy_factory is not None else policy
         check_picklable(policy=sent_policy, policy_factory=policy_factory, create_env_fn=makers)
-        pool = self._started(start(count))
-        self._group = WorkerGroup(pool, failure_policy, self._worker_schemes, self.failures)
-        schemes, optional = self._worker_schemes, self._scheme_is_tentative
-        made = zip(makers, factories, strict=True)
-        self._start([WorkerSpec(env, sent_policy, factory, schemes, optional) for env, factory in made], options)
-
-    def _started(self, pool: WorkerPool[Any]) -> WorkerPool[Any]:
-        """Have the workers end at exit (in the order of wsync's own finalizers), or when the collector is garbage."""
+        pool = start(count)
+        # The workers end at exit (in the order of wsync's own finalizers), or when the collector is garbage.
         self._finalizer = util.Finalize(self, _finalize, args=(weakref.ref(self), pool), exitpriority=1)
-        return pool
+        self._group = WorkerGroup(pool, failure_policy, self._worker_schemes, self.failures)
+        schemes, tentative = self._worker_schemes, self._tentative
+        made = zip(makers, factories, strict=True)
+        self._start([WorkerSpec(env, sent_policy, factory, schemes, tentative) for env, factory in made], options)
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         return super()._default_scheme() if self._host is None else wsync.DistributedWeightSyncScheme(host=self._host)
@@ -188,7 +187,7 @@ class WorkerCollector(BaseCollector):
                 scheme.init_on_sender(model_id, context=self, num_workers=self.num_workers)
             sent = [pickled(spec, "weight-sync scheme", LEAVE_OUT) for spec in specs]  # with the schemes' addresses
             self._group.build(sent, options)
-            if self._scheme_is_tentative:
+            if self._tentative:
                 self._settle_tentative_scheme()
             self._gathering.check_shapes(self.remote_workers)
             connect_hosted(self.weight_sync_schemes, self._find_in_workers)
@@ -253,14 +252,21 @@ class WorkerCollector(BaseCollector):
     def _resume(self) -> None:
         self._group.resume(self.frames)
 
-    def _check_mixed_update(self, worker_ids: object) -> None:
-        super()._check_mixed_update(worker_ids)
+    def _update_mixed(
+        self, schemes: Mapping[wsync.WeightSyncScheme, Any], worker_ids: object
+    ) -> dict[str, wsync.SyncReport]:
         if self._group.failure_policy.on_failure != "raise":
             how = self._group.failure_policy.on_failure
             raise ValueError(
                 f"with on_worker_failure='{how}', update a model in actors outside the workers by a call of its own: "
                 "a failure could not be told to be a worker's"
             )
+        try:
+            return super()._update_mixed(schemes, worker_ids)
+        except BaseException as error:  # also Ctrl-C: messages of workers may have been lost
+            if isinstance(error, wsync.WorkerDied) or not isinstance(error, Exception):
+                self.shutdown()
+            raise
 
     def _refuse_restart(self, options: Mapping[str, Any], why: str) -> None:
         if options.get("on_worker_failure") == "restart":
@@ -272,7 +278,7 @@ class WorkerCollector(BaseCollector):
         finally:
             for scheme in self.weight_sync_schemes.values():
                 scheme.shutdown()
-            self._finalizer.cancel()
+        self._finalizer.cancel()  # not after Ctrl-C, which may have left workers alive
 
 
 def _finalize(reference: weakref.ref[WorkerCollector], pool: WorkerPool[Any]) -> None:

@@ -1,9 +1,12 @@
-"""A transform that forks: the child continues in the middle of its parent's ``send``, with other weights."""
+"""Forked children: one that continues in the middle of its parent's ``send``, and one that only stays."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -47,3 +50,24 @@ class ForkingTransform:
                 os.write(writing, outcome.encode())
                 os._exit(0)
         return cls._outcome
+
+
+def fork_idle_child() -> int:
+    """Fork a child that does nothing, and holds what this process has open until it is killed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside other threads
+        child = os.fork()
+    while child == 0:
+        signal.pause()
+    return child
+
+
+@contextmanager
+def idle_child() -> Iterator[int]:
+    """``fork_idle_child``; kill it at the end."""
+    child = fork_idle_child()
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

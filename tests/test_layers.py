@@ -38,7 +38,7 @@ LAYERS = (  # of ``wsync``, from the lowest: a module or folder imports its own 
 FOLDERS = {  # of other packages: each folder, and what it may import of its package
     "collectors/environments": (),
     "collectors/rollouts": ("environments",),
-    "collectors/workers": ("batch_layout", "staleness", "worker"),
+    "collectors/workers": ("batch_layout", "exploration", "staleness", "worker"),
 }
 
 

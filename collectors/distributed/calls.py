@@ -94,9 +94,10 @@ class CalledWorker(WorkerHandle):
 
     @abstractmethod
     def call(self, command: str, argument: Any, on_reply: Callable[[Reply], None]) -> None:
-        """Call the worker after all earlier calls; ``on_reply`` is called once, later, in any thread.
+        """Call the worker after all earlier calls.
 
-        The reply of a worker that has ended is ``died`` with the error of the call.
+        ``on_reply`` is called once, possibly before this returns, in any thread. The reply of a worker that
+        has ended is ``died`` with the error of the call.
         """
 
     def exit_reason(self, error: str) -> str:
@@ -108,7 +109,10 @@ C = TypeVar("C", bound=CalledWorker)
 
 
 class CallPool(WorkerPool[C]):
-    """Calls workers, and waits for the replies of all of them at once; a call to a worker that has ended returns."""
+    """Calls workers, and waits for the replies of all of them at once.
+
+    A call to a worker that has ended is answered by ``died``.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Removes what a local Ray cluster leaves behind: a program that outlives the process that has started the cluster.
 
-    python cluster_cleanup.py <folder>      # starts to clean up when its standard input is closed
+    python cluster_cleanup.py <folder>      # starts to clean up at a line on its standard input, or its end
 
 If that process was killed, most of Ray's processes end by themselves, but its agents check their parent only now and
 then. They are found by their command line, or by the files that they have open in the cluster's folder: one that
@@ -55,9 +55,9 @@ def end(processes: set[int], number: signal.Signals) -> None:
 
 
 def main(folder: str) -> None:
-    """Wait for the end of standard input; then remove ``folder``, and end its users if their owner was killed."""
+    """Wait for a line on standard input, or its end; remove ``folder``, and end its users if their owner was killed."""
     owner = os.getppid()
-    sys.stdin.read()
+    sys.stdin.readline()
     for number in (signal.SIGTERM, signal.SIGKILL):
         if os.getppid() != owner:
             end(users_of(folder), number)

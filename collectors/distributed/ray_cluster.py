@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import ray
@@ -117,7 +117,9 @@ class Cluster:
             if self.connected or self._connection is None:
                 ray.shutdown()
         if self._cleanup is not None:
-            self._cleanup.communicate()  # closes its input, and waits for its end
+            with suppress(ValueError):  # its input is closed: Ctrl-C has ended an earlier call
+                self._cleanup.communicate(b"\n")  # a line: a forked child of this process may hold the pipe open
+            self._cleanup.wait()
             self._cleanup = None
 
 

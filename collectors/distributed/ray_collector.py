@@ -203,7 +203,7 @@ class RayPool(CallPool[RayWorker]):
     ) -> None:
         self._cluster = Cluster(address)  # first: it may raise, and nothing has to be closed then
         super().__init__()
-        self._placed = False
+        self._all_placed_once = False
         self._resources, self._timeout = dict(resources), timeout
         remote: Any = ray.remote
         try:
@@ -222,7 +222,7 @@ class RayPool(CallPool[RayWorker]):
         if missing:
             names = {references[one]: "never started" for one in missing}
             raise SyncTimeout(f"worker(s) {', '.join(map(str, sorted(names)))} {self._no_place()}", names)
-        self._placed = True
+        self._all_placed_once = True
         ray.get(ready)  # raises the error of an actor's constructor
 
     def _no_place(self) -> str:
@@ -236,7 +236,7 @@ class RayPool(CallPool[RayWorker]):
         self._cluster.require()
         worker = RayWorker(worker_idx, self._kind.remote(sys.path), self._cluster)
         self.workers.append(worker)
-        if self._placed:
+        if self._all_placed_once:
             worker.place_within(self._timeout)
         return worker
 
@@ -260,7 +260,7 @@ class RayPool(CallPool[RayWorker]):
     def close(self) -> None:
         """See WorkerPool."""
         if self._cluster.connected:
-            if self._placed:
+            if self._all_placed_once:
                 self._end_workers()
             for worker in self.workers:
                 worker.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -39,8 +40,9 @@ class RPCCollector(WorkerCollector):
         policy: see ``WorkerCollector``.
         sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
         workers: names in the group of this process, one per worker.
-        host: the interface of a group that is started. Unless ``TP_SOCKET_IFNAME`` is set, a loopback address keeps all
-            of its traffic on the loopback interface.
+        host: the interface of a group that is started, and the one on which the default scheme listens; give it with
+            ``workers`` if they are on other machines. Unless ``TP_SOCKET_IFNAME`` is set, a loopback address keeps all
+            of the group's traffic on the loopback interface.
         timeout: seconds in which the workers have to join.
         options: see ``WorkerCollector``.
 
@@ -135,6 +137,8 @@ class RpcWorker(CalledWorker):
     def close(self) -> None:
         """Release the resources of this end."""
         if self._channel is not None:
+            with suppress(OSError):  # the process has ended, or this end is closed
+                self._channel.send(None)  # a message: a forked child of this process may hold this end open
             self._channel.close()
         self.process_handle.close()
         self._ended.close()

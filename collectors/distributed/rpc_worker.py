@@ -121,8 +121,8 @@ def lifetime(token: str) -> Future[None]:
 def main(channel: Connection, worker_idx: int, size: int, address: Address, token: str, timeout: float) -> None:
     """Run a worker in a process that the trainer has started.
 
-    The process reports that it has started, joins the group before any scheme connects, and leaves it when the trainer
-    has closed ``channel``.
+    The process reports that it has started, joins the group before any scheme connects, and leaves it when a message
+    comes by ``channel``, or the trainer has ended.
     """
     service = _services[token] = RpcWorkerService(exclusive=True)
     channel.send("started")

@@ -19,7 +19,7 @@ from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
 from collectors.workers.connection_pool import ConnectedWorker, ConnectionPool
 from collectors.workers.connections import WorkerConnection
 from collectors.workers.processes import exit_reason
-from wsync import NotConnected, SyncTimeout, WorkerDied
+from wsync import SyncTimeout, WorkerDied
 from wsync.control import Listener, Message, SocketConnection
 
 Launcher = Literal["local", "join"]
@@ -110,9 +110,8 @@ class TcpPool(ConnectionPool):
                 f"torchrun has started {started} processes: a trainer and {started - 1} workers, not {count}; "
                 "set num_workers to that"
             )
-        if not host:
-            raise NotConnected("host is empty: it has to be an address of this machine, by which workers reach it")
-        super().__init__(count if launcher == "local" else 0, Listener(resolved(host), port, token))
+        listener = Listener(host and resolved(host), port, token)  # refuses an empty host, which might be resolved
+        super().__init__(count if launcher == "local" else 0, listener)
         store: Any = None
         try:
             if by_torchrun:

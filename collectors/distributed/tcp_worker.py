@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import wait
 
 from collectors.distributed import torchrun
-from collectors.worker import exit_with_descriptor, ignore_interrupts, serve
+from collectors.worker import exit_with_descriptors, serve, set_worker_signals
 from collectors.workers.connections import WorkerConnection
 from wsync import NotConnected
 from wsync.control import Address, SocketConnection, connect
@@ -41,7 +41,7 @@ def join_trainer(*, timeout: float = 60.0) -> int:
         SyncTimeout: rank 0 has not published its address.
         ValueError: an address cannot be parsed, or there is no key.
     """
-    ignore_interrupts()
+    set_worker_signals()
     if TRAINER in os.environ:
         address, worker_idx = _address(os.environ[TRAINER], key_from_environment(os.environ)), -1
     elif is_worker():
@@ -98,7 +98,7 @@ def join(address: Address, worker_idx: int, timeout: float) -> None:
             ends[purpose] = connect(address, worker_idx, deadline, registration.encode())
         for end in ends.values():
             _require_accepted(end, address, deadline)
-        stop_watching = exit_with_descriptor(ends["liveness"].fileno())
+        stop_watching = exit_with_descriptors(*ends["liveness"].descriptors)
         try:
             serve(WorkerConnection(ends["messages"]))
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -27,37 +28,46 @@ NO_VERSION = -1
 """``policy_version`` of frames in which no policy acted (random ones)."""
 
 
-class RandomActions:
-    """Random actions, with their log-probabilities; other outputs of a policy are 0.
-
-    Methods of this and the other sources are called by the acting thread, under ``torch.no_grad()``.
+class ActionSource(ABC):
+    """A source of actions. Its methods are called by the acting thread, under ``torch.no_grad()``.
 
     Attributes:
         outputs: one example of each output that is stored, by key, for the environment's batch size.
     """
 
-    def __init__(self, stepper: Stepper, batched: bool) -> None:
-        self._stepper = stepper
-        spec = stepper.action_spec
-        size = (stepper.num_envs,) if batched else ()
-        self.outputs: Mapping[Key, torch.Tensor] = {
-            "action": torch.zeros(size if spec.is_discrete else (*size, *spec.shape), dtype=spec.dtype)
-        }
+    outputs: Mapping[Key, torch.Tensor]
 
-    def begin(self, steps: int, *, after_random: bool) -> None:
-        """Prepare ``steps`` calls of ``act``. Called once per batch.
+    def begin(self, steps: int, *, after_random: bool) -> None:  # noqa: B027  most sources prepare nothing
+        """Prepare ``steps`` calls of ``act``. Called once per batch in which the policy acts.
 
         Args:
             steps: the steps of this batch that are left.
             after_random: whether the frame before had a random action.
         """
 
+    @abstractmethod
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
         """Write the actions for the current observation, and other outputs, to row ``t``; return actions and version.
 
         Called once per step. Raises whatever the policy raises. An output may be a view of the weights or of the
         observation: it is copied before the gate is left.
         """
+
+    def finish(self, columns: Columns, first: int) -> None:  # noqa: B027
+        """Write what can be computed for the rows from ``first`` on at once. Called after all steps, as ``begin``."""
+
+
+class RandomActions(ActionSource):
+    """Random actions, with their log-probabilities; other outputs of a policy are 0."""
+
+    def __init__(self, stepper: Stepper, batched: bool) -> None:
+        self._stepper = stepper
+        spec = stepper.action_spec
+        size = (stepper.num_envs,) if batched else ()
+        self.outputs = {"action": torch.zeros(size if spec.is_discrete else (*size, *spec.shape), dtype=spec.dtype)}
+
+    def act(self, columns: Columns, t: int) -> tuple[Array, int]:
+        """See ActionSource."""
         action, log_prob = self._stepper.sample()
         row, n = columns.action[t], self._stepper.action_spec.n or 0
         one_hot = n > 0 and row.ndim > 1 and row.shape[-1] == n
@@ -67,11 +77,8 @@ class RandomActions:
             one[...] = log_prob.reshape(-1, *(1,) * (one.ndim - 1)) if key == "action_log_prob" else key == IS_INIT
         return action, NO_VERSION
 
-    def finish(self, columns: Columns, first: int) -> None:
-        """Write what can be computed for the rows from ``first`` on at once. Called once per batch, after all steps."""
 
-
-class CalledPolicy:
+class CalledPolicy(ActionSource):
     """Any function of a TensorDict, or module of a tensor; its outputs are stored as they are, all or only ``keys``.
 
     Each call gets a new TensorDict that holds a copy of the current "observation", and the state of a recurrent policy;
@@ -103,7 +110,7 @@ class CalledPolicy:
         written, read = _outputs(output, keys)
         carries = bool(states_of(output)) or reads_is_init(policy)
         self._state = state = RecurrentState(output, stepper, batched) if carries else None
-        self.outputs: Mapping[Key, torch.Tensor] = written if state is None else {**written, **state.columns}
+        self.outputs = written if state is None else {**written, **state.columns}
 
         def act(observation: TensorDict, columns: Columns, t: int) -> int:
             output = policy(observation)
@@ -118,12 +125,12 @@ class CalledPolicy:
         self._act = gate(act)
 
     def begin(self, steps: int, *, after_random: bool) -> None:
-        """See RandomActions."""
+        """See ActionSource."""
         if after_random and self._state is not None:
             self._state.start_anew()
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
-        """See RandomActions."""
+        """See ActionSource."""
         # A copy: the policy may keep observations (a stack of frames), and the environment overwrites this memory.
         self._input.set("observation", self._observation.clone().to(self._device))
         inputs = self._input.clone(recurse=False)
@@ -132,11 +139,8 @@ class CalledPolicy:
         version = self._act(inputs, columns, t)
         return columns.action[t], version
 
-    def finish(self, columns: Columns, first: int) -> None:
-        """See RandomActions."""
 
-
-class PolicyInParts:
+class PolicyInParts(ActionSource):
     """A ``SampledPolicy``: random numbers are drawn before the batch, log-probabilities computed after it.
 
     Raises:
@@ -167,12 +171,10 @@ class PolicyInParts:
 
         self._act = wsync.gated(act)
         outputs: dict[Key, torch.Tensor] = {key: torch.from_numpy(to_numpy(value)) for key, value in chosen.items()}
-        self.outputs: Mapping[Key, torch.Tensor] = (
-            outputs if batched else {key: value[0] for key, value in outputs.items()}
-        )
+        self.outputs = outputs if batched else {key: value[0] for key, value in outputs.items()}
 
     def begin(self, steps: int, *, after_random: bool) -> None:
-        """See RandomActions."""
+        """See ActionSource."""
         like = self._like
         noise = [None] * steps if greedy() else self._noise(steps).unbind()
         self._parameters = like.new_empty((steps, *like.shape))
@@ -188,18 +190,15 @@ class PolicyInParts:
         return noise
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
-        """See RandomActions."""
+        """See ActionSource."""
         observation = self._observation if self._stays else self._observation.to(self._device)
         version = self._act(observation, *next(self._rows), columns, t)
         return columns.action[t], version
 
     def finish(self, columns: Columns, first: int) -> None:
-        """See RandomActions."""
+        """See ActionSource."""
         actions = torch.from_numpy(columns.action[first:]).to(self._device)
         columns.others["action_log_prob"][first:] = to_numpy(self._policy.log_prob(self._parameters, actions))
-
-
-ActionSource = RandomActions | CalledPolicy | PolicyInParts
 
 
 def _with_flag(inputs: TensorDict, policy: Policy) -> TensorDict:

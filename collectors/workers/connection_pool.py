@@ -44,18 +44,23 @@ class ConnectedWorker(WorkerHandle):
         self.key, self.process = key, process
         self.connection: WorkerConnection | None = None
         self._liveness, self._name = liveness, name
+        self._ended: select.epoll | None = None
         self._commands: list[tuple[str, Any]] = []  # to be sent once there is a connection
         self.arriving: int | None = None  # the buffer of a batch of which a part has been received
         if process is not None:
             self.process_handle = ProcessHandle(process.pid)
+        if liveness is not None:
+            self._ended = select.epoll()
+            for descriptor in liveness.descriptors:  # on one machine also a pidfd: a forked child may hold the socket
+                self._ended.register(descriptor, select.EPOLLIN)
 
     @property
     def sentinel(self) -> int:
         """Readable when the worker has ended."""
         if self.process is not None:
             return self.process.sentinel
-        assert self._liveness is not None
-        return self._liveness.fileno()
+        assert self._ended is not None
+        return self._ended.fileno()
 
     def attach(self, connection: WorkerConnection) -> None:
         """Use ``connection`` from now on."""
@@ -65,7 +70,11 @@ class ConnectedWorker(WorkerHandle):
             self.send(command, argument)
 
     def send(self, command: str, argument: Any) -> None:
-        """Send a command; ``ConnectionPool.poll`` reports a worker that has ended."""
+        """Send a command; ``ConnectionPool.poll`` reports a worker that has ended.
+
+        Raises:
+            ValueError: the command is too large for one message; only ``build`` may be.
+        """
         if self.connection is None:
             self._commands.append((command, argument))
             return
@@ -73,6 +82,11 @@ class ConnectedWorker(WorkerHandle):
             self.connection.send(command, argument)
         except ConnectionError:
             return
+        except ValueError as error:
+            raise ValueError(
+                f"the policy (with create_env_fn) is too large to be sent to a worker ({len(argument[0])} bytes, "
+                "1 GiB at most): give a policy_factory"
+            ) from error
 
     def exit_reason(self) -> str:
         """Return how the worker has ended, as the predicate of a sentence; wait for the end of its process."""
@@ -88,12 +102,13 @@ class ConnectedWorker(WorkerHandle):
 
     def release(self) -> None:
         """Close the liveness connection, which ends a worker in another program. Idempotent."""
-        if self._liveness is not None:
+        if self._liveness is not None and self._ended is not None:
+            self._ended.close()
             self._liveness.close()
 
 
 class ConnectionPool(WorkerPool[ConnectedWorker]):
-    """Worker processes on this machine; waits for connections, messages and the ends of all of them at once.
+    """Workers with a connection each; waits for connections, messages and the ends of all of them at once.
 
     Args:
         count: number of workers to start.

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
+from collectors.exploration import level_of_caller
 from collectors.staleness import check_count
 from collectors.workers.group import WorkerGroup
 from collectors.workers.joining import JoinedBatch, Joiner, join
@@ -50,7 +51,7 @@ class SyncGathering:
             warnings.warn(
                 f"frames_per_batch={frames} does not divide by {workers} workers: each takes {share}, "
                 f"{share * workers} in all",
-                stacklevel=4,  # the call that constructs the collector
+                stacklevel=level_of_caller(),
             )
         return share
 
@@ -80,11 +81,11 @@ class SyncGathering:
             RuntimeError: see ``admits``.
         """
         while True:  # again, if all participants have failed
-            participants = missing = group.wait_for_workers()
+            participants = to_collect = group.wait_for_workers()
             arrived: set[WorkerHandle] = set()
             joined: JoinedBatch | None = None
-            while missing:
-                for worker in missing:
+            while to_collect:
+                for worker in to_collect:
                     group.collect(worker, 0)
                 joined = joined or self._begin(participants)  # while the workers collect
                 while not arrived >= set(participants).intersection(group.active_workers):
@@ -94,8 +95,8 @@ class SyncGathering:
                         arrived.add(received[0])
                         joined.add(received[0])
                 present = [worker for worker in participants if worker in arrived]
-                missing = [worker for worker in present if not admits(worker.batches[0], worker.worker_idx)]
-                arrived.difference_update(missing)
+                to_collect = [worker for worker in present if not admits(worker.batches[0], worker.worker_idx)]
+                arrived.difference_update(to_collect)
             if joined is not None and len(arrived) == len(participants):
                 return joined.batch
             if arrived:
@@ -111,8 +112,7 @@ class AsyncGathering:
     """Workers collect without a pause; a batch is the next one that any worker has completed.
 
     Args:
-        run_ahead: batches that a worker begins, at most, before the trainer has taken the one before them; with 1, one
-            is filled while another waits to be taken.
+        run_ahead: how many further batches a worker may begin while a finished one waits for the trainer.
 
     Raises:
         TypeError: it is not a whole number.

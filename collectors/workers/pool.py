@@ -81,7 +81,8 @@ class WorkerPool(ABC, Generic[W]):
     ``ask`` by ``answer``, ``connect`` by ``connected``, ``collect`` by ``batch``. A worker executes its commands in
     order.
 
-    Methods are called by one thread at a time, which holds the collector's ``GatherLock``.
+    Methods are called by one thread at a time, which holds the collector's ``GatherLock``, except while the collector
+    is being made, when there is one thread.
 
     Attributes:
         workers: all workers that were not discarded.

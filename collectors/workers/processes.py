@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectors.worker import exit_with_process, ignore_interrupts
+from collectors.worker import exit_with_process, set_worker_signals
 from collectors.workers.pool import SHUTDOWN_GRACE
 from collectors.workers.server_cleanup import folder_named
 
@@ -70,7 +70,7 @@ def _context() -> BaseContext:
 
 
 def _run(target: Callable[..., None], trainer: int, environment: Mapping[str, str], arguments: tuple[Any, ...]) -> None:
-    ignore_interrupts()
+    set_worker_signals()
     exit_with_process(trainer)
     os.environ.clear()
     os.environ.update(environment)  # the fork server has the environment of the time when it was started

@@ -6,7 +6,7 @@ States of a worker index::
 
 A worker that dies, raises or does not answer leaves these states. Once all workers have been active:
 
-    on_worker_failure=restart   WAITING ──after a pause──▶ BUILDING
+    on_worker_failure=restart   RESTART_DUE ──after a pause──▶ BUILDING
     on_worker_failure=drop      DROPPED, final
     on_worker_failure=raise     the failure is raised; so is any failure before all workers have been active, and a
                                 replacement that finds no place in time
@@ -177,7 +177,7 @@ class WorkerState(Enum):
     READY = auto()
     CONNECTING = auto()
     ACTIVE = auto()
-    WAITING = auto()
+    RESTART_DUE = auto()
     DROPPED = auto()
 
 
@@ -191,9 +191,9 @@ class WorkerRecord:
         backoff: the delays of restarts.
         worker: the current worker, if there is one.
         state: see the module's docstring.
-        pending: number of answers that the worker owes.
+        answers_owed: number of answers that the worker owes.
         waiting_since: when the worker last answered, or began to owe an answer; ``time.monotonic``.
-        restart_at: when a waiting worker is restarted; ``time.monotonic``.
+        restart_at: when a worker is restarted that is due; ``time.monotonic``.
         num_envs: number of environments of one worker.
         frames: delivered in all, including those of an earlier run.
     """
@@ -203,7 +203,7 @@ class WorkerRecord:
     backoff: RestartBackoff
     worker: WorkerHandle | None
     state: WorkerState = WorkerState.BUILDING
-    pending: int = 0
+    answers_owed: int = 0
     waiting_since: float = 0.0
     restart_at: float = 0.0
     num_envs: int = 0

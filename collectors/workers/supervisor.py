@@ -22,7 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerSupervisor:
-    """Executes what each event of a worker entails. All methods run under ``_lock``.
+    """Executes what each event of a worker entails.
+
+    All methods run under ``_lock``, except while the collector is being made, when there is one thread.
 
     Args:
         pool: the pool of started workers that were not told anything.
@@ -62,9 +64,9 @@ class WorkerSupervisor:
         """Send a command that has an answer; do nothing if the worker was replaced."""
         record = self._records[worker.worker_idx]
         if record.worker is worker:
-            if not record.pending:
+            if not record.answers_owed:
                 record.waiting_since = time.monotonic()
-            record.pending += 1
+            record.answers_owed += 1
             self.pool.send(worker, command, argument)
 
     def _step(self, wait_for_events: bool = True) -> None:
@@ -74,12 +76,11 @@ class WorkerSupervisor:
             NotConnected: another thread has raised a failure, or has shut the collector down.
             WorkerDied, WorkerFailed, SyncTimeout: a failure that the policy raises, or ``interrupt``'s time is over.
         """
-        if self.closing:
-            raise wsync.NotConnected("this collector has been shut down")
+        self._require_open()
         if self.ended_by_failure:
             raise wsync.NotConnected("a worker's failure was raised in another thread, and has ended this collector")
         for record in self._records:
-            if record.state is WorkerState.WAITING and record.restart_at <= time.monotonic():
+            if record.state is WorkerState.RESTART_DUE and record.restart_at <= time.monotonic():
                 self._restart(record)
         self._poll(self._time_left() if wait_for_events and not self._events else 0.0)
         self._handle_events()
@@ -91,6 +92,10 @@ class WorkerSupervisor:
             self._fail(record, FailureCause(wsync.SyncTimeout, record.index, detail))
         if self._stop_at is not None and time.monotonic() >= self._stop_at and not self._batches:
             raise wsync.SyncTimeout("asked to stop, and the batch under way is not complete")
+
+    def _require_open(self) -> None:
+        if self.closing:
+            raise wsync.NotConnected("this collector has been shut down")
 
     def _poll(self, timeout: float | None) -> list[Event]:
         """Receive events, to be handled later; none of a worker that has ended and is not handled yet."""
@@ -107,7 +112,11 @@ class WorkerSupervisor:
         Args:
             worker: the worker.
             patience: seconds to wait for the message of a worker that has not ended.
+
+        Raises:
+            NotConnected: another thread has shut the collector down.
         """
+        self._require_open()  # ``close`` does not wait for this thread without end
         deadline = time.monotonic() + patience
         while not any(event.worker is worker and event.kind in _ENDED for event in self._events):
             left = 0.0 if wait([worker.sentinel], 0.0) else max(0.0, deadline - time.monotonic())
@@ -119,14 +128,14 @@ class WorkerSupervisor:
     def _time_left(self) -> float | None:
         """Seconds until the next deadline or restart; None if there is none."""
         limit = self.failure_policy.worker_timeout
-        times = [record.waiting_since + limit for record in self._records if record.pending and limit is not None]
-        times += [record.restart_at for record in self._records if record.state is WorkerState.WAITING]
+        times = [record.waiting_since + limit for record in self._records if record.answers_owed and limit is not None]
+        times += [record.restart_at for record in self._records if record.state is WorkerState.RESTART_DUE]
         times += [] if self._stop_at is None else [self._stop_at]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _late(self) -> list[WorkerRecord]:
         now, limit = time.monotonic(), self.failure_policy.worker_timeout
-        waiting = [record for record in self._records if record.pending]
+        waiting = [record for record in self._records if record.answers_owed]
         return [] if limit is None else [record for record in waiting if now >= record.waiting_since + limit]
 
     def _handle_events(self) -> None:
@@ -141,7 +150,7 @@ class WorkerSupervisor:
         record.waiting_since = time.monotonic()
         if kind == "part":
             return
-        record.pending -= 1
+        record.answers_owed -= 1
         if kind == "batch":
             record.backoff.delivered()
             index: int = value
@@ -182,7 +191,7 @@ class WorkerSupervisor:
             self.ended_by_failure = True
             raise cause.error()
         self.failures.failed[index] += 1
-        worker, record.worker, record.pending = record.worker, None, 0
+        worker, record.worker, record.answers_owed = record.worker, None, 0
         if worker is not None:
             self.pool.discard(worker)  # before the schemes: a stopped process could still be within an update
             for scheme in self.schemes.values():
@@ -211,7 +220,7 @@ class WorkerSupervisor:
             window = f"{self.failure_policy.restart_window:g} s"
             often = f"more than {self.failure_policy.max_restarts} times within {window} or since its last batch"
             raise cause.error(f"worker {record.index} has failed {often}; the last time: ")
-        record.state, record.restart_at = WorkerState.WAITING, time.monotonic() + pause
+        record.state, record.restart_at = WorkerState.RESTART_DUE, time.monotonic() + pause
         return f"it is restarted in {pause:g} s"
 
     def _restart(self, record: WorkerRecord) -> None:

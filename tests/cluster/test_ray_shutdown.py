@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
+from forking import idle_child
 from tensordict import TensorDict
 from torch import nn
 
@@ -76,3 +78,14 @@ def test_what_ray_shutdown_has_ended_says_so_and_lets_the_next_ray_be() -> None:
         of_the_other_ray.shutdown()
     assert ray.is_initialized()
     ray.shutdown()
+
+
+def test_a_cluster_ends_while_a_forked_child_of_its_trainer_lives() -> None:
+    cluster = Cluster("local")
+    with idle_child():
+        closing = threading.Thread(target=cluster.close)
+        closing.start()
+        closing.join(60.0)
+        waited = closing.is_alive()
+    closing.join()
+    assert not waited

@@ -208,6 +208,19 @@ def test_a_restarted_worker_uses_the_same_actor(rewards: RayModuleTransform) -> 
             collector.update_policy_weights_(weights_dict={"policy": policy(), path: scaled(8.0)})
 
 
+def test_an_update_with_the_module_ends_the_collector_of_a_dead_worker(
+    rewards: RayModuleTransform,
+) -> None:
+    path = "env.transform[0].module"
+    collector = collector_with(MultiSyncCollector, path, [rewards] * 2)
+    other, victim = (os.pidfd_open(worker.process.pid) for worker in collector.remote_workers)
+    collector.remote_workers[1].process.kill()
+    assert has_ended(victim)
+    with pytest.raises(wsync.WorkerDied, match="worker 1"):
+        collector.update_policy_weights_(weights_dict={"policy": policy(), path: scaled(2.0)})
+    assert collector.closed and has_ended(other)
+
+
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
 def test_a_path_without_a_transform_in_an_actor_is_an_error_that_says_so(rewards: RayModuleTransform, cls: Any) -> None:
     own = ModuleTransform(Scaled(), REWARD, REWARD)

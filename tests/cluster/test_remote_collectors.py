@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,6 +25,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from forking import fork_idle_child, idle_child
 from listening import LOOPBACK_6, listening
 from ray_workers import START_TIMEOUT
 from stopping import stop
@@ -43,6 +45,7 @@ from collectors.distributed import (
     tcp_worker,
     torchrun,
 )
+from collectors.workers.pool import SHUTDOWN_GRACE
 from wsync import listen_on
 from wsync.control import Address
 
@@ -442,6 +445,82 @@ def test_workers_that_others_start_join(caplog, monkeypatch):
             starter.refused.result(10)
 
 
+class Joiner(logging.Handler):
+    """Starts one worker, as another program would, as soon as the trainer says where it listens."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+
+    def emit(self, record):
+        host, port = record.getMessage().split()[2].split(":")
+        address = Address(host, int(port), os.environ["WSYNC_AUTHKEY"].encode())
+        context = multiprocessing.get_context("forkserver")
+        self.worker = context.Process(target=tcp_worker.join, args=(address, -1, 60.0))
+        self.worker.start()
+
+
+def collect_by_joining(env):
+    """A collector and its worker, which has joined it."""
+    logger, joiner = logging.getLogger("collectors"), Joiner()
+    logger.setLevel("INFO")
+    logger.addHandler(joiner)
+    try:
+        return collect_with("tcp", workers=1, launcher="join", env=env, worker_timeout=20.0), joiner.worker
+    finally:
+        logger.removeHandler(joiner)
+        logger.setLevel("NOTSET")
+
+
+class Forking(Pids):
+    """Its first observation is the process that it has forked, which stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = fork_idle_child()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.full(4, self.child, np.float64), {}
+
+
+def test_a_worker_that_has_joined_and_dies_is_noticed_while_its_forked_child_lives(monkeypatch):
+    monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
+    monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 0.5)  # for messages that are on their way
+    collector, worker = collect_by_joining(Forking)
+    with collector:
+        children = pids_of(next(collector)) - {worker.pid}
+        try:
+            worker.kill()
+            with pytest.raises(wsync.WorkerDied, match=rf"process {worker.pid} .*is gone"):
+                next(collector)
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+
+
+def trainer_that_is_killed(pids):
+    """Be a trainer that is killed, and whose forked child stays."""
+    os.environ["WSYNC_AUTHKEY"] = "a secret of ours"
+    collector, worker = collect_by_joining(cartpole)
+    next(collector)
+    pids.send((worker.pid, fork_idle_child()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_has_joined_ends_with_its_trainer_while_the_trainers_forked_child_lives():
+    reading, writing = multiprocessing.Pipe()
+    trainer = multiprocessing.get_context("forkserver").Process(target=trainer_that_is_killed, args=(writing,))
+    trainer.start()
+    pids = worker, _ = reading.recv()
+    try:
+        trainer.join()
+        assert ends(worker)
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 def test_workers_that_do_not_join_are_named(monkeypatch):
     monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
     with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 0, 1 did not join within 0.2 s"):
@@ -518,6 +597,14 @@ def test_a_rank_0_that_is_not_there_is_an_error_that_says_where(monkeypatch):
 
 
 # --- RPC ---
+
+
+def test_workers_end_at_once_while_a_forked_child_of_their_trainer_lives():
+    collector = collect_with("rpc")
+    with idle_child():
+        began = time.monotonic()
+        collector.shutdown()
+        assert time.monotonic() - began < SHUTDOWN_GRACE
 
 
 def member(rank, path):

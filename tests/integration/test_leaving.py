@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -153,3 +154,30 @@ def test_a_trainer_exits_cleanly_if_its_worker_died_while_connecting(tmp_path: P
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
+
+
+INTERRUPTED = """
+import sys
+from collectors import GymEnv, MultiSyncCollector
+from collectors.workers.group import WorkerGroup
+
+
+def interrupt(group):
+    WorkerGroup.close = close
+    raise KeyboardInterrupt
+
+
+close, WorkerGroup.close = WorkerGroup.close, interrupt
+sys.kept = collector = MultiSyncCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=8)
+try:
+    collector.shutdown()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_what_ctrl_c_has_left_of_a_collector_in_its_shutdown_ends_with_the_program(tmp_path: Path) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(INTERRUPTED, encoding="utf-8")
+    done = run_program(script, folder=tmp_path, timeout=60.0, PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")

@@ -1,8 +1,9 @@
-"""A worker is late if its answer is missing, not if its answer was not read yet."""
+"""A group of workers without processes: which of them are late, and an update that the end overtakes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -43,13 +44,14 @@ class ScriptedPool(WorkerPool[FakeWorker]):
         self.workers = []
 
 
-def start(*script: list[tuple[int, str]]) -> None:
+def start(*script: list[tuple[int, str]], update: Callable[[WorkerGroup], object] = lambda _: None) -> None:
     """Start with a timeout of nothing: every worker without an answer is late."""
-    group = WorkerGroup(ScriptedPool(*script), FailurePolicy(worker_timeout=1e-9), {}, Failures())
+    group = WorkerGroup(ScriptedPool(*script), FailurePolicy("drop", worker_timeout=1e-9), {}, Failures())
     options = [WorkerOptions(worker_idx=i, frames=1, buffers=1) for i in range(2)]
     try:
         group.build([b"", b""], options)
         group.connect()
+        update(group)
     finally:
         group.close()
 
@@ -61,3 +63,19 @@ def test_a_worker_that_answers_while_another_is_handled_is_not_late() -> None:
 def test_a_worker_without_an_answer_is_named() -> None:
     with pytest.raises(wsync.SyncTimeout, match="worker 1 did not answer"):
         start([(0, "ready")])
+
+
+def test_an_update_that_the_shutdown_overtakes_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collectors.workers.group._CLOSE_GRACE", 0.0)
+
+    def update(group: WorkerGroup) -> None:
+        def send(_weights: object, _workers: object) -> None:
+            closing = threading.Thread(target=group.close)
+            closing.start()
+            closing.join()
+            raise wsync.WorkerDied("they were killed", {0: "killed", 1: "killed"})
+
+        with pytest.raises(wsync.NotConnected, match="has been shut down"):
+            group.deliver(send, None, None)
+
+    start([(0, "ready"), (1, "ready")], [(0, "connected"), (1, "connected")], update=update)
