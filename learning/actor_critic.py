@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,15 +62,6 @@ class ActorCritic(ABC):
             Diverged: a loss or the gradient is not finite; the networks are unusable.
             ValueError: an action mask in the batch allows no action.
         """
-
-    def renormalized(self, batch: TensorDictBase, update_statistics: Callable[[], None]) -> TensorDictBase:
-        """Call `update_statistics`, which changes how observations are normalised; return `batch`, for `update`.
-
-        For an algorithm that compares the policy with itself as it was before the update, the log-probabilities of the
-        actions are those under the new statistics; for others they stay those of the policy that acted.
-        """
-        update_statistics()
-        return batch
 
     def _scheduled(self, first: float, final: float) -> float:
         """Return the value, after ``frames``, that falls linearly from `first` to `final` over ``anneal_frames``."""

@@ -178,10 +178,11 @@ class Training:
         return status
 
     def _learn(self, batch: TensorDictBase) -> Mapping[str, float]:
-        """Update the statistics of observations, and learn from the batch with these.
+        """Learn from a batch and update the statistics of observations, which then travel with the new weights.
 
-        If they changed after the update instead, the policy that acts next would not be the one that was learnt: on
-        Hopper, returns after 100,000 frames were then no better than without normalisation.
+        The batch is learnt from with the statistics before this update, because workers acted with these (or with
+        older ones, in asynchronous collection). Only the first batch sets them beforehand: until then observations are
+        not normalised.
         """
         observations, mask = self.observations, batch.get("mask", None)
         if mask is not None and not mask.any():  # of one step, in which all environments were reset
@@ -189,13 +190,13 @@ class Training:
         if observations is not None and not zero_gaps(batch).get("observation").isfinite().all():  # they are clipped
             env = self.facts.get("env")
             raise Diverged(f"the batch has observations that are not finite: check the environment {env}")
-        if observations is not None:
-            update = partial(observations.update, batch.get("observation"), mask)
-            if isinstance(self.learner, ActorCritic):
-                batch = self.learner.renormalized(batch, update)
-            else:
-                update()
-        return self.learner.update(self.rewards(batch))
+        first = observations is not None and observations.is_new
+        if observations is not None and first:
+            observations.update(batch.get("observation"), mask)
+        learning = self.learner.update(self.rewards(batch))
+        if observations is not None and not first:
+            observations.update(batch.get("observation"), mask)
+        return learning
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as tensors and plain values."""

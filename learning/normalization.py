@@ -79,6 +79,11 @@ class ObservationNormalizer(nn.Module):
             part = observation.get(path) if isinstance(observation, TensorDictBase) else observation
             moments.update(part.reshape(-1, *moments.mean.shape) if mask is None else part[mask])
 
+    @property
+    def is_new(self) -> bool:
+        """Whether there was no update yet."""
+        return any(moments.count.item() == 0 for moments in self._moments())
+
     def _moments(self) -> list[Moments]:
         return [one for one in self.moments if isinstance(one, Moments)]
 

@@ -135,29 +135,6 @@ class PPO(ActorCritic):
         return stats | {"epochs": float(len(passes)), "lr": lr, "clip": clip}
 
     @torch.no_grad()
-    def renormalized(self, batch: TensorDictBase, update_statistics: Callable[[], None]) -> TensorDictBase:
-        """See ActorCritic: otherwise the ratio that is clipped would measure the statistics, not the gradient steps.
-
-        The log-probabilities change by as much as those under the present policy do.
-        """
-        batch = zero_gaps(batch)
-        before = self._log_prob(batch)
-        update_statistics()
-        return batch.copy().set("action_log_prob", batch.get("action_log_prob") + self._log_prob(batch) - before)
-
-    def _log_prob(self, batch: TensorDictBase) -> Tensor:
-        """Return the log-probabilities of the actions of a batch ``[*B, T]`` under the policy as it is."""
-        observation, action, state = batch.get("observation"), batch.get("action"), batch.get(STATE, None)
-        if state is None:
-            assert isinstance(self.policy, Policy)
-            return self.policy.distribution(observation).log_prob(action)
-        assert isinstance(self.policy, RecurrentPolicy)
-        is_init = batch.get("is_init").squeeze(-1)
-        parameters, _ = self.policy.sequence(*(as_sequences(x, batch.ndim) for x in (observation, state, is_init)))
-        distribution = self.policy.from_parameters(parameters)
-        return distribution.log_prob(as_sequences(action, batch.ndim)).reshape(batch.shape)
-
-    @torch.no_grad()
     def _prepare(self, batch: TensorDictBase) -> tuple[Frames, dict[str, float]]:
         """Return the frames of a batch with advantages and targets, and statistics of the values before the update."""
         observation, step = batch.get("observation"), batch.get("next")
