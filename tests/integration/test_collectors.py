@@ -513,9 +513,10 @@ def test_a_path_that_leads_nowhere_in_an_environment_says_how_far_it_leads():
 def test_a_policy_that_is_too_large_for_a_message_is_an_error_that_says_so(monkeypatch):
     monkeypatch.setattr("wsync.control.connection._MAX_PAYLOAD", 100_000)
     large = TensorDictModule(nn.Linear(4, 10_000), in_keys=["observation"], out_keys=["action"])
+    before = {*multiprocessing.active_children()}
     with pytest.raises(ValueError, match=r"policy .* too large .* \(\d{6} bytes, 1 GiB at most\): give"):
         multi(trained=large)
-    assert not multiprocessing.active_children()
+    assert {*multiprocessing.active_children()} <= before
 
 
 class Disconnected(Broken):
