@@ -11,13 +11,13 @@ from wsync.gate import process_gate
 from wsync.receiving import prepared_updates
 from wsync.receiving.events import CheckLayout, Event, Prepare
 from wsync.receiving.updating import ModelUpdater
-from wsync.sending.protocols import SilentWorkers
+from wsync.sending.protocols import ConnectionlessChannel
 from wsync.types import Ack, Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
 
-class InProcessChannel(SilentWorkers):
+class InProcessChannel(ConnectionlessChannel):
     """A ``TransactionChannel`` and a ``ReceiveChannel`` at once; worker 0 is this process.
 
     Weights are packed into one private buffer, and copied from there into the model inside the gate. Every method is

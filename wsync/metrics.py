@@ -26,7 +26,7 @@ class SyncMetrics:
 
     Args:
         scheme: its name in configs (``"shared_mem"``).
-        keep: the number of newest updates whose cost is kept, for percentiles.
+        keep: for how many of the newest updates the cost is kept, for percentiles.
 
     Attributes:
         updates: how many there were.

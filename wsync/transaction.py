@@ -52,7 +52,7 @@ def _for_all(parts: Sequence[Transaction], decide: Callable[[Transaction], None]
     for index, part in enumerate(parts):
         try:
             decide(part)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: all models or none
             try:
                 decide(part)
             finally:

@@ -499,7 +499,7 @@ def test_a_worker_that_has_joined_and_dies_is_noticed_while_its_forked_child_liv
 
 
 def trainer_that_is_killed(pids):
-    """Be a trainer that is killed, and whose forked child stays."""
+    """A trainer that is killed while a forked child of it goes on running."""
     os.environ["WSYNC_AUTHKEY"] = "a secret of ours"
     collector, worker = collect_by_joining(cartpole)
     next(collector)

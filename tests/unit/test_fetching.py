@@ -124,17 +124,17 @@ def test_a_pull_ends_with_a_sender_that_dies_silently() -> None:
             outcome.get(TIMEOUT)
 
 
+def act(model: nn.Module, ended: threading.Event) -> None:
+    while not ended.is_set():
+        model(model.weight)
+
+
 @pytest.mark.usefixtures("silent_death")
 def test_a_forward_that_waits_goes_on_without_a_sender_that_dies_silently() -> None:
     silent, requested = Silent(), threading.Event()
     with connected(silent, timeout=None, initiator="receiver", max_staleness=0) as (_, model):
-
-        def act() -> None:
-            while not requested.is_set():
-                model(model.weight)
-
         silent.name_a_version()
-        thread = threading.Thread(target=act, daemon=True)
+        thread = threading.Thread(target=act, args=(model, requested), daemon=True)
         thread.start()
         silent.await_request()
         requested.set()
@@ -145,13 +145,8 @@ def test_a_forward_that_waits_goes_on_without_a_sender_that_dies_silently() -> N
 def test_each_thread_that_acts_waits_for_the_version_that_it_needs() -> None:
     silent, requested = Silent(), threading.Event()
     with connected(silent, timeout=None, initiator="receiver", max_staleness=0) as (worker, model):
-
-        def act() -> None:
-            while not requested.is_set():
-                model(model.weight)
-
         silent.name_a_version()
-        threads = [threading.Thread(target=act, daemon=True) for _ in range(2)]
+        threads = [threading.Thread(target=act, args=(model, requested), daemon=True) for _ in range(2)]
         for thread in threads:
             thread.start()
             silent.await_request()
@@ -159,6 +154,7 @@ def test_each_thread_that_acts_waits_for_the_version_that_it_needs() -> None:
         worker.shutdown()
         for thread in threads:
             thread.join(TIMEOUT)
+        assert not any(thread.is_alive() for thread in threads)
 
 
 @contextmanager

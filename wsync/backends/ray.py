@@ -183,7 +183,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
             try:
                 self._publisher = ObjectPublisher(mailbox_name(self._address.token))
-            except BaseException:
+            except BaseException:  # also Ctrl-C: init_on_sender can be called again
                 self.shutdown()
                 raise
 

@@ -198,7 +198,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             if not source.changes_weights:
                 try:
                     source.shared_buffers = role.sender.channel.share_registered(snapshot(registered).tensors)
-                except BaseException:
+                except BaseException:  # also Ctrl-C: init_on_sender can be called again
                     self.shutdown()
                     raise
 

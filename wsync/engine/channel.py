@@ -18,7 +18,7 @@ from wsync.engine.protocol import PauseMode
 from wsync.engine.sending import RESUME_TIMEOUT, EngineThread, Job
 from wsync.engine.transfers import MakeTransfer
 from wsync.errors import SyncTimeout, WorkerDied, WorkerFailed
-from wsync.sending.protocols import SilentWorkers
+from wsync.sending.protocols import ConnectionlessChannel
 from wsync.transforms.delta import Delta
 from wsync.types import Ack
 from wsync.weights.binding import require_no_extra
@@ -28,7 +28,7 @@ from wsync.weights.packing import Buffer, BufferPool
 _PROBE = 2.0  # seconds for the first request to an engine, before the next engine is asked
 
 
-class EngineSendChannel(SilentWorkers):
+class EngineSendChannel(ConnectionlessChannel):
     """A ``SendChannel`` to engines, its workers: HTTP servers that the user has started.
 
     All methods are called under the sender's lock, except ``_done``, which the engines' threads call.

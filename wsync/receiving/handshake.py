@@ -140,7 +140,7 @@ class ReaderFactory:
             if settings.arena_handle is not None:
                 connection.send(Message(Kind.ROUTE, worker, int(files is not None)))  # see ``Kind.ROUTE``
             return None if files is None else WorkerArena(settings.workers, files)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the descriptors have no other owner yet
             for descriptor in files or ():
                 os.close(descriptor)
             raise

@@ -119,8 +119,8 @@ class SendChannel(Protocol):
         ...
 
 
-class SilentWorkers:
-    """What a ``SendChannel`` lacks whose workers neither connect nor send messages by themselves."""
+class ConnectionlessChannel:
+    """Base of a ``SendChannel`` without connections to workers: these methods have nothing to do."""
 
     def pop_unawaited_join(self, worker: int) -> int | None:
         """See ``SendChannel``: a worker is only connected when it is awaited."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from wsync.checksum import checksum_of
 from wsync.control.settings import dump_tensor_layout
-from wsync.sending.protocols import SilentWorkers
+from wsync.sending.protocols import ConnectionlessChannel
 from wsync.store.versions import StoredDifference, VersionStore
 from wsync.transforms.delta import Delta
 from wsync.types import Ack
@@ -34,7 +34,7 @@ def publish(
     store.publish(version, tensors, settings, checksum_of(buffer.flat, b""), difference)
 
 
-class StoreSendChannel(SilentWorkers):
+class StoreSendChannel(ConnectionlessChannel):
     """A ``SendChannel`` without connections: workers read the store.
 
     Args:
