@@ -131,6 +131,10 @@ class InProcessChannel(ConnectionlessChannel):
         """See ``ReceiveChannel``: it is this process."""
         return True
 
+    def sender_has_ended(self) -> bool:
+        """See ``ReceiveChannel``."""
+        return False
+
     def poll_update(self) -> Update | None:
         """See ``ReceiveChannel``."""
         update, self._pending = self._pending, None

@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -114,6 +115,40 @@ def test_a_worker_that_connects_to_another_trainer_counts_versions_anew() -> Non
                     sender.send(model_of(value))
                     assert worker.receive(TIMEOUT) is not None and worker.version == version
                     assert weights_of(worker) == [value] * 2
+
+
+def test_a_worker_connects_to_another_trainer_before_it_has_read_that_the_first_one_has_shut_down() -> None:
+    loading, release = threading.Event(), threading.Event()
+
+    def load(*_: object) -> None:  # in the receiver thread, which reads nothing meanwhile
+        loading.set()
+        release.wait(TIMEOUT)
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own_client = TCPStore("127.0.0.1", store.port, is_master=False)
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        other = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT))
+        other.init_on_sender("policy", num_workers=1)
+        connect(other.connect, stack.enter_context(make_worker(other, 0, load=load)))
+        worker = stack.enter_context(wsync.DistributedWeightSyncScheme(store=own_client, timeout=TIMEOUT))
+        worker.init_on_receiver("policy", model=model_of(0), worker_idx=0)
+        for value in (1, 2):
+            sender = stack.enter_context(wsync.DistributedWeightSyncScheme(store=store, timeout=TIMEOUT))
+            sender.init_on_sender("policy", num_workers=1)
+            connected = [pool.submit(sender.connect), pool.submit(worker.connect)]
+            if value == 2:
+                with pytest.raises(FutureTimeout):  # it waits for the receiver thread
+                    connected[1].result(0.2)
+                release.set()
+            for one in connected:
+                one.result(TIMEOUT)
+            sender.send(model_of(value))
+            assert worker.receive(TIMEOUT) is not None and weights_of(worker) == [value] * 2
+            if value == 1:
+                sending = pool.submit(other.send, model_of(1))
+                loading.wait(TIMEOUT)
+                sender.shutdown()
+        sending.result(TIMEOUT)
 
 
 def replace_the_first_two(sender: wsync.WeightSyncScheme, stack: ExitStack, *, reported: bool) -> list[Any]:

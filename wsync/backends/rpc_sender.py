@@ -86,6 +86,10 @@ class RpcWorkerConnection(RpcConnection):
         """See ``Connection``: the descriptors tell."""
         return True
 
+    def has_ended(self) -> bool:
+        """See ``Connection``: of workers only."""
+        return False
+
     def close(self) -> None:
         """See ``Connection``."""
         if self._inbox.fileno() < 0:

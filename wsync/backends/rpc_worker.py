@@ -150,6 +150,10 @@ class RpcSenderConnection(RpcConnection):
         except RuntimeError as error:
             return _has_timed_out(error)  # slow or stopped, but reachable
 
+    def has_ended(self) -> bool:
+        """See ``Connection``."""
+        return not self.peer_is_alive()
+
     def close(self) -> None:
         """See ``Connection``."""
         self._peer.close()

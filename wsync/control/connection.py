@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import select
 import socket
 import struct
 import weakref
@@ -21,6 +22,7 @@ from wsync.control.messages import HEADER_SIZE, Message, payload_length, unpack
 from wsync.control.outbox import Outbox
 from wsync.control.receiver_thread import MessageHandler, receiver_thread
 from wsync.control.tcp_watch import tcp_watch
+from wsync.deadlines import NOW, wait_readable
 from wsync.errors import NotConnected
 
 # SO_RCVTIMEO, SO_SNDTIMEO: after 5 s without progress a receive fails, and a send tries again.
@@ -223,6 +225,15 @@ class SocketConnection:
     def peer_is_alive(self) -> bool:
         """See ``Connection``. Always True: the receiver thread notices a death by itself."""
         return True
+
+    def has_ended(self) -> bool:
+        """See ``Connection``."""
+        descriptor = self._socket.fileno()
+        if descriptor < 0:
+            return True
+        poller = select.poll()
+        poller.register(descriptor, select.POLLRDHUP)
+        return bool(poller.poll(0)) or bool(wait_readable(self._peer.descriptors, NOW))
 
     def close(self) -> None:
         """See ``Connection``."""

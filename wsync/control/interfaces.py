@@ -100,7 +100,14 @@ class Connection(Protocol):
     def peer_is_alive(self) -> bool:
         """Return whether the peer is alive, if its exit makes no descriptor readable (RPC); otherwise always True.
 
-        Polled by threads that wait in ``receive``, ``pull`` or before a forward, and asked by ``connect``.
+        Polled by threads that wait in ``receive``, ``pull`` or before a forward.
+        """
+        ...
+
+    def has_ended(self) -> bool:
+        """Return whether the peer has closed the connection or exited; what it sent before may not be read yet.
+
+        Called by ``connect`` in a worker that is connected already.
         """
         ...
 

@@ -157,6 +157,10 @@ class WorkerSideChannel:
         """See ``ReceiveChannel``."""
         return self._connection is None or self._connection.peer_is_alive()
 
+    def sender_has_ended(self) -> bool:
+        """See ``ReceiveChannel``."""
+        return self._connection is not None and self._connection.has_ended()
+
     def receive_event(self) -> Event | None:
         """See ``ReceiveChannel``."""
         message = self._unread.popleft() if self._unread else self._open().receive()

@@ -94,6 +94,13 @@ class ReceiveChannel(Protocol):
         """
         ...
 
+    def sender_has_ended(self) -> bool:
+        """Return whether the sender has closed the connection; what it sent before may not be read yet.
+
+        Called by ``connect`` in a worker that is connected already, outside the gate.
+        """
+        ...
+
     def poll_update(self) -> Update | None:
         """Return the version to install before the next forward; None if it is installed.
 

@@ -230,6 +230,10 @@ class StoreReceiveChannel:
         """See ``ReceiveChannel``: a store outlives its trainer."""
         return True
 
+    def sender_has_ended(self) -> bool:
+        """See ``ReceiveChannel``."""
+        return False
+
     def poll_update(self) -> Update | None:
         """See ``ReceiveChannel``. The update stays staged until it is installed: a signal handler may raise."""
         with self._lock:
