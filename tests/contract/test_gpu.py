@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from backends import BuiltIn
+from torch import Tensor, nn
 
-from wsync.testing.models import Small
+import wsync
+from wsync.testing.models import Small, fill
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TIMEOUT = 20.0
 
 
 def on_gpu() -> Small:
@@ -20,3 +29,52 @@ def test_updates_between_gpus(backend: BuiltIn) -> None:
         for value in (2.0, 3.0):
             session.send(value)
             assert session.outputs() == [value] * len(session.workers)
+
+
+class Slow(nn.Module):
+    """Its kernels read one weight, and the other one long after Python has left the forward."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.full((64,), value)) for _ in range(2))
+
+    def forward(self) -> Tensor:
+        first = self.first + 0
+        torch.cuda._sleep(300_000_000)  # cycles: a tenth of a second and more
+        return torch.cat([first, self.second])
+
+
+@contextmanager
+def both_ends(sent: nn.Module, received: nn.Module) -> Iterator[wsync.WeightSyncScheme]:
+    """A sender with one worker, both in this process."""
+    with wsync.MultiProcessWeightSyncScheme(timeout=TIMEOUT) as sender:
+        sender.init_on_sender("policy", model=sent, num_workers=1)
+        with pickle.loads(pickle.dumps(sender)) as worker:
+            worker.init_on_receiver("policy", model=received, worker_idx=0)
+            connecting = threading.Thread(target=worker.connect)
+            connecting.start()
+            sender.connect()
+            connecting.join()
+            yield sender
+
+
+def test_an_update_waits_for_the_kernels_of_a_forward_on_any_stream() -> None:
+    sent, received = Slow(1.0).cuda(), Slow(0.0).cuda()
+    with both_ends(sent, received) as sender, torch.no_grad():
+        received()
+        for value in (2.0, 3.0):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                seen = received()
+            fill(sent, value)
+            sender.send()
+            assert seen.unique().tolist() == [value - 1]
+        assert received().unique().tolist() == [3.0]
+
+
+def test_memory_of_ended_schemes_can_be_used_again() -> None:
+    for value in range(20):
+        sent, received = fill(on_gpu(), value), fill(on_gpu(), -1)
+        with both_ends(sent, received) as sender:
+            sender.send()
+            assert all((parameter == value).all() for parameter in received.parameters())
+        gc.collect()

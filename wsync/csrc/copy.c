@@ -6,7 +6,9 @@
  * the last cache holds source and target, ordinary stores may never reach the memory. So both ways are measured.
  */
 
+#define _GNU_SOURCE /* sched_getaffinity */
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 #include "loops.h"
@@ -109,7 +111,14 @@ static void copy_together(const Part *whole, size_t threads)
             pthread_join(helpers[i], NULL);
 }
 
-/* Return the number of threads for a copy: half of PyTorch's, because few threads saturate the memory. 0 with an error. */
+static size_t cpus(void)
+{
+    cpu_set_t allowed;
+    return sched_getaffinity(0, sizeof allowed, &allowed) ? 1 : (size_t)CPU_COUNT(&allowed);
+}
+
+/* Return the number of threads for a copy; 0 with an error. Few threads saturate the memory, so it is half of PyTorch's
+ * number, but at least a quarter of the CPUs: PyTorch's number is meant for computations, and torchrun sets it to 1. */
 static size_t threads_for(size_t nbytes)
 {
     size_t most = nbytes / THREAD_SHARE < MAX_THREADS ? nbytes / THREAD_SHARE : MAX_THREADS;
@@ -120,7 +129,8 @@ static size_t threads_for(size_t nbytes)
     Py_XDECREF(number);
     if (PyErr_Occurred())
         return 0;
-    return half < 1 ? 1 : half < most ? half : most;
+    size_t quarter = cpus() / 4, wanted = half > quarter ? half : quarter;
+    return wanted < 1 ? 1 : wanted < most ? wanted : most;
 }
 
 /* What large copies of one size have cost, in nanoseconds per byte: [0] ordinary, [1] streaming. Only a thread that has

@@ -185,7 +185,7 @@ static int copy_by_torch(Installer *self, PyObject *views)
         PyList_SET_ITEM(to, i, Py_NewRef(tensor));
         PyList_SET_ITEM(from, i, Py_NewRef(view));
     }
-    int failed = !to || !from || called(PyObject_CallFunctionObjArgs(names.copy_all, to, from, NULL));
+    int failed = !to || !from || called(PyObject_CallFunctionObjArgs(names.copy_into_model, to, from, NULL));
     Py_XDECREF(to);
     Py_XDECREF(from);
     return failed ? -1 : 0;

@@ -125,7 +125,7 @@ extern struct Names {
     PyObject *phases[PHASES];
     PyObject *no_phases; /* {phase: 0.0} */
     PyObject *get_num_threads, *increment_version, *clear_autocast_cache; /* PyTorch's */
-    PyObject *copy_all;                                                   /* installer.copy_all */
+    PyObject *copy_into_model;                                            /* tensors.copy_into_model */
     PyObject *not_connected, *sync_timeout;                               /* errors */
     PyObject *is_neg, *is_conj, *is_inference, *poll_update, *leaving_gate, *on_readable, *data, *version;
     PyObject *announced_at, *waiting;

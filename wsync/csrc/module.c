@@ -18,7 +18,7 @@
 
 #include "loops.h"
 
-#define REVISION 15 /* of the interface; wsync/loops/__init__.py names the one that it expects */
+#define REVISION 16 /* of the interface; wsync/loops/__init__.py names the one that it expects */
 
 const DLPackExchange *dlpack;
 PyTypeObject *PackPlan_type, *TensorTree_type, *GateState_type, *Installer_type, *ArenaUpdate_type;
@@ -40,9 +40,9 @@ static int set_phases(PyObject *phases)
 
 static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *capsule, *types, *report, *phases, *threads, *increment, *autocast, *copy_all, *not_connected, *timeout;
+    PyObject *capsule, *types, *report, *phases, *threads, *increment, *autocast, *copy, *not_connected, *timeout;
     if (!PyArg_ParseTuple(args, "OO!O!O!OOOOOO:configure", &capsule, &PyTuple_Type, &types, &PyType_Type, &report,
-                          &PyTuple_Type, &phases, &threads, &increment, &autocast, &copy_all, &not_connected, &timeout))
+                          &PyTuple_Type, &phases, &threads, &increment, &autocast, &copy, &not_connected, &timeout))
         return NULL;
     const DLPackExchange *table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!table)
@@ -62,7 +62,7 @@ static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
     Py_XSETREF(names.get_num_threads, Py_NewRef(threads));
     Py_XSETREF(names.increment_version, Py_NewRef(increment));
     Py_XSETREF(names.clear_autocast_cache, Py_NewRef(autocast));
-    Py_XSETREF(names.copy_all, Py_NewRef(copy_all));
+    Py_XSETREF(names.copy_into_model, Py_NewRef(copy));
     Py_XSETREF(names.not_connected, Py_NewRef(not_connected));
     Py_XSETREF(names.sync_timeout, Py_NewRef(timeout));
     dlpack = table;
@@ -71,7 +71,7 @@ static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
 
 PyDoc_STRVAR(configure_doc,
              "configure(exchange_table, plain_types, report, phases, get_num_threads, increment_version,\n"
-             "clear_autocast_cache, copy_all, not_connected, sync_timeout): called once, before anything else is used.");
+             "clear_autocast_cache, copy_into_model, not_connected, sync_timeout): called once, before any other use.");
 static PyMethodDef functions[] = {
     {"configure", configure, METH_VARARGS, configure_doc},
     {NULL},

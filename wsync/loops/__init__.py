@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.loops.tensors import PLAIN_TYPES, copy_all
+from wsync.loops.tensors import PLAIN_TYPES, copy_into_model
 from wsync.types import PHASES, SyncReport
 
-_REVISION = 15  # of csrc/module.c
+_REVISION = 16  # of csrc/module.c
 
 
 def _load() -> ModuleType | None:
@@ -48,7 +48,7 @@ def _load() -> ModuleType | None:
         torch.get_num_threads,
         increment_version,
         torch.clear_autocast_cache,
-        copy_all,
+        copy_into_model,
         NotConnected,
         SyncTimeout,
     )

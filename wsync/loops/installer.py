@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wsync.loops.tensor_tree import TensorTree
-from wsync.loops.tensors import copy_all
+from wsync.loops.tensors import copy_into_model
 
 
 class Installer:
@@ -48,7 +48,7 @@ class Installer:
         if any(index >= len(views) for _, index in (*self._bound, *self._copied)):
             raise ValueError("fewer views than the model has tensors")
         if self._copied:
-            copy_all([tensor for tensor, _ in self._copied], [views[index] for _, index in self._copied])
+            copy_into_model([tensor for tensor, _ in self._copied], [views[index] for _, index in self._copied])
         for parameter, index in self._bound:
             parameter.data = views[index]
         torch.clear_autocast_cache()

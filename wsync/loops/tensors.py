@@ -12,9 +12,31 @@ PLAIN_TYPES = (nn.Parameter, Tensor)
 
 
 def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its destination by PyTorch, without recording it for autograd."""
+    """Copy each source into its destination by PyTorch, without recording it for autograd.
+
+    Between a GPU and main memory, all copies are started at once, on the current stream; on return they have ended.
+    """
+    gpus = _gpus(destinations) ^ _gpus(sources)  # not those with copies from one GPU to itself alone
     with torch.no_grad():
-        torch._foreach_copy_(list(destinations), list(sources))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(list(destinations), list(sources), bool(gpus))  # pyright: ignore[reportPrivateImportUsage]
+    for gpu in gpus:
+        torch.cuda.current_stream(gpu).synchronize()
+
+
+def copy_into_model(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """``copy_all`` into the tensors of a model that no forward uses.
+
+    On a GPU, the kernels of a forward may run after the forward has returned, on any stream: they are waited for.
+    """
+    for gpu in _gpus(destinations):
+        torch.cuda.synchronize(gpu)
+    copy_all(destinations, sources)
+
+
+def _gpus(tensors: Sequence[Tensor]) -> set[torch.device]:
+    if not torch.cuda.is_initialized():
+        return set()
+    return {tensor.device for tensor in tensors if tensor.is_cuda}
 
 
 def tie_leaders(tensors: Sequence[Tensor]) -> list[int]:

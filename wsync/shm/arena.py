@@ -86,6 +86,7 @@ from wsync.shm.memory import allocate, memory_file, raise_shortage, whole_pages
 from wsync.weights.clean_thread import in_clean_thread
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
+from wsync.weights.pinned import PinnedMapping
 
 PREPARE = struct.Struct("<QI")  # payload of a PREPARE message to a worker that uses the arena: transaction, slot
 _EXTRA_SPAN = 1 << 36  # bytes of (sparse) file between the extra states of two slots
@@ -157,7 +158,8 @@ class Arena:
 
     def _map(self, slot: int) -> Buffer:
         offset, flags = self._slots_offset + slot * self._slot_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
-        memory = mmap.mmap(self.fds[0], self._slot_size, flags=flags, offset=offset)
+        memory = PinnedMapping(self.fds[0], self._slot_size, flags=flags, offset=offset)
+        memory.pin()
         flat = torch.frombuffer(memory, dtype=torch.uint8)[: self.layout.nbytes]
         return Buffer.over(self.layout, flat, slot, shared=True)
 

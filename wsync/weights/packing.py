@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wsync import loops
 from wsync.loops.tensors import copy_all
+from wsync.weights import pinned
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import snapshot
 
@@ -50,6 +51,8 @@ class Buffer:
     @classmethod
     def new(cls, layout: Layout, slot: int = -1, device: torch.device | str = "cpu") -> Buffer:
         """Return a buffer in private memory."""
+        if torch.device(device).type == "cpu":
+            return cls.over(layout, pinned.zeros(layout.nbytes), slot)
         return cls.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8, device=device), slot)
 
     def pack(self, tensors: Sequence[Tensor]) -> None:

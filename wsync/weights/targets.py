@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch
-from wsync.loops.tensors import copy_all
+from wsync.loops.tensors import copy_into_model
 from wsync.transforms.chain import Chain
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
@@ -129,7 +129,7 @@ class Tensors:
             LayoutMismatch: the destination no longer fits, or its tied tensors were sent different values. Nothing is
                 copied.
         """
-        copy_all(self._checked(views), views)
+        copy_into_model(self._checked(views), views)
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """See ``Target``."""
