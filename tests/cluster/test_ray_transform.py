@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import threading
@@ -94,6 +95,7 @@ def has_ended(process: int, within: float = 30.0) -> bool:
 
 
 def threads_and_descriptors() -> tuple[int, int]:
+    gc.collect()  # closes what earlier tests have left
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 

@@ -756,6 +756,7 @@ def test_bad_arguments_are_clear_errors_and_leave_nothing(arguments, error, mess
     options = {"create_env_fn": [cartpole()] * 2, "policy": policy(), "frames_per_batch": 16, **arguments}
     with multi():
         pass  # the fork server is there
+    gc.collect()  # closes what earlier tests have left
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with pytest.raises(error, match=message):
         MultiSyncCollector(**options)
