@@ -28,7 +28,6 @@ import torch
 from forking import fork_idle_child, idle_child
 from listening import LOOPBACK_6, listening
 from ray_workers import START_TIMEOUT
-from stopping import stop
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -48,6 +47,7 @@ from collectors.distributed import (
 from collectors.workers.pool import SHUTDOWN_GRACE
 from wsync import listen_on
 from wsync.control import Address
+from wsync.testing.workers import stop_process
 
 ROOT = Path(__file__).parents[2]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
@@ -657,7 +657,7 @@ def test_workers_of_a_group_that_there_is_already(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="one twice: mine1, mine1"):
             collect_with("rpc", workers_of=["mine1", "mine1"])
         assert rpc.rpc_sync("mine1", still_at_work) == 0, "a graceful rpc.shutdown() would wait for it for ever"
-        stop(others[1].pid)
+        stop_process(others[1].pid)
         with pytest.raises(wsync.SyncTimeout, match=r"^worker 1 \('mine2' of the RPC group\): did not answer") as late:
             collect_with("rpc", workers_of=["mine1", "mine2"], timeout=0.5)
         assert set(late.value.workers) == {1}

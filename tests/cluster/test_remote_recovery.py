@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 from ray_workers import START_TIMEOUT
-from stopping import stop
 from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
 from collectors.distributed import DistributedCollector, RayCollector, RPCCollector
 from collectors.distributed.calls import Reply
+from wsync.testing.workers import stop_process
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
 
@@ -155,7 +155,7 @@ def test_a_worker_comes_back_with_the_newest_weights(family, victims, monkeypatc
 def test_a_stopped_worker_is_ended(family, patience):
     with collect(family, "drop", worker_timeout=patience) as collector:
         first = pids(next(collector))
-        stop(first[1])
+        stop_process(first[1])
         descriptor = os.pidfd_open(first[1])
         assert pids(next(collector)) == first[:1]
         assert wait([descriptor], 10), "it is still there"

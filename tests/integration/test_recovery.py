@@ -18,7 +18,6 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from stopping import stop
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -28,6 +27,7 @@ from collectors import GymEnv, MultiAsyncCollector, MultiSyncCollector
 from collectors.distributed import DistributedCollector
 from wsync.sending.transactions import Transaction
 from wsync.testing.shutdowns import shared_memory_files
+from wsync.testing.workers import stop_process
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -127,7 +127,7 @@ def kill(collector: Any, worker_idx: int, how: signal.Signals = signal.SIGKILL) 
     (victim,) = [worker.process for worker in collector.remote_workers if worker.worker_idx == worker_idx]
     pid = victim.pid
     if how is signal.SIGSTOP:
-        stop(pid)
+        stop_process(pid)
         return pid
     end = os.pidfd_open(pid)  # other code may close the process object
     try:

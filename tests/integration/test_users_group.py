@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from stopping import stop
 from torch import nn
 from torch.distributed import (
     ProcessGroupGloo,
@@ -17,6 +16,7 @@ from torch.distributed import (
 )
 
 import wsync
+from wsync.testing.workers import stop_process
 
 
 def group_of_two(rank: int, port: int) -> Any:
@@ -76,7 +76,7 @@ def test_an_update_in_progress_when_the_sender_shuts_down_leaves_the_group_usabl
             scheme.init_on_sender("policy", model=model, num_workers=1)
             scheme.connect()
             assert pipe.recv() == "connected" and group.sent == 1  # the first weights went through it
-            stop(worker.pid)
+            stop_process(worker.pid)
             nn.init.constant_(model.bias, 2.0)
             scheme.send_async()
             assert group.sent == 2
@@ -117,7 +117,7 @@ def test_a_worker_that_connects_again_does_not_take_an_older_update() -> None:
             scheme.init_on_sender("policy", model=model, num_workers=1)
             scheme.connect()
             assert pipe.recv() == "connected"
-            stop(worker.pid)
+            stop_process(worker.pid)
             nn.init.constant_(model.bias, 2.0)
             scheme.send_async()
             scheme.disconnect(0)

@@ -113,19 +113,28 @@ class Worker(ABC):
     def stop(self) -> None:
         """SIGSTOP; returns when no thread of the process runs any more, which the signal alone does not ensure."""
         self._stopped = True
-        os.kill(self.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + ANSWER_TIMEOUT
-        while any(_state_of(thread) not in "Tt" for thread in Path(f"/proc/{self.pid}/task").iterdir()):
-            assert time.monotonic() < deadline, f"process {self.pid} did not stop"
-            os.sched_yield()
+        stop_process(self.pid)
 
     def resume(self) -> None:
         """SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
 
-def _state_of(thread: Path) -> str:
-    return (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
+def stop_process(pid: int, patience: float = ANSWER_TIMEOUT) -> None:
+    """Send SIGSTOP; return when no thread of the process runs any more, which the signal alone does not ensure."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + patience
+    while any(state_of(thread) not in "TtX" for thread in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline, f"process {pid} did not stop"
+        os.sched_yield()
+
+
+def state_of(thread: Path) -> str:
+    """Return the letter of a thread's state (see proc(5)), whose folder in /proc this is; X if it has ended."""
+    try:
+        return (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # between the listing of the folder and this
+        return "X"
 
 
 class ProcessWorker(Worker):
