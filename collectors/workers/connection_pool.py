@@ -182,7 +182,9 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         """Receive a message; messages that a worker has sent before it ended come before its end."""
         connection = worker.connection
         try:
-            if connection is None or not (readable or wait([connection.fileno()], SHUTDOWN_GRACE)):
+            # Of a worker that has ended, while a forked child of it may still have the socket.
+            patience = 0.0 if connection is not None and connection.shares_memory else SHUTDOWN_GRACE
+            if connection is None or not (readable or wait([connection.fileno()], patience)):
                 return "died", worker.exit_reason()
             arriving: Any = worker.arriving
             kind, value, fds = connection.receive() if arriving is None else ("batch", arriving, ())

@@ -26,11 +26,14 @@ class WorkerConnection:
 
     Args:
         connection: owned by this object.
+
+    Attributes:
+        shares_memory: whether it is a Unix socket. What one end has sent can then be read by the other at once.
     """
 
     def __init__(self, connection: SocketConnection) -> None:
         self._connection = connection
-        self._shares_memory = connection.passes_descriptors
+        self.shares_memory = connection.passes_descriptors
         self._unread = memoryview(b"")  # what is missing of the batch that is being received
 
     def fileno(self) -> int:
@@ -71,7 +74,7 @@ class WorkerConnection:
 
     def send_ready(self, layout: BatchLayout, count: int, num_envs: int) -> list[torch.Tensor]:
         """Report that the worker is built; return its ``count`` buffers, ``uint8[layout.nbytes]``."""
-        if not self._shares_memory:
+        if not self.shares_memory:
             self.send("ready", (layout, count, num_envs))
             return layout.allocate(count)
         memory = layout.create_memory(count)
@@ -89,7 +92,7 @@ class WorkerConnection:
             ConnectionError: the trainer is gone.
         """
         self.send("batch", index)
-        if not self._shares_memory:
+        if not self.shares_memory:
             self._connection.flush()  # the bytes must not overtake a message
             left, descriptor = _bytes_of(buffer), self._connection.socket_fd
             while left:
@@ -108,7 +111,7 @@ class WorkerConnection:
 
     def open_buffers(self, layout: BatchLayout, count: int, fds: tuple[int, ...]) -> list[torch.Tensor]:
         """Return the ``count`` buffers of a worker; its ``ready`` came with ``fds``."""
-        return layout.map_memory(fds[0], count) if self._shares_memory else layout.allocate(count)
+        return layout.map_memory(fds[0], count) if self.shares_memory else layout.allocate(count)
 
     def receive_batch(self, buffer: torch.Tensor) -> bool:
         """Receive the bytes of a batch, right after its message; return whether it is complete.
@@ -118,7 +121,7 @@ class WorkerConnection:
         Raises:
             EOFError: the worker is gone.
         """
-        if self._shares_memory:
+        if self.shares_memory:
             return True
         descriptor = self._connection.socket_fd
         self._unread = self._unread or _bytes_of(buffer)

@@ -498,6 +498,20 @@ def test_a_worker_that_has_joined_and_dies_is_noticed_while_its_forked_child_liv
                 os.kill(child, signal.SIGKILL)
 
 
+def test_a_worker_that_dies_is_noticed_at_once_while_its_forked_child_lives(monkeypatch):
+    monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 600.0)
+    with MultiSyncCollector([lambda: GymEnv(Forking())], policy(), frames_per_batch=16) as collector:
+        (victim,) = [worker.process for worker in collector.remote_workers]
+        children = pids_of(next(collector)) - {victim.pid}
+        try:
+            victim.kill()
+            with pytest.raises(wsync.WorkerDied, match="died with exit code -9"):
+                next(collector)
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+
+
 def trainer_that_is_killed(pids):
     """A trainer that is killed while a forked child of it goes on running."""
     os.environ["WSYNC_AUTHKEY"] = "a secret of ours"
