@@ -101,8 +101,8 @@ class Receiver:
             NotConnected: there is no sender, or it refused this worker.
             SyncTimeout: it did not answer within ``timeout`` seconds.
             LayoutMismatch: its weights do not fit the model.
-            RuntimeError: this worker is connected already; the existing connection is kept. Or inside the gate, where
-                the first weights could not be installed.
+            RuntimeError: this worker is connected already; the existing connection is kept. Or it was called inside the
+                gate, where nothing can be installed.
             WeightSyncError: the model raised an error as it took the first weights; has the traceback. This error and a
                 ``LayoutMismatch`` are also sent to the sender, as the worker's answer.
         """
@@ -244,8 +244,7 @@ class Receiver:
                     raise self._state.ended()
                 self._fetch(remaining(deadline))
             pause = min(2 * pause, _LONGEST_PAUSE)
-        self._state.last_returned = version = self.version  # read once: a newer one may be installed meanwhile
-        return version
+        return self._state.take_version()
 
     def _fetch(self, timeout: float | None) -> None:
         """Install the newest version that there is now.

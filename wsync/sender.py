@@ -71,7 +71,8 @@ class Sender:
         self._lock = threading.RLock()
         self._in_forked_child = False
         fork_aware.add(self)
-        self._finders = TensorFinders(source.weights)  # for arguments of a kind that was sent before, on the fast path
+        # Find the tensors of an argument in the layout's order, if one of its form was sent before. For the fast path.
+        self._finders = TensorFinders(source.weights)
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
         # The report of the newest fast update. `_members` gets its version when the fast path is disabled.
         self._last_fast_report: SyncReport | None = None
@@ -124,8 +125,10 @@ class Sender:
                 # Workers are sent the layout, and check it as they connect; the first send brings weights.
                 self._updates.define_layout(None)
             deadline = update.deadline if update else deadline_in(self.timeout)
-            self.channel.wait_for_workers(everyone, sentinels, deadline)
-            self._members.add(everyone)  # connect may be called again to accept replacements
+            try:
+                self.channel.wait_for_workers(everyone, sentinels, deadline)
+            finally:  # connect may be called again, and then accept some replacements and not all
+                self._members.add(self.channel.workers)
             self._members.connected = True
             if update:
                 self._updates.wait_for_acks(update)  # not recorded in the metrics: the time includes worker start-up
@@ -168,7 +171,7 @@ class Sender:
                 self._members.add(self.channel.workers)
             expected = self._members.expected_version.get(worker)
             # If the worker connected during an earlier call, wait only if its first version is still the newest, and
-            # unanswered. 0: it had none, or its answer was read.
+            # unanswered. `first_version` is 0 if there was no first version, or if its answer was read.
             if expected and first_version in (None, expected):
                 self._updates.acks.require([worker], expected, deadline)
 

@@ -39,10 +39,11 @@ class TransportBackend(Protocol):
     """Moves the weights of one model between a sender and one worker.
 
     Each end has an instance of its own: ``scheme.create_transport(worker_idx)`` is called on the sender and in the
-    worker each time the worker connects or reconnects, by the thread in ``connect`` or ``readmit``.
+    worker each time the worker connects or reconnects, by the thread in ``connect`` or ``readmit``; after
+    ``init_on_worker``, by the receiver thread.
 
-    A transport keeps no model and no strategy. It may also be used standalone (without a scheme). Under a scheme the
-    arguments ``model``, and ``weights`` of ``setup_connection_and_weights_on_receiver``, are always None.
+    A transport keeps no model and no strategy. It may also be used standalone (without a scheme). Under a scheme
+    ``model`` is None in every call, and so is ``weights`` in ``setup_connection_and_weights_on_receiver``.
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
@@ -91,8 +92,8 @@ class TransportBackend(Protocol):
         the worker is disconnected.
 
         Raise ``ConnectionError`` (such as ``BrokenPipeError``) if nothing can be sent to this worker any more: it is
-        then disconnected, and named in a ``WorkerDied`` in the trainer. Any other error is raised in the trainer as
-        ``WorkerFailed`` (or as ``WorkerDied``, if the worker is dead); the worker stays connected.
+        then disconnected, and named in a ``WorkerDied`` in the trainer. After any other error the worker stays
+        connected, and ``WorkerFailed`` is raised in the trainer; ``WorkerDied`` if the worker is dead.
 
         Args:
             weights: in the scheme's format (``strategy``): its leaves are views of the packed buffer, which stays
@@ -112,7 +113,8 @@ class TransportBackend(Protocol):
         """Return the next version, or None if none arrived within ``timeout`` seconds.
 
         Under a scheme it is called by the thread that reads the sender's messages: the receiver thread or, for the
-        first weights, the thread in ``connect``. While it waits, that thread serves no other model of the process.
+        first weights, the thread in ``connect`` (after ``init_on_worker``, the receiver thread). While it waits, that
+        thread serves no other model of the process.
 
         The medium may deliver an older version first (a stream, after a receive that timed out): the scheme compares
         each result with the update's checksum. For each update:

@@ -370,6 +370,7 @@ def test_an_update_takes_the_first_slot_that_is_not_occupied(workers: list[tuple
     tensor = torch.rand(3)
     arena, writer = arena_of(2, 3, tensor)
     for worker, (version, slot, used, held) in enumerate(workers):
+        writer.accept(worker, 1)
         values = {PUBLISHED: version << 16 | slot << 1, USED_SLOT: used, HELD_SLOT: held, WANTS_FREED: 0}
         block = block_of(arena, worker)
         for offset, value in values.items():
@@ -695,6 +696,15 @@ def test_a_worker_that_was_disconnected_while_it_copied_is_told_from_one_that_ha
         writer.vacate(0, 1.0)
         slot.release()
         assert slot.used == 1 and slot.disconnected
+
+
+def test_what_a_disconnected_worker_stores_when_it_is_continued_keeps_no_slot_from_being_written() -> None:
+    with fast_worker(False) as (arena, writer, *_):
+        writer.publish(0, 1, 1, False, 1.0)
+        writer.vacate(0, 1.0)
+        block = block_of(arena, 0)
+        block[USED_SLOT] = block[HELD_SLOT] = 2
+        assert writer.occupied() == ({1}, set(), set())
 
 
 def install(slot: loops.WorkerSlot, bound: bool) -> None:

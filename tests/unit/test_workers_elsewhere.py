@@ -151,6 +151,29 @@ def test_a_worker_connects_to_another_trainer_before_it_has_read_that_the_first_
         sending.result(TIMEOUT)
 
 
+@pytest.mark.parametrize("near", [True, False])
+def test_a_connect_that_ends_in_a_timeout_keeps_the_replacements_that_it_has_accepted(near: bool) -> None:
+    with wsync.DistributedWeightSyncScheme(timeout=TIMEOUT) as sender, ExitStack() as stack:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=2)
+        workers = [make_worker(sender, index, near=near) for index in range(2)]
+        connect(sender.connect, *workers)
+        for worker in workers:
+            worker.shutdown()
+        with pytest.raises(wsync.WorkerDied):
+            sender.send(model_of(2))
+        sender.timeout = 1.0
+        replacement = stack.enter_context(make_worker(sender, 0, near=near))
+
+        def accept() -> None:
+            with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 1 "):
+                sender.connect()
+
+        connect(accept, replacement)
+        sender.timeout = TIMEOUT
+        report = sender.send(model_of(3), worker_ids=0)
+        assert report is not None and report.workers.keys() == {0} and weights_of(replacement) == [3, 3]
+
+
 def replace_the_first_two(sender: wsync.WeightSyncScheme, stack: ExitStack, *, reported: bool) -> list[Any]:
     """Three workers; the first two have been replaced, and the second one's replacement connected unawaited."""
     sender.init_on_sender("policy", model=model_of(1), num_workers=3)

@@ -89,7 +89,8 @@ class Connection(Protocol):
     def attach(self, handler: MessageHandler) -> None:
         """In a worker: from now on ``handler.on_readable()`` is called for each message, and when the peer exits.
 
-        Called by the receiver thread; with RPC by the thread of the incoming call.
+        The handler is called by the receiver thread; with RPC by the thread of the incoming call, and for messages that
+        have arrived before, by the thread that calls this.
         """
         ...
 

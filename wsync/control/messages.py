@@ -28,8 +28,8 @@ class Kind(IntEnum):
     ACCEPTED = 1  # the worker is registered; version: of the weights that follow at once, or 0; payload: SenderSettings
     REFUSED = 2  # the worker is not registered; payload: the reason
     LAYOUT = 3  # the layout of the weights; payload: SenderSettings
-    # Install a version. With a FlatTransport or after a DELTA the payload is its checksum and extra state. It is empty
-    # with a TransportBackend (BEGIN_RECEIVE had both) and with the arena (which has both).
+    # Install a version; payload: the version's checksum and extra state. It is empty with a TransportBackend, where
+    # BEGIN_RECEIVE had them, and with the arena, where they are stored beside the weights.
     UPDATE = 4
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
     # Drop what was prepared (version: the number of the transaction, which is random); or, after a BEGIN_RECEIVE, stop

@@ -155,7 +155,7 @@ def _layout(data: Any) -> Layout:
 def _check(layout: Layout) -> None:
     """Check that every view lies inside the buffer, fills its range, and shares it only with tied tensors.
 
-    Nor is the buffer larger than its tensors: memory is allocated by its size.
+    The buffer must not be larger than its tensors need: a worker allocates memory of its size.
     """
     entries = list(zip(layout.shapes, layout.strides, layout.dtypes, layout.offsets, strict=True))
     ranges: list[tuple[int, int]] = []

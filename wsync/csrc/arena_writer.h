@@ -24,11 +24,13 @@ static inline Block *block_of(ArenaWriter *self, Py_ssize_t worker)
     return (Block *)self->words.buf + worker;
 }
 
-/* The loads are in this order: see WorkerSlot.take. */
+/* The loads are in this order: see WorkerSlot.take. If no worker is connected, a slot in the words is that of a worker that
+ * was stopped in its mutex when it was disconnected, and stored the slot afterwards: see ArenaWriter.vacate. */
 static inline Needed slots_needed(const Block *block)
 {
     int64_t word = load(&block->published), used = load(&block->used_slot), held = load(&block->held_slot);
-    return (Needed){version_in(word) ? slot_in(word) : NONE, used, held};
+    int connected = load(&block->connection) != 0;
+    return (Needed){version_in(word) ? slot_in(word) : NONE, connected ? used : NONE, connected ? held : NONE};
 }
 
 /* Return 0; -1 with NotConnected set in a forked child of the process that made the writer. */

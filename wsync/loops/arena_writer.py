@@ -129,9 +129,15 @@ class ArenaWriter:
         return published, used, held
 
     def _needed(self, block: Block) -> tuple[int, int, int]:
-        """The three slots of one worker, or ``NONE``. The loads are in this order: see ``WorkerSlot.take``."""
-        word = block[PUBLISHED]
-        return slot_in(word) if version_in(word) else NONE, block[USED_SLOT], block[HELD_SLOT]
+        """Return the three slots of one worker, or ``NONE``. The loads are in this order: see ``WorkerSlot.take``.
+
+        If no worker is connected, a slot in the words is that of a worker that was stopped in its mutex when it was
+        disconnected, and stored the slot afterwards: see ``vacate``.
+        """
+        word, used, held = block[PUBLISHED], block[USED_SLOT], block[HELD_SLOT]
+        if not block[CONNECTION]:
+            used = held = NONE
+        return slot_in(word) if version_in(word) else NONE, used, held
 
     def await_free(self, worker: int, timeout: float | None, /) -> bool:
         """Have a worker send a message when its forward ends; return False if it has no slot in use.

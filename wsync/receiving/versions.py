@@ -207,6 +207,14 @@ class VersionState:
             "the sender died, ended without shutdown(), or has disconnected this worker: there will be no more weights"
         )
 
+    def take_version(self) -> int:
+        """Return the version that the model has, which ``wait_next`` does not return afterwards."""
+        return process_gate().call(self._take_version)
+
+    def _take_version(self) -> int:
+        self.last_returned = self.version
+        return self.version
+
     def _take(self, take: Callable[[], Any]) -> Any | None:
         if self.version <= self.last_returned:
             return None

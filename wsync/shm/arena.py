@@ -17,9 +17,10 @@ forward locks it to read the published word and to record the slot as used. Ther
    unlocked it, so it reads the new word. The mutex also ensures that it sees the weights that were packed before.
 2. *No slot is written while a forward uses it* (but see "Without protection"). The sender writes a slot ``s`` only when
    it has read, first, that no published word names ``s`` (newer updates have replaced it) and, second, that no worker
-   has recorded ``s`` as used or held. A forward that read its published word while that still named ``s`` also recorded
-   ``s``, under the same lock. So the second step finds the record as long as the forward runs. A later forward reads
-   another slot. (The second step is done without the mutex: ``WorkerSlot.take`` explains why it misses no record.)
+   has recorded ``s`` as used or held. If a forward read its published word before the sender replaced it, the
+   forward recorded ``s`` under the same lock, so the second step finds the record as long as the forward runs. A later
+   forward reads another slot. (The second step is done without the mutex: ``WorkerSlot.take`` explains why it misses no
+   record.)
 3. *A published slot is whole.* No slot is written while a word names it, even if the worker has copied the slot out: a
    replacement of the worker would read it.
 4. *Three slots are enough* while all workers are sent the same versions: one published, one older one still in use, one
@@ -39,8 +40,9 @@ How long a worker uses a slot depends on how its model takes the weights:
 
 - *The worker was disconnected while it was alive.* From then on its words belong to its replacement. Before each store
   the disconnected worker compares, under the mutex, the number of the connection in the words with its own; if they
-  differ, it stores nothing. If it was stopped while it held the mutex, it may store once more. That does no harm: the
-  replacement needs the mutex for its first forward, and gets it only afterwards.
+  differ, it stores nothing. If it was stopped while it held the mutex, it may store once more. That does no harm: what
+  it stores does not count while no worker is connected, and the replacement overwrites it in its first forward, for
+  which it needs the mutex.
 - *An install has failed, and the model is bound to a slot that it does not hold.* A model with
   installs that may fail holds its slot (see above). An install of any other model fails only if its structure was
   changed in the worker.
@@ -188,9 +190,10 @@ class Arena:
 class SenderArena(Arena):
     """The sender's arena, which it creates. Its workers open it.
 
-    It is used under the channel's lock, with two exceptions. ``ArenaWriter.fast_update`` returns a function; that
-    function is called under the sender's lock alone, while no send-loop thread runs. And a thread that has the sender's
-    lock alone may call ``published_slots`` and read those slots, because no other thread writes slots meanwhile.
+    It is used under the channel's lock, with two exceptions. The function that ``ArenaWriter.fast_update`` returns is
+    called under the sender's lock alone while no send-loop thread runs, under both locks otherwise. And a thread that
+    has the sender's lock alone may call ``published_slots`` and read those slots, because no other thread writes slots
+    meanwhile.
 
     Args:
         workers: the number of workers.

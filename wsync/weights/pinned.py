@@ -22,9 +22,9 @@ class PinnedMapping(mmap.mmap):
     The arguments are those of ``mmap.mmap``.
     """
 
+    _pinned_by = -1  # id of the process
     _address = 0
     _gpu = -1
-    _opener = -1
 
     def pin(self) -> None:
         """Pin the memory, if this process uses a GPU. Called once.
@@ -39,7 +39,7 @@ class PinnedMapping(mmap.mmap):
             runtime: Any = torch.cuda.cudart()
             result = int(runtime.cudaHostRegister(self._address, len(self), 0))
             if not result:
-                self._opener = os.getpid()
+                self._pinned_by = os.getpid()
                 return
             _log.debug("%d bytes were not pinned: CUDA error %d", len(self), result)
             with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel of PyTorch would raise it
@@ -48,7 +48,7 @@ class PinnedMapping(mmap.mmap):
     def __del__(self) -> None:
         # Before it is unmapped: CUDA does not pin an address range that it believes to be pinned. A forked child cannot
         # use CUDA, and at interpreter exit there is no need.
-        if self._opener == os.getpid() and not sys.is_finalizing():
+        if self._pinned_by == os.getpid() and not sys.is_finalizing():
             with torch.cuda.device(self._gpu):
                 runtime: Any = torch.cuda.cudart()
                 runtime.cudaHostUnregister(self._address)
