@@ -243,7 +243,7 @@ class WorkerCollector(BaseCollector):
 
     @property
     def remote_workers(self) -> Sequence[WorkerHandle]:
-        """The current workers, by index."""
+        """The current workers, by index: ``worker_idx``, and ``process`` of one that this process has started."""
         return sorted(self._group.pool.workers, key=lambda worker: worker.worker_idx)
 
     def _seed_from(self, first: int) -> int:

@@ -68,9 +68,10 @@ def feature_size(network: nn.Module, spec: SpecTree) -> int:
         features = network(observation)
     if not isinstance(features, Tensor) or features.ndim != 3 or features.shape[:2] != (2, 3):
         got = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        hint = "; flatten an image by image.flatten(-3)" if isinstance(features, Tensor) and features.ndim > 3 else ""
         raise ValueError(
             "the network has to give one vector of features for each observation, [2, 3, F] for observations with the "
-            f"leading dimensions [2, 3], and it gave {got}; flatten an image by image.flatten(-3)"
+            f"leading dimensions [2, 3], and it gave {got}{hint}"
         )
     return features.shape[2]
 

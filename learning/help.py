@@ -70,7 +70,7 @@ def _groups(folders: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
     """
     found: dict[str, set[str]] = {}
     for group, path in ((str(p.parent.relative_to(one)), p) for one in folders for p in one.rglob("*.yaml")):
-        if group != ".":
+        if group != "." and not any(part.startswith(".") for part in Path(group).parts):  # .hydra is in run folders
             top, _, nested = group.partition("/")
             found.setdefault(top, set()).add(f"{nested}/{path.stem}" if nested else path.stem)
     for group, options in ConfigStore.instance().repo.items():

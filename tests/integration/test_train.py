@@ -62,11 +62,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]
 
 
 def test_help_lists_the_options_and_explains_every_setting(tmp_path: Path) -> None:
-    done = run(tmp_path, "weight_sync=distributed", "--help", COLUMNS="200")
+    for own in ("policy/mine.yaml", "outputs/2026-01-01/10-00-00/.hydra/config.yaml"):
+        (tmp_path / own).parent.mkdir(parents=True)
+        (tmp_path / own).write_text("{}")
+    done = run(tmp_path, "--config-dir", str(tmp_path), "weight_sync=distributed", "--help", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert "base_" not in done.stdout
     assert any(line[:2] == ["algorithm", "impala,"] for line in lines)
+    assert any(line[:1] == ["policy"] and "mine," in line for line in lines) and ".hydra" not in done.stdout
     schemes = next(line for line in lines if line[:1] == ["weight_sync"])[1:]  # those that train.py takes
     assert {"ray,", "shared_mem,"} <= {*schemes} and not {"http,", "ray_module_transform,"} & {*schemes}
     explained = {line[0].partition("=")[0]: line[1:] for line in lines if line and "=" in line[0]}

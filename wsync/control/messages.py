@@ -96,8 +96,8 @@ def why_not_connected(workers: Collection[int], running: Collection[int]) -> str
     """Return the text of a timeout while ``workers`` were awaited; the processes of ``running`` ones have not ended."""
     hint = f" (the process of worker(s) {join_indices(running)} is still running)" if running else ""
     return (
-        f"worker(s) {join_indices(workers)} did not connect in time{hint}: each worker must call connect(worker_idx=…) "
-        "while the sender waits; see the workers' output, or raise the timeout"
+        f"worker(s) {join_indices(workers)} did not connect in time{hint}: each worker must call init_on_receiver(…, "
+        "worker_idx=…) and connect() while the sender waits; see the workers' output, or raise the timeout"
     )
 
 
