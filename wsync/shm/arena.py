@@ -159,6 +159,7 @@ class Arena:
         return in_clean_thread(self._map, slot)
 
     def _map(self, slot: int) -> Buffer:
+        assert self.fds[0] >= 0, "the arena is closed"  # mmap would map other memory
         offset, flags = self._slots_offset + slot * self._slot_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = PinnedMapping(self.fds[0], self._slot_size, flags=flags, offset=offset)
         memory.pin()
