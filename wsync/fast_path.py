@@ -46,7 +46,7 @@ None, and nothing was done, if a worker is missing, no slot is free, or the tens
 
 
 class FastCalls(NamedTuple):
-    """The calls of the fast path. Made by the sending thread, under the sender's lock.
+    """The calls of the fast path. Made by the thread that calls the scheme, under the sender's lock.
 
     Attributes:
         update: the update in one call.

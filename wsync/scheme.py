@@ -112,7 +112,7 @@ class WeightSyncScheme(SchemeBase):
             ValueError: another ``model_id`` than the sender's; neither a model, a context nor ``load``; or a context
                 with workers of its own, under a scheme whose ``send`` awaits no acknowledgements.
         """
-        self._release_end_of_parent()
+        self._release_inherited_end()
         if self._sent_model_id not in (None, model_id):
             raise ValueError(f"the sender of this scheme sends '{self._sent_model_id}', not '{model_id}'")
         model, receiver = assembly.make_receiver(self, model_id, context, model, load, chunk_bytes)

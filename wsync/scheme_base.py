@@ -269,7 +269,7 @@ class SchemeBase(ABC):
 
     # --- local calls ---
 
-    def _release_end_of_parent(self) -> None:
+    def _release_inherited_end(self) -> None:
         """Release the trainer's end that a forked child has inherited; require that the scheme is not initialised."""
         if isinstance(self._role, SenderRole) and self._role.inherited:
             self._role.sender.close()

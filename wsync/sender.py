@@ -71,8 +71,7 @@ class Sender:
         self._lock = threading.RLock()
         self._in_forked_child = False
         fork_aware.add(self)
-        # Find the tensors of an argument in the layout's order, if one of its form was sent before. For the fast path.
-        self._finders = TensorFinders(source.weights)
+        self._finders = TensorFinders(source.weights)  # of the tensors in arguments of the forms that were sent before
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
         # The report of the newest fast update. `_members` gets its version when the fast path is disabled.
         self._last_fast_report: SyncReport | None = None
@@ -110,7 +109,7 @@ class Sender:
     # --- connecting ---
 
     def connect(self, weights: object, sentinels: Mapping[int, int]) -> None:
-        """Wait for every worker; deliver the first weights, if there are any. ``sentinels``: see ``WorkerConnections``.
+        """Wait for every worker; deliver the first weights, if any. For ``sentinels`` see ``wait_for_workers``.
 
         Raises:
             SyncTimeout: a worker did not connect, or did not install them in time.
@@ -122,8 +121,7 @@ class Sender:
                 # Each worker gets the update as it connects. The update's deadline also limits the two waits below.
                 update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)
             elif self.source.weights is not None:
-                # Workers are sent the layout, and check it as they connect; the first send brings weights.
-                self._updates.define_layout(None)
+                self._updates.define_layout(None)  # workers check it as they connect; the first send brings weights
             deadline = update.deadline if update else deadline_in(self.timeout)
             try:
                 self.channel.wait_for_workers(everyone, sentinels, deadline)
@@ -161,7 +159,7 @@ class Sender:
         with self.exclusive():
             worker = single_worker(worker, self.num_workers)
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            first_version = self.channel.pop_unawaited_join(worker)
+            first_version = self.channel.pop_early_join(worker)
             try:
                 if first_version is None:
                     self.disconnect(worker)
@@ -170,8 +168,7 @@ class Sender:
             finally:
                 self._members.add(self.channel.workers)
             expected = self._members.expected_version.get(worker)
-            # If the worker connected during an earlier call, wait only if its first version is still the newest, and
-            # unanswered. `first_version` is 0 if there was no first version, or if its answer was read.
+            # None: it connected in this call. 0: it owes no answer. Else: it owes that of a version, maybe an old one.
             if expected and first_version in (None, expected):
                 self._updates.acks.require([worker], expected, deadline)
 

@@ -39,8 +39,9 @@ class TransportBackend(Protocol):
     """Moves the weights of one model between a sender and one worker.
 
     Each end has an instance of its own: ``scheme.create_transport(worker_idx)`` is called on the sender and in the
-    worker each time the worker connects or reconnects, by the thread in ``connect`` or ``readmit``; after
-    ``init_on_worker``, by the receiver thread.
+    worker each time the worker connects or reconnects and does not use the sender's shared memory, by the thread in
+    ``connect`` or ``readmit``; after ``init_on_worker`` (of the older API, which connects in the background), by the
+    receiver thread.
 
     A transport keeps no model and no strategy. It may also be used standalone (without a scheme). Under a scheme
     ``model`` is None in every call, and so is ``weights`` in ``setup_connection_and_weights_on_receiver``.

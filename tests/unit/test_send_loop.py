@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import numpy as np
@@ -144,6 +145,36 @@ def test_an_error_of_the_first_send_weights_is_the_trainers_and_the_worker_stays
             assert worker.version == 0
             sender.send(model_of(2.0))
             assert worker.version == 2 and torch.all(model.weight == 2.0)
+
+
+class EndingTogether(FromMemory):
+    """The calls of ``send_weights`` for all workers end at the same time, once all are connected."""
+
+    end: ClassVar = threading.Barrier(8)
+    connected: ClassVar = threading.Event()
+
+    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
+        super().send_weights(weights)
+        if self.connected.is_set():
+            self.end.wait()
+
+
+def test_updates_that_nobody_waits_for_reach_all_workers_when_their_transfers_end_together() -> None:
+    count = EndingTogether.end.parties
+    with Scheme(EndingTogether) as sender, ExitStack() as stack, ThreadPoolExecutor() as pool:
+        sender.init_on_sender("policy", model=model_of(0.0), num_workers=count)
+        workers = [stack.enter_context(pickle.loads(pickle.dumps(sender))) for _ in range(count)]
+        for index, worker in enumerate(workers):
+            worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=index)
+        joining = [pool.submit(worker.connect) for worker in workers]
+        sender.connect()
+        for one in joining:
+            one.result()
+        EndingTogether.connected.set()
+        for value in range(1, 100):
+            sender.send_async(model_of(value))
+            assert all(worker.receive(30.0) is not None for worker in workers)
+            assert all((worker.model.weight == value).all() for worker in workers)
 
 
 class Returning(FromMemory):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import resource
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -303,3 +304,40 @@ def test_an_update_that_a_worker_lacks_is_not_undone_by_the_registered_buffers(l
             sender.send(model_of(4))
             sender.send()
             assert weights_of(workers[0]) == [4, 4] and workers[1].version == sender.version
+
+
+def test_registered_buffers_lack_an_update_while_the_arena_has_two_versions() -> None:
+    buffers = TensorDict.from_module(model_of(1)).data.share_memory_()
+    with wsync.SharedMemWeightSyncScheme({"policy": buffers}, timeout=TIMEOUT) as sender, ExitStack() as stack:
+        sender.init_on_sender("policy", num_workers=2)
+        workers = [make_worker(sender, 0), stack.enter_context(make_worker(sender, 1, load=refuse))]
+        stack.enter_context(workers[0])
+        connect(sender.connect, *workers)
+        with pytest.raises(wsync.WorkerFailed, match="ArithmeticError"):
+            sender.send(model_of(3))
+        sender.disconnect(1)
+        sender.send(model_of(4), worker_ids=[0])
+        with pytest.raises(wsync.WeightSyncError, match="registered buffers lack version 2"):
+            sender.send()
+        assert weights_of(workers[0]) == [4, 4]
+
+
+def test_the_first_update_may_be_sent_again_in_another_form_after_there_was_no_memory_for_it() -> None:
+    size, loaded = 2**18, list[torch.Tensor]()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT) as sender:
+        sender.init_on_sender("policy", num_workers=1)
+        worker = make_worker(sender, 0, load=lambda pairs: loaded.extend(tensor.clone() for _, tensor in pairs))
+        with worker:
+            connect(sender.connect, worker)
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (6 * size, hard)
+            )  # of two slots of 4 * size bytes, the first fits
+            try:
+                with pytest.raises(wsync.WeightSyncError, match="no shared memory left"):
+                    sender.send({"weight": torch.ones(size)})
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            for value in (2, 3, 4):
+                sender.send({"weight": torch.full((size,), value, dtype=torch.bfloat16)})
+                assert (loaded[-1] == value).all() and loaded[-1].dtype is torch.bfloat16

@@ -31,8 +31,8 @@ class Connection(Protocol):
     def socket_fd(self) -> int:
         """The descriptor of the stream socket that carries the messages; -1 if there is no such socket.
 
-        For the compiled fast path, which sends and receives whole messages on the socket itself, under the sender's
-        lock.
+        For the compiled fast path, which sends and receives whole messages on the socket itself: on the sender under
+        the sender's lock, in a worker inside the gate.
         """
         ...
 
@@ -166,7 +166,9 @@ class ConnectionCallbacks(Protocol):
         Called once per connection, by ``wait_for_workers``, after the ``ACCEPTED`` message was sent.
 
         Raises:
-            SyncTimeout: this was not finished at ``deadline``, or failed.
+            SyncTimeout: this was not finished at ``deadline``.
+            WorkerFailed: the set-up of the worker's transport raised an error.
+            Exception: whatever ``create_transport`` raised.
         """
         ...
 

@@ -50,7 +50,8 @@ class Kind(IntEnum):
     PREPARED = 18  # after PREPARE: the version was checked and kept; after CHECK_LAYOUT: the layout fits
     FAILED = 19  # a version was not installed, or not kept; payload: the traceback
     SLOT_FREED = 20  # a slot of the arena that the sender waits for is free
-    ROUTE = 21  # the answer to an ACCEPTED with an arena_handle; version: 1 if the arena is mapped, 0 for a transport
+    # The answer to an ACCEPTED with an arena_handle; version: 1 if the arena's files could be opened, 0 for a transport
+    ROUTE = 21
     REQUEST = 22  # with initiator="receiver": send the newest version; version: the number of this request
     # both ways
     # this side closes the connection on purpose; version: 1 if it is a sender that shuts down, else 0; payload: why

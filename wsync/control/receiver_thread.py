@@ -39,7 +39,7 @@ class MessageHandler(Protocol):
     """Handles the messages of one connection, e.g. a worker's ``ModelUpdater``."""
 
     def on_readable(self) -> bool:
-        """Read and process one message. Called by the receiver thread each time the connection is readable.
+        """Read and process one message. Called each time the connection is readable: see ``Connection.attach``.
 
         Returns:
             False when there will be no more messages: the connection is then no longer watched.

@@ -39,7 +39,7 @@ class WorkerConnections:
         self._callbacks = callbacks
         self._connections: dict[int, Connection] = {}
         self._joined: set[int] = set()  # workers that are or were connected
-        self._joined_unawaited: dict[int, int] = {}  # see ``pop_unawaited_join``
+        self._early_joins: dict[int, int] = {}  # see ``pop_early_join``
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._callback_of: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
         # Not epoll: a connection that a forked child keeps open would stay in its set after close().
@@ -82,6 +82,7 @@ class WorkerConnections:
         Raises:
             SyncTimeout: names the workers that did not connect.
             WorkerDied: a worker's process exited first, or a worker died after it had connected.
+            Exception: see ``ConnectionCallbacks.on_accepted``.
         """
         self.process_arrived_messages()  # notices deaths, so that replacements are accepted
         missing = set(workers) - self._connections.keys()
@@ -109,15 +110,17 @@ class WorkerConnections:
             if dead and self._source.fileno() not in ready:  # accept first: it may have connected before it ended
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
 
-    def pop_unawaited_join(self, worker: int) -> int | None:
-        """Return the first version of a worker that connected while only others were awaited, and forget that it did.
+    def pop_early_join(self, worker: int) -> int | None:
+        """Return the first version of a worker that connected while only others were awaited; forget the version.
+
+        Such a worker is a replacement that has connected before ``readmit`` was called for its index.
 
         Returns:
             Its version; 0 if there was none, or ``wait_acks`` has returned its answer since. None if the worker is not
             connected, or was awaited.
         """
         self.process_arrived_messages()  # notices its death
-        return self._joined_unawaited.pop(worker, None)
+        return self._early_joins.pop(worker, None)
 
     def _accept(self, awaited: Collection[int], deadline: float | None) -> int:
         """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""
@@ -153,7 +156,7 @@ class WorkerConnections:
                 return -1
             self._joined.add(worker)
             if worker not in awaited:
-                self._joined_unawaited[worker] = accepted.version
+                self._early_joins[worker] = accepted.version
             _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)
             self._callbacks.on_accepted(worker, deadline)
         except BaseException:  # also KeyboardInterrupt: it is not set up
@@ -168,7 +171,7 @@ class WorkerConnections:
             return
         try:  # a signal handler may raise after any call
             del self._connections[worker]
-            self._joined_unawaited.pop(worker, None)
+            self._early_joins.pop(worker, None)
             for fd in connection.descriptors:
                 self._forget(fd)
             connection.close()
@@ -213,8 +216,8 @@ class WorkerConnections:
             if len(acks) == len(workers) or not self.read(deadline):
                 for ack in acks:
                     (self._deaths if ack.died else self._answers).pop(ack.worker)
-                    if ack.worker in self._joined_unawaited:
-                        self._joined_unawaited[ack.worker] = 0
+                    if ack.worker in self._early_joins:
+                        self._early_joins[ack.worker] = 0
                 return acks
 
     def _answer_of(self, worker: int, version: int) -> Ack | None:
@@ -248,7 +251,7 @@ class WorkerConnections:
             while self._ready:
                 self._process(self._ready.pop())
         finally:
-            # After an error of a callback, the next call polls anew: the fast path may have read these sockets.
+            # After an error of a callback, the next call polls anew: a fast update may read these sockets before that.
             self._ready.clear()
         return True
 

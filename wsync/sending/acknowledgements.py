@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class Acknowledgements:
-    """The acknowledgements of one sender's workers. Used by the sending thread, under the sender's lock.
+    """The acknowledgements of one sender's workers. Used by the thread that calls the scheme, under the sender's lock.
 
     Args:
         channel: reads them.

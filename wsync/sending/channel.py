@@ -75,10 +75,10 @@ class SenderSideChannel:
                 self._loop.connections_changed()
                 self._loop.start_if_needed()
 
-    def pop_unawaited_join(self, worker: int) -> int | None:
+    def pop_early_join(self, worker: int) -> int | None:
         """See ``SendChannel``."""
         with self._lock:
-            return self._connections.pop_unawaited_join(worker)
+            return self._connections.pop_early_join(worker)
 
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``."""
@@ -146,7 +146,8 @@ class SenderSideChannel:
                 return None
             if slots is not None and len(slots.workers) == num_workers:
                 calls = slots.fast_calls(acknowledge=acknowledge)
-                return self._locked(calls) if calls is not None and self._routes.needs_send_loop() else calls
+                beside_thread = self._loop.running or self._routes.needs_send_loop()
+                return self._locked(calls) if calls is not None and beside_thread else calls
             if not acknowledge:
                 return None
             return transport_fast_calls(self, num_workers, self._connections.record)

@@ -163,10 +163,13 @@ class BlockingDelivery(Delivery):
 
     def abort_later(self) -> bool:
         """See ``Delivery``: ``PREPARE`` is sent when ``send_weights`` has returned."""
-        if self._begun and not self._ended:
-            self._aborted = True
-            return True
-        return False
+        self._aborted = self._aborted or self.in_call
+        return self.in_call
+
+    @property
+    def in_call(self) -> bool:
+        """Whether ``send_weights`` was called, and ``end_call`` has not noticed its end."""
+        return self._begun and not self._ended
 
     @property
     def error(self) -> str | None:
@@ -176,7 +179,7 @@ class BlockingDelivery(Delivery):
     def end_call(self) -> None:
         """If the call of ``send_weights`` has ended, send ``UPDATE`` or ``PREPARE``, or ``ABORT`` if it has raised."""
         update = self.update
-        if self._thread.busy or not self._begun or self._ended:
+        if self._thread.busy or not self.in_call:
             return
         if self._thread.error is not None:
             self._send(Kind.ABORT, update.version, b"")

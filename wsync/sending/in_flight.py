@@ -10,7 +10,9 @@ from wsync.types import PHASES, Ack, SyncReport
 
 @dataclass(slots=True, kw_only=True)
 class InFlight:
-    """An update's workers, its deadline, and the seconds that each phase has taken so far. Used by the sending thread.
+    """An update's workers, its deadline, and the seconds that each phase has taken so far.
+
+    Used by the thread that calls the scheme.
 
     Attributes:
         workers: the workers that have to acknowledge it.

@@ -13,7 +13,7 @@ from wsync.errors import NotConnected, WorkerDied
 
 
 class Membership:
-    """All workers of one sender. Used by the sending thread, under the sender's lock.
+    """All workers of one sender. Used by the thread that calls the scheme, under the sender's lock.
 
     Args:
         num_workers: the number of workers.

@@ -48,7 +48,7 @@ class SendChannel(Protocol):
         """
         ...
 
-    def pop_unawaited_join(self, worker: int) -> int | None:
+    def pop_early_join(self, worker: int) -> int | None:
         """Return the first version of a worker that connected while only others were awaited, and forget that it did.
 
         0 if it was given none, or has answered since; None if it is not connected, or was awaited. Called by
@@ -122,7 +122,7 @@ class SendChannel(Protocol):
 class ConnectionlessChannel:
     """Base of a ``SendChannel`` without connections to workers: these methods have nothing to do."""
 
-    def pop_unawaited_join(self, worker: int) -> int | None:
+    def pop_early_join(self, worker: int) -> int | None:
         """See ``SendChannel``: a worker is only connected when it is awaited."""
         return None
 

@@ -78,6 +78,12 @@ class WorkerQueue:
         return isinstance(self.transport, TransferThread) and self.transport.busy
 
     @property
+    def unfinished(self) -> bool:
+        """Whether the worker is connected, and an update waits for it or for the end of ``send_weights``."""
+        in_call = isinstance(self.current, BlockingDelivery) and self.current.in_call
+        return self.transport is not None and (bool(self.waiting) or in_call)
+
+    @property
     def updates(self) -> Iterable[QueuedUpdate]:
         """The base, the latest, the current one, and those that wait: their buffers are in use."""
         current = self.current.update if self.current else None

@@ -16,7 +16,7 @@ from wsync.weights.snapshot import ModuleIndex, Snapshot, snapshot
 
 
 class Reader:
-    """Reads weights, and remembers where the tensors of the last module are. Used by the sending thread."""
+    """Reads weights, and remembers where the last module's tensors are. Used by the thread that calls the scheme."""
 
     def __init__(self) -> None:
         self._index: ModuleIndex | None = None

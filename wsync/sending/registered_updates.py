@@ -18,7 +18,9 @@ from wsync.weights.layout import Layout
 
 
 class RegisteredUpdates:
-    """Updates the registered buffers of one sender, if it has any. Used by the sending thread, under the sender's lock.
+    """Updates the registered buffers of one sender, if it has any.
+
+    Used by the thread that calls the scheme, under the sender's lock.
 
     Args:
         source: has the buffers.
@@ -77,8 +79,7 @@ class RegisteredUpdates:
         registered = self._source.shared_buffers
         if registered is None or not update.must_copy:
             return
-        if {*self._members.present} <= {*update.workers}:
-            registered.copy_published(update.version)
+        if {*self._members.present} <= {*update.workers} and registered.copy_published(update.version):
             self._lacking = 0
 
     def lack_update(self, weights: object) -> bool:

@@ -35,10 +35,14 @@ class SendLoop:
 
     def start_if_needed(self) -> None:
         """Start the thread, unless it runs or nothing waits."""
-        running = self._thread is not None and self._thread.is_alive()  # it ends by itself, or after an error
-        if not running and not self._closed and self._needed():
+        if not self.running and not self._closed and self._needed():
             self._thread = threading.Thread(target=self._run, name="wsync-send-loop", daemon=True)
             self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread runs. It ends by itself, or after an error."""
+        return self._thread is not None and self._thread.is_alive()
 
     def connections_changed(self) -> None:
         """Wake the thread, so that it waits for the present set of connections."""

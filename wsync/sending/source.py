@@ -62,7 +62,9 @@ def extracted(weights: Any, strategy: WeightStrategy) -> Any:
 
 
 class Source:
-    """A model, live weights, or weights per worker; read again for every update. Used by the sending thread.
+    """A model, live weights, or weights per worker; read again for every update.
+
+    Used by the thread that calls the scheme.
 
     Args:
         weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send is given its own.

@@ -18,7 +18,7 @@ _MAX_FINDERS = 8
 
 
 class TensorFinder(Protocol):
-    """Finds the tensors in weights of one form, in the layout's order. Used by the sending thread."""
+    """Finds the tensors in weights of one form, in the layout's order. Used by the thread that calls the scheme."""
 
     def find(self, given: object) -> TensorTree | list[Tensor] | None:
         """Return the tensors of ``given``, or a tree that finds them; None if it has another form.

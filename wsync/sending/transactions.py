@@ -13,7 +13,7 @@ from wsync.types import SyncReport
 
 
 class Transaction:
-    """Prepares an update, then commits or aborts it. Used by the sending thread, under the sender's lock.
+    """Prepares an update, then commits or aborts it. Used by the thread that calls the scheme, under the sender's lock.
 
     Args:
         updates: the updates of the sender.

@@ -43,18 +43,21 @@ class Transfers:
         self._create_transport = create_transport
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._noticing_deaths = False
-        self._abandoned: set[int] = set()  # slots that a transfer to a former worker may still read: never reused
+        # Slots that a transfer to a former worker may still read, until its thread has ended; for ever without one.
+        self._abandoned: list[tuple[threading.Thread | None, int]] = []
         connections.watch(self._wake, self._calls_ended)
 
     @property
     def busy_slots(self) -> set[int]:
         """The slots of buffers that must not be written."""
-        return self._abandoned.union(update.buffer.slot for queue in self.queues for update in queue.updates)
+        self._abandoned = [(thread, slot) for thread, slot in self._abandoned if thread is None or thread.is_alive()]
+        abandoned = {slot for _, slot in self._abandoned}
+        return abandoned.union(update.buffer.slot for queue in self.queues for update in queue.updates)
 
     @property
     def unfinished(self) -> bool:
         """Whether an update waits for a connected worker, or for its transfer thread."""
-        return any(queue.waiting or queue.is_sending for queue in self.queues if queue.transport is not None)
+        return any(queue.unfinished for queue in self.queues)
 
     # --- connections ---
 
@@ -101,13 +104,14 @@ class Transfers:
         queue.transport = None
         queue.restart(None)
         if isinstance(transport, TransferThread):
+            thread = transport.close()
             if transport.busy and current is not None:
-                self._abandoned.add(current.update.buffer.slot)  # send_weights may still read it
-            self._keep(transport.close())
+                self._abandoned.append((thread, current.update.buffer.slot))  # send_weights may still read it
+            self._keep(thread)
         elif transport is not None:
             pending = current.pending if isinstance(current, FlatDelivery) else None
             if close_transport(transport, pending) and current is not None:
-                self._abandoned.add(current.update.buffer.slot)
+                self._abandoned.append((None, current.update.buffer.slot))
 
     def _keep(self, thread: threading.Thread) -> None:
         """Add a thread to ``ending``, and drop those that have ended."""

@@ -23,7 +23,7 @@ def transport_fast_calls(channel: SendChannel, num_workers: int, record: Callabl
 
     The other steps of a full send were done by the send that enabled the fast path, and would have the same result:
     finding the tensors in the given weights, checking their layout, choosing workers, extra state. Called under the
-    sender's lock, by the sending thread.
+    sender's lock, by the thread that calls the scheme.
 
     Args:
         channel: the channel to the workers, all of which are connected.

@@ -31,7 +31,9 @@ worker's are made.
 
 
 class Updates:
-    """Publishes the updates of one sender, and waits for them. Used by the sending thread, under the sender's lock.
+    """Publishes the updates of one sender, and waits for them.
+
+    Used by the thread that calls the scheme, under the sender's lock.
 
     Args:
         channel: the channel to the workers.

@@ -130,7 +130,12 @@ class Arena:
         return self._layout
 
     def set_layout(self, layout: Layout) -> None:
-        """Define what a slot contains. Called once by the sender and once by each worker, before any slot is used."""
+        """Define what a slot contains. Called by the sender and by each worker before any slot is used.
+
+        The sender calls it again if there was no memory for the first slots.
+        """
+        self._buffers.clear()
+        self.plans.clear()
         self._layout = layout
         self._slot_size = whole_pages(layout.nbytes)
 

@@ -133,21 +133,23 @@ class RegisteredBuffers:
         """Record that the buffers have the weights of ``version``: workers may bind their models to them."""
         self._word[0] = version
 
-    def copy_published(self, version: int) -> None:
-        """Copy the published weights into the buffers, unless workers have different ones.
+    def copy_published(self, version: int) -> bool:
+        """Copy the published weights into the buffers; return False if workers have different ones, and none is copied.
 
         Called when every worker has acknowledged ``version``, so no forward of a connected worker uses the buffers.
         """
         slots, names = self._arena.published_slots(), self._arena.layout.names
-        if len(slots) == 1:
-            pairs = [
-                (self._tensors[name], view)
-                for name, view in zip(names, self._arena.views(slots[0]), strict=True)
-                if name in self._tensors
-            ]
-            self.announce(0)  # a worker that was disconnected copies the buffers, and then looks at this word
-            copy_all([own for own, _ in pairs], [view for _, view in pairs])
-            self.announce(version)
+        if len(slots) != 1:
+            return False
+        pairs = [
+            (self._tensors[name], view)
+            for name, view in zip(names, self._arena.views(slots[0]), strict=True)
+            if name in self._tensors
+        ]
+        self.announce(0)  # a worker that was disconnected copies the buffers, and then looks at this word
+        copy_all([own for own, _ in pairs], [view for _, view in pairs])
+        self.announce(version)
+        return True
 
     def close(self) -> None:
         """Close this end's descriptors. Idempotent."""
