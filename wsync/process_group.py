@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -131,9 +131,7 @@ class GroupTransport:
             return
         self._peer = 1 - rank
         if self._backend == "nccl":
-            from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
-
-            self._group = ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options())
+            self._group = _nccl_group(store, rank, self.device)
             return
         options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
@@ -265,6 +263,17 @@ def _end_of(transfer: Transfer, device: torch.device) -> Future[None]:
 
     threading.Thread(target=wait, name="wsync-pending-transfer", daemon=True).start()
     return ended
+
+
+def _nccl_group(store: TorchStore, rank: int, device: torch.device) -> Any:
+    """Return a connected group of two: else its first transfer would use the store, which ends with the set-up."""
+    from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
+
+    group: Any = cast(Any, ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options()))
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    (group.send if rank == 0 else group.recv)([byte], 1 - rank, 0).wait()
+    torch.cuda.current_stream(byte.device).synchronize()
+    return group
 
 
 def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float | None) -> None:

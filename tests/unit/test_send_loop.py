@@ -90,8 +90,8 @@ class Interrupting(FromMemory):
 class Scheme(wsync.WeightSyncScheme):
     name = "interrupting"
 
-    def __init__(self, transport: Callable[[], Any]) -> None:
-        super().__init__("state_dict", timeout=30.0)
+    def __init__(self, transport: Callable[[], Any], **options: Any) -> None:
+        super().__init__("state_dict", **{"timeout": 30.0, **options})
         self.transport = transport
 
     def create_transport(self, worker_idx: int | None = None) -> Any:
@@ -255,6 +255,73 @@ def first_fails() -> FromMemory:
         FromMemory.refused = True
         raise ArithmeticError("no transport")
     return FromMemory()
+
+
+class Full(FromMemory):
+    """``send_weights`` raises while there is no room."""
+
+    full: ClassVar = False
+
+    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
+        if self.full:
+            raise ValueError("no room")
+        super().send_weights(weights)
+
+
+def test_a_request_ends_when_the_requested_version_could_not_be_sent() -> None:
+    with Scheme(Full, initiator="receiver", timeout=None) as sender, ThreadPoolExecutor() as pool:
+        sender.init_on_sender("policy", model=model_of(1.0), num_workers=1)
+        with connected(sender, nn.Linear(2, 2)) as worker:
+            Full.full = True
+            sender.send(model_of(2.0))
+            assert pool.submit(worker.pull).result(30.0) == 1
+            Full.full = False
+            with pytest.raises(wsync.WorkerFailed, match="no room"):
+                sender.send(model_of(3.0))
+            assert worker.pull() == 3 and worker.model.weight.eq(3.0).all()
+
+
+class RefusedTo(FromMemory):
+    """Cannot be created for the workers in ``indices``, once they are set."""
+
+    indices: ClassVar[set[int]] = set()
+
+
+class OfWorkers(Scheme):
+    name = "of workers"
+
+    def create_transport(self, worker_idx: int | None = None) -> Any:
+        if threading.current_thread() is threading.main_thread() and worker_idx in RefusedTo.indices:
+            raise ArithmeticError("no transport")
+        return FromMemory()
+
+
+def test_a_death_that_nobody_was_told_of_is_reported_after_the_replacement_could_not_join() -> None:
+    with OfWorkers(FromMemory) as sender, ExitStack() as stack, ThreadPoolExecutor() as pool:
+        sender.init_on_sender("policy", model=model_of(1.0), num_workers=3)
+
+        def start(index: int) -> tuple[wsync.WeightSyncScheme, Any]:
+            worker = pickle.loads(pickle.dumps(sender))
+            worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=index)
+            return worker, pool.submit(worker.connect)
+
+        started = [start(index) for index in range(3)]
+        sender.connect()
+        for worker, joining in started:
+            joining.result()
+            stack.enter_context(worker)
+        for worker, _ in started[:2]:
+            worker.shutdown()
+        RefusedTo.indices.add(1)
+        replacement, joining = start(1)
+        with pytest.raises(ArithmeticError):
+            sender.readmit(0)
+        with pytest.raises(wsync.NotConnected):
+            joining.result()
+        replacement.shutdown()
+        with pytest.raises(wsync.WorkerDied, match="worker 1: process"):
+            sender.send(model_of(2.0))
+        assert sender.send(model_of(3.0)).workers.keys() == {2}
 
 
 def test_a_worker_whose_transport_cannot_be_created_is_disconnected() -> None:

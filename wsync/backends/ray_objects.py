@@ -30,6 +30,8 @@ from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import WeightStrategy
 
+# Of a mailbox at a time. One call of each worker waits there, and the calls that end the waits need room.
+_CALLS = 100_000
 _RECENT = 4  # newest updates; the trainer keeps their references for workers that are sent them late
 _Boxed = list[Any]  # a reference in a list, which Ray passes as it is; empty: nothing was sent
 
@@ -78,7 +80,7 @@ class ObjectPublisher:
     """
 
     def __init__(self, name: str) -> None:
-        self.mailbox: Any = ray.remote(mailbox_class()).options(name=name, num_cpus=0, max_concurrency=1000).remote()
+        self.mailbox: Any = ray.remote(mailbox_class()).options(name=name, num_cpus=0, max_concurrency=_CALLS).remote()
         self._lock = threading.Lock()
         self._recent: deque[tuple[Any, Any]] = deque(maxlen=_RECENT)  # weights as they were given, reference
         self._packed: tuple[Layout, bytes] | None = None
@@ -194,10 +196,11 @@ class RayObjectTransport:
         if self._closed:
             return None
         try:
-            self._seen, boxed = ray.get(self._mailbox.get.remote(self._worker, self._seen), timeout=timeout)
-            if not boxed:
+            number, boxed = ray.get(self._mailbox.get.remote(self._worker, self._seen), timeout=timeout)
+            settings, content = ray.get(boxed[0], timeout=timeout) if boxed else (b"", None)
+            self._seen = number  # last: after a timeout the next call fetches the same version again
+            if content is None:
                 return None
-            settings, content = ray.get(boxed[0], timeout=timeout)
         except GetTimeoutError:
             return None
         except RayActorError as error:

@@ -142,7 +142,7 @@ class WorkerConnections:
             return -1
         rejoined = worker in self._joined
         self._answers.pop(worker, None)
-        self._deaths.pop(worker, None)
+        death = self._deaths.pop(worker, None)  # of the worker that it replaces; may be unreported
         try:
             accepted = self._callbacks.accept_message(worker, rejoined)
             self._connections[worker] = connection  # not before: the callback may send, and ACCEPTED has to be first
@@ -152,7 +152,7 @@ class WorkerConnections:
             try:
                 connection.send(accepted)
             except ConnectionError:  # it has disconnected: treated as never connected
-                self.disconnect(worker)
+                self._undo_join(worker, death)
                 return -1
             self._joined.add(worker)
             if worker not in awaited:
@@ -160,10 +160,16 @@ class WorkerConnections:
             _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)
             self._callbacks.on_accepted(worker, deadline)
         except BaseException:  # also KeyboardInterrupt: it is not set up
-            self.disconnect(worker)
+            self._undo_join(worker, death)
             connection.close()  # also if it was not registered yet
             raise
         return worker
+
+    def _undo_join(self, worker: int, death: Ack | None) -> None:
+        """Disconnect a worker that could not join; ``death`` is that of the worker that it was to replace."""
+        if death is not None:
+            self._deaths.setdefault(worker, death)
+        self.disconnect(worker)
 
     def disconnect(self, worker: int) -> None:
         """Close the connection to a worker; later messages from it are ignored. Idempotent."""

@@ -90,12 +90,14 @@ class BlockingReader(TransportReader):
             self._call(arriving)
         self._arriving = {version: arriving}
 
-    def on_decision(self, transaction: int, commit: bool) -> None:
+    def on_decision(self, transaction: int, commit: bool) -> bool:
         """See ``TransportReader``. An ``ABORT`` may have a ``BEGIN_RECEIVE``'s version instead of a transaction."""
         super().on_decision(transaction, commit)
         arriving = self._arriving.pop(transaction, None)
-        if arriving is not None:
-            self._drop(arriving)
+        if arriving is None:
+            return False
+        self._drop(arriving)
+        return True
 
     def _drop(self, arriving: _Arriving) -> None:
         """Free the buffer of a version that is not wanted any more, or keep it as ``_filled``."""

@@ -14,7 +14,7 @@ from wsync.control.settings import SenderSettings, layout_in
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.receiving.arena_reader import ArenaReader
 from wsync.receiving.blocking_reader import BlockingReader
-from wsync.receiving.events import CheckLayout, Closed, Decision, Event, Newest, Published
+from wsync.receiving.events import CheckLayout, Closed, Decision, Dropped, Event, Newest, Published
 from wsync.receiving.flat_reader import FlatReader
 from wsync.receiving.handshake import ReaderFactory, settings_in, wait_accepted, wait_first_update
 from wsync.receiving.transport_reader import TransportReader
@@ -197,8 +197,8 @@ class WorkerSideChannel:
             return reader.on_prepare(message.version, message.payload)
         if kind in (Kind.COMMIT, Kind.ABORT):  # a prepared slot of the arena is committed by the published word alone
             commit = kind is Kind.COMMIT
-            if isinstance(reader, TransportReader):
-                reader.on_decision(message.version, commit)
+            if isinstance(reader, TransportReader) and reader.on_decision(message.version, commit):
+                return Dropped(message.version)
             return Decision(message.version, commit)
         if kind is Kind.CHECK_LAYOUT:
             return CheckLayout(message.version, layout_in(message.payload))

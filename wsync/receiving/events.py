@@ -59,6 +59,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Dropped:
+    """A version will not arrive, and the sender knows: its transport's ``send_weights`` has raised."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """There will be no more events.
 
@@ -69,4 +76,4 @@ class Closed:
     finished: bool = False
 
 
-Event = Published | Prepare | Decision | CheckLayout | Newest | Failed | Closed
+Event = Published | Prepare | Decision | CheckLayout | Newest | Failed | Dropped | Closed

@@ -17,7 +17,7 @@ from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.receiving.arena_reader import ArenaReader
 from wsync.receiving.blocking_reader import BlockingReader
-from wsync.receiving.events import Event, Failed, Published
+from wsync.receiving.events import Event, Failed, Newest, Published
 from wsync.receiving.flat_reader import FlatReader
 from wsync.receiving.transport_reader import TransportReader
 from wsync.shm.arena import WorkerArena, open_handle
@@ -181,7 +181,7 @@ def wait_first_update(
         if isinstance(event, Failed):
             connection.send(Message.answer(Ack(worker, event.version, event.error)))
             raise WeightSyncError(f"worker {worker} did not get its first weights:\n{event.error}")
-        if event is not None:
+        if event is not None and not isinstance(event, Newest):  # of a version that was sent meanwhile
             raise ValueError(f"an unexpected message {message.kind.name}")
 
 

@@ -137,11 +137,12 @@ class TransportReader(ABC):
         self._prepared[transaction] = update
         return Prepare(transaction, update)
 
-    def on_decision(self, transaction: int, commit: bool) -> None:
-        """Process a ``COMMIT`` or ``ABORT`` message."""
+    def on_decision(self, transaction: int, commit: bool) -> bool:
+        """Process a ``COMMIT`` or ``ABORT`` message; return whether a version that was arriving is dropped."""
         update = self._prepared.pop(transaction, None)
         if update is not None and not commit:
             self._free(update.slot)
+        return False
 
     def _split(self, payload: bytes) -> tuple[int, bytes]:
         """Return checksum and extra state.

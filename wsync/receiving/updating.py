@@ -20,7 +20,7 @@ from wsync.errors import WeightSyncError, error_of
 from wsync.gate import process_gate
 from wsync.receiving import prepared_updates
 from wsync.receiving.cascade import Cascade
-from wsync.receiving.events import CheckLayout, Closed, Decision, Event, Failed, Newest, Prepare
+from wsync.receiving.events import CheckLayout, Closed, Decision, Dropped, Event, Failed, Newest, Prepare
 from wsync.receiving.install_policy import InstallOnArrival, InstallOnRequest
 from wsync.receiving.protocols import ReceiveChannel
 from wsync.receiving.versions import VersionState
@@ -215,6 +215,8 @@ class ModelUpdater:
             self._answer_check(event.version, error_of(self._check_layout, event.layout))
         elif isinstance(event, Newest):
             self.install_policy.on_newest(event.version, event.request)
+        elif isinstance(event, Dropped):
+            self.state.set_failed(event.version)
         elif isinstance(event, Failed):
             self.state.set_failed(event.version)
             self._channel.answer(Ack(self.worker_idx, event.version, event.error))
