@@ -69,6 +69,20 @@ def check_schemes(schemes: Any) -> None:
             )
 
 
+def check_fetching(schemes: Mapping[str, wsync.WeightSyncScheme]) -> None:
+    """Check that the workers of a collector, which call no ``pull``, would ever get an update.
+
+    Raises:
+        ValueError: a scheme has ``initiator="receiver"`` and no ``max_staleness``.
+    """
+    for model_id, scheme in schemes.items():
+        if scheme.initiator == "receiver" and scheme.max_staleness is None:
+            raise ValueError(
+                f"the scheme for '{model_id}' has initiator='receiver', and a collector's workers do not call pull(): "
+                "give the scheme max_staleness=, or leave initiator out"
+            )
+
+
 def check_policy(policy: Any) -> None:
     """Check that ``policy`` can be called with one argument, a TensorDict or (a module) a tensor.
 

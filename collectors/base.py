@@ -237,7 +237,8 @@ class BaseCollector(WeightUpdates, ABC):
             raise ValueError("the state has weights of the policy, and there is no scheme to send them by")
         if weights is not None and policy is not None:  # refused before anything is changed, if they do not fit
             as_state_dict.apply_weights(copy.deepcopy(policy.state_dict()), weights)
-        resend = scheme is not None and (weights is not None or (policy is not None and version > scheme.version))
+        newer = scheme is not None and self.policy is not None and policy is not None and version > scheme.version
+        resend = scheme is not None and (weights is not None or newer)
         if scheme is not None:
             scheme.continue_from(max(0, version - 1) if resend else version)
         if weights is not None and self.policy is not None:

@@ -157,6 +157,7 @@ class WorkerCollector(BaseCollector):
             weight_updater=weight_updater,
             staleness=Staleness(max_staleness, self._gathering.buffers - 1),
         )
+        arguments.check_fetching(self._worker_schemes)
         common = WorkerOptions(
             worker_idx=0,
             frames=self._gathering.share(frames_per_batch, count),

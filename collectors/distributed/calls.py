@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from collectors.worker import RolloutWorker, WorkerOptions, error_kind
-from collectors.workers.pool import SHUTDOWN_GRACE, Event, WorkerHandle, WorkerPool
+from collectors.workers.pool import SHUTDOWN_GRACE, Event, WorkerHandle, WorkerPool, pollable
 from collectors.workers.wake_event import WakeEvent
 
 
@@ -129,7 +129,7 @@ class CallPool(WorkerPool[C]):
 
     def poll(self, workers: Collection[C], wakeup_fd: int, timeout: float | None) -> list[Event]:
         """See WorkerPool."""
-        if self._replied.fileno() not in wait([self._replied.fileno(), wakeup_fd], timeout):
+        if self._replied.fileno() not in wait([self._replied.fileno(), wakeup_fd], pollable(timeout)):
             return []
         self._replied.clear()
         events: list[Event] = []

@@ -18,6 +18,7 @@ from collectors.factories import EnvMaker
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
 from collectors.workers.connection_pool import ConnectedWorker, ConnectionPool
 from collectors.workers.connections import WorkerConnection
+from collectors.workers.pool import pollable
 from collectors.workers.processes import exit_reason
 from wsync import SyncTimeout, WorkerDied
 from wsync.control import Listener, Message, SocketConnection
@@ -133,7 +134,7 @@ class TcpPool(ConnectionPool):
         while missing := self._missing():
             starting = {worker.sentinel: worker for worker in self.workers if worker.connection is None}
             left = deadline - time.monotonic()
-            ready = wait([self.listener.fileno(), *starting], max(0.0, left))
+            ready = wait([self.listener.fileno(), *starting], pollable(max(0.0, left)))
             if not ready or left <= 0:  # foreign connections may keep the listener readable
                 raise SyncTimeout(
                     f"worker(s) {', '.join(map(str, missing))} did not join within {timeout:g} s",

@@ -12,13 +12,11 @@ from typing import Any
 
 from collectors.worker import serve
 from collectors.workers.connections import WorkerConnection
-from collectors.workers.pool import RAISED, SHUTDOWN_GRACE, Event, WorkerHandle, WorkerPool
+from collectors.workers.pool import RAISED, SHUTDOWN_GRACE, Event, WorkerHandle, WorkerPool, pollable
 from collectors.workers.process_handle import ProcessHandle
 from collectors.workers.processes import exit_reason, join_or_kill, kill, start
 from wsync import NotConnected
 from wsync.control import Address, Listener, Message, SocketConnection, connect
-
-_LONGEST_POLL = 1e6  # seconds; poll(2) takes milliseconds in an int
 
 
 class ConnectedWorker(WorkerHandle):
@@ -151,8 +149,8 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         for worker in workers:
             poller.register(worker.sentinel, select.POLLIN)
             poller.register(self.listener if worker.connection is None else worker.connection, select.POLLIN)
-        milliseconds = None if timeout is None else min(timeout, _LONGEST_POLL) * 1e3
-        ready = {descriptor for descriptor, _ in poller.poll(milliseconds)}
+        seconds = pollable(timeout)
+        ready = {descriptor for descriptor, _ in poller.poll(None if seconds is None else seconds * 1e3)}
         if self.listener.fileno() in ready:
             self._accept()
         events: list[Event] = []

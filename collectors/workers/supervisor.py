@@ -17,7 +17,7 @@ from collectors.workers.pool import RAISED, Event, WorkerHandle, WorkerPool
 from collectors.workers.records import FailureCause, FailurePolicy, Failures, WorkerRecord, WorkerState
 
 _ENDED = (*RAISED, "died", "unplaced")
-_REJOIN_TIMEOUT = 10.0  # seconds in which a restarted worker has to join a scheme, while the trainer waits
+_REJOIN_TIMEOUT = 10.0  # seconds in which a restarted worker has to join a scheme, at least: or the scheme's timeout
 _log = logging.getLogger(__name__)
 
 
@@ -238,7 +238,8 @@ class WorkerSupervisor:
         index = record.index
         try:
             for scheme in self.schemes.values():
-                scheme.readmit(index, worker.process or worker, _REJOIN_TIMEOUT)
+                timeout = None if scheme.timeout is None else max(_REJOIN_TIMEOUT, scheme.timeout)
+                scheme.readmit(index, worker.process or worker, timeout)
         except (wsync.WeightSyncError, OSError) as error:
             raised = self._traceback_of(worker)  # the worker's own error is the better cause
             cause = FailureCause(wsync.WorkerDied, index, f"could not rejoin: {error}")

@@ -498,6 +498,12 @@ def test_a_worker_that_has_joined_and_dies_is_noticed_while_its_forked_child_liv
                 os.kill(child, signal.SIGKILL)
 
 
+@every_family
+def test_a_timeout_may_be_weeks(family):
+    with collect_with(family, workers=1, worker_timeout=3e6, timeout=3e6) as collector:
+        next(collector)
+
+
 def test_a_worker_that_dies_is_noticed_at_once_while_its_forked_child_lives(monkeypatch):
     monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 600.0)
     with MultiSyncCollector([lambda: GymEnv(Forking())], policy(), frames_per_batch=16) as collector:

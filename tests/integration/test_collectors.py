@@ -842,6 +842,30 @@ def test_rounds_of_start_and_stop_leave_nothing():
     assert count() == before
 
 
+def test_workers_that_would_never_fetch_an_update_are_refused():
+    options = {"scheme": "shared_mem", "weight_sync_schemes": {}}
+    for staleness in (None, 1):
+        scheme = wsync.SharedMemWeightSyncScheme(initiator="receiver", max_staleness=staleness)
+        options["weight_sync_schemes"] = {"policy": scheme}
+        if staleness is None:
+            with pytest.raises(ValueError, match=r"'policy' has initiator='receiver', .* max_staleness="):
+                multi(**options)
+        else:
+            with multi(**options) as collector:
+                next(collector)
+                for _ in range(4):
+                    collector.update_policy_weights_()
+                next(collector)
+                assert next(collector)["policy_version"].min() >= scheme.version - 1
+
+
+def test_a_state_of_a_collector_without_a_policy_fits_one_in_this_process():
+    with Collector(cartpole(), policy_factory=policy, frames_per_batch=16) as collector:
+        collector.load_state_dict({"frames": 8, "policy_version": 3})
+        assert collector.frames == 8
+        next(collector)
+
+
 def test_no_warning_where_all_is_well():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

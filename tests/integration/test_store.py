@@ -118,6 +118,17 @@ def test_workers_of_a_new_run_do_not_begin_with_weights_of_the_old_one(tmp_path:
         assert workers[0].call(commands.output) == [1.0] * 4
 
 
+def test_workers_of_a_new_run_without_first_weights_keep_theirs(tmp_path: Path, pool: WorkerPool) -> None:
+    with trainer(tmp_path) as scheme:
+        scheme.send(fill(Small(), 9))
+    with wsync.StoreWeightSyncScheme(str(tmp_path), timeout=30.0) as scheme, pool.group(1) as workers:
+        scheme.init_on_sender("policy", num_workers=1)
+        assert workers[0].call(commands.join, scheme, Small, 0, "policy") == 0
+        scheme.connect()
+        scheme.send(fill(Small(), 1))
+        assert workers[0].call(wait_for, 3) == [1.0] * 4
+
+
 def test_workers_that_pull(tmp_path: Path, pool: WorkerPool) -> None:
     with trainer(tmp_path) as scheme, pool.group(1) as workers:
         workers[0].call(read, str(tmp_path), initiator="receiver")

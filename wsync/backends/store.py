@@ -69,7 +69,8 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self.keep = keep
         self.durable = durable
         # workers wait in connect for this version or a newer one; 0: they do not wait. Travels in the pickle
-        self._first_version = 1
+        # Of workers that have this scheme, pickled: the oldest version that they use, and whether they wait for it.
+        self._first_version, self._begins_with_weights = 1, True
 
     @property
     def acknowledges(self) -> bool:
@@ -100,7 +101,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
             channel, source, num_workers, self.timeout, finishes_on_publish=True, record=self.metrics.record
         )
         sender.continue_from(newest)
-        self._first_version = newest + 1 if source.weights is not None else 0
+        self._first_version, self._begins_with_weights = newest + 1, source.weights is not None
         self._sent_model_id = model_id
         return sender
 
@@ -114,12 +115,14 @@ class StoreWeightSyncScheme(WeightSyncScheme):
     def _open_receiver(self, model_id: str) -> StoreReceiveChannel:
         store = VersionStore(self._folder(model_id))
         watches = self.initiator == "sender" or self.max_staleness is not None
-        return StoreReceiveChannel(store, self._first_version, binds=self.bind, watches=watches)
+        return StoreReceiveChannel(
+            store, self._first_version, waits=self._begins_with_weights, binds=self.bind, watches=watches
+        )
 
     def shutdown(self) -> None:
         """See ``WeightSyncScheme``."""
         super().shutdown()
-        self._first_version = 1
+        self._first_version, self._begins_with_weights = 1, True
 
 
 class SameWeightsSource(Source):

@@ -35,7 +35,8 @@ class StoreReceiveChannel:
 
     Args:
         store: where.
-        oldest: the oldest version that this worker may begin with; 0: begin without weights if there are none.
+        oldest: the oldest version that this worker may use: earlier ones are those of an earlier trainer.
+        waits: whether ``connect`` waits for such a version.
         seen: the name of a version that this worker does not begin with; empty for none.
         binds: whether the model may be bound to the memory that a version is read into.
         watches: whether new versions are installed as they appear; otherwise only by ``pull``.
@@ -43,12 +44,15 @@ class StoreReceiveChannel:
 
     arena = None
 
-    def __init__(self, store: VersionStore, oldest: int, seen: str = "", *, binds: bool, watches: bool) -> None:
+    def __init__(
+        self, store: VersionStore, oldest: int, seen: str = "", *, waits: bool = True, binds: bool, watches: bool
+    ) -> None:
         self.layout: Layout | None = None
         self.first_version = 0
         self.binds = binds
         self._store = store
         self._oldest = oldest
+        self._waits = waits
         self._seen = seen
         self._watches = watches
         self._pool = BufferPool(torch.device("cpu"))
@@ -81,7 +85,7 @@ class StoreReceiveChannel:
                 self._read()
                 self.first_version = self.newest_version
                 return
-            if not self._oldest:
+            if not self._waits:
                 return
             left = remaining(deadline)
             if left == 0.0:
@@ -101,7 +105,9 @@ class StoreReceiveChannel:
         """Stage the newest version, unless it has been read already."""
         with self._reading:
             newest = self._store.newest()
-            if newest is None or newest.name == self.newest_name or self._read_difference(newest):
+            if newest is None or newest.version < self._oldest or newest.name == self.newest_name:
+                return
+            if self._read_difference(newest):
                 return
             self._store.read(self._take)
 
