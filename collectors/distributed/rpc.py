@@ -19,7 +19,7 @@ from collectors.distributed.calls import CalledWorker, CallPool, Reply
 from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
 from collectors.factories import EnvMaker
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
-from collectors.workers.pool import SHUTDOWN_GRACE
+from collectors.workers.pool import LONGEST_POLL, SHUTDOWN_GRACE
 from collectors.workers.process_handle import ProcessHandle
 from collectors.workers.processes import exit_reason, join_or_kill, kill, pipe, start
 from collectors.workers.wake_event import WakeEvent
@@ -206,6 +206,7 @@ class RpcPool(CallPool[RpcWorker]):
 
     def _start_group(self, count: int, host: str, timeout: float) -> None:
         self._store, address = host_store(host)
+        timeout = min(timeout, LONGEST_POLL)  # torch's RPC, too, counts milliseconds in an int
         deadline = time.monotonic() + timeout
         channels: list[Connection] = []
         for i in range(count):

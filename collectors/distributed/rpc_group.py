@@ -24,7 +24,6 @@ from torch.distributed import (
     rpc,
 )
 
-from collectors.workers.pool import pollable
 from collectors.workers.wake_event import WakeEvent
 from wsync import SyncTimeout, listen_on
 
@@ -124,7 +123,7 @@ def join_or_end(size: int, address: Address, sentinels: Sequence[int], timeout: 
             done.set()
 
     threading.Thread(target=attempt, name="rpc-join", daemon=True).start()
-    ready = wait([done.fileno(), *sentinels], pollable(timeout))
+    ready = wait([done.fileno(), *sentinels], timeout)
     joined = done.fileno() in ready
     done.close()
     if errors:

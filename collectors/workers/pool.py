@@ -15,12 +15,12 @@ from collectors.workers.process_handle import ProcessHandle
 
 RAISED = ("error", "unusable")  # events of a worker that has raised
 SHUTDOWN_GRACE = 5.0  # seconds in which a worker has to end after it was told to
-_LONGEST_POLL = 1e6  # seconds; poll(2) takes milliseconds in an int
+LONGEST_POLL = 1e6  # seconds; poll(2) takes milliseconds in an int
 
 
 def pollable(timeout: float | None) -> float | None:
     """Return a timeout in seconds as poll(2) can take it; None for no limit."""
-    return None if timeout is None else min(timeout, _LONGEST_POLL)
+    return None if timeout is None else min(timeout, LONGEST_POLL)
 
 
 class WorkerHandle(ABC):
