@@ -18,7 +18,7 @@ LAYERS = (  # of ``wsync``, from the lowest: a module or folder imports its own 
     ("checksum", "deadlines", "errors", "fast_path", "metrics", "paths", "registry", "types"),
     ("loops", "_loops"),
     ("gate", "transforms", "weights"),
-    ("control", "options", "process_group", "rendezvous", "shm", "transport", "transport_setup"),
+    ("control", "group_of_two", "options", "process_group", "rendezvous", "shm", "transport", "transport_setup"),
     ("receiving", "sending"),
     (
         "assembly",

@@ -8,12 +8,11 @@ Instead, weights may go through a group that the user has made.
 from __future__ import annotations
 
 import concurrent.futures
-import hmac
 import os
 import secrets
 import threading
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,12 +20,12 @@ from torch import Tensor, distributed, nn
 from torch.distributed import (
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
     ProcessGroup,
-    ProcessGroupGloo,
 )
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
-from wsync.deadlines import as_timedelta, as_timeout, remaining, time_until
+from wsync.deadlines import as_timeout, time_until
 from wsync.errors import NotConnected
+from wsync.group_of_two import gloo_group, nccl_group
 from wsync.transport import Transfer, apply_received
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -35,10 +34,6 @@ from wsync.weights.strategy import WeightStrategy
 
 BACKENDS = ("gloo", "nccl")
 _PLACE = "wsync group"  # key in the store: the sender's rank in the user's group, and the tag; empty for a group of two
-_PROOF = "wsync proof "  # key in the store, with a rank: random bytes that the other rank sends over the group
-_PROOF_SIZE = 32
-_PROOF_TAG = 1
-_PROOF_TIMEOUT = 5.0  # seconds; milliseconds are enough
 
 _inherited: list[Any] = []  # groups that a fork has copied: their threads are the parent's, so they cannot be destroyed
 _unfinished: WeakKeyDictionary[Any, list[Transfer]] = WeakKeyDictionary()  # by user's group: kept as long as the group
@@ -109,9 +104,6 @@ class GroupTransport:
     def connect(self, store: TorchStore, rank: int, connection_number: int, host: str, deadline: float | None) -> None:
         """See ``FlatTransport``.
 
-        gloo accepts any process that reaches its port in the short time while a group is formed. So both ends prove
-        over the group, before any weights are sent, that they have what the other end has put into the store.
-
         Raises:
             NotConnected: one end was given a group by the user, and the other was not.
             ConnectionError: another process has connected to gloo's port in the other end's place.
@@ -130,16 +122,8 @@ class GroupTransport:
             self._peer = self._worker + (self._worker >= sender) if rank == 0 else sender
             return
         self._peer = 1 - rank
-        if self._backend == "nccl":
-            self._group = _nccl_group(store, rank, self.device)
-            return
-        options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        options._threads = 1  # sends and receives need no more
-        options._timeout = time_until(deadline)
-        group = ProcessGroupGloo(store, rank, 2, options)
-        _exchange_proofs(store, group, rank, deadline)
-        self._group = group
+        nccl = self._backend == "nccl"
+        self._group = nccl_group(store, rank, self.device) if nccl else gloo_group(store, rank, host, deadline)
 
     def begin_send(self, flat: Tensor, transfers: list[Transfer]) -> None:
         """See ``FlatTransport``. One C call extends the list: no signal handler runs between its steps."""
@@ -263,45 +247,6 @@ def _end_of(transfer: Transfer, device: torch.device) -> Future[None]:
 
     threading.Thread(target=wait, name="wsync-pending-transfer", daemon=True).start()
     return ended
-
-
-def _nccl_group(store: TorchStore, rank: int, device: torch.device) -> Any:
-    """Return a connected group of two: else its first transfer would use the store, which ends with the set-up."""
-    from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
-
-    group: Any = cast(Any, ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options()))
-    byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    (group.send if rank == 0 else group.recv)([byte], 1 - rank, 0).wait()
-    torch.cuda.current_stream(byte.device).synchronize()
-    return group
-
-
-def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float | None) -> None:
-    """Send over a new group of two what the other end has put into the store, and check that it does so too.
-
-    Each end puts its value into the store when its half of the group is formed, so the values travel at once.
-
-    Raises:
-        ConnectionError: the other end does not.
-        RuntimeError: it has not formed its half.
-    """
-    own, other = secrets.token_bytes(_PROOF_SIZE), 1 - rank
-    store.set(_PROOF + str(rank), own)  # pyright: ignore[reportArgumentType]  bytes are taken as well
-    given = torch.frombuffer(bytearray(store.get(_PROOF + str(other))), dtype=torch.uint8)
-    shown = torch.zeros(_PROOF_SIZE, dtype=torch.uint8)
-    transfers = [group.send([given], other, _PROOF_TAG), group.recv([shown], other, _PROOF_TAG)]
-    left = remaining(deadline)
-    limit = as_timedelta(_PROOF_TIMEOUT if left is None else max(min(left, _PROOF_TIMEOUT), 0.001))
-    try:
-        for transfer in transfers:
-            transfer.wait(limit)
-        proven = hmac.compare_digest(shown.numpy().tobytes(), own)
-    except RuntimeError:
-        proven = False
-    if not proven:
-        raise ConnectionError(
-            "what is connected to gloo's port did not prove that it is the other end: has another process connected?"
-        )
 
 
 def _buffer_like(weights: Any, device: torch.device) -> Buffer:

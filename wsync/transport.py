@@ -39,9 +39,8 @@ class TransportBackend(Protocol):
     """Moves the weights of one model between a sender and one worker.
 
     Each end has an instance of its own: ``scheme.create_transport(worker_idx)`` is called on the sender and in the
-    worker each time the worker connects or reconnects and does not use the sender's shared memory, by the thread in
-    ``connect`` or ``readmit``; after ``init_on_worker`` (of the older API, which connects in the background), by the
-    receiver thread.
+    worker each time the worker connects and does not use the sender's shared memory, by the thread in ``connect`` or
+    ``readmit``; after ``init_on_worker`` (the older API, which connects in the background), by the receiver thread.
 
     A transport keeps no model and no strategy. It may also be used standalone (without a scheme). Under a scheme
     ``model`` is None in every call, and so is ``weights`` in ``setup_connection_and_weights_on_receiver``.
@@ -69,9 +68,9 @@ class TransportBackend(Protocol):
         """Set up the worker's end.
 
         Called once per connection, before any ``receive_weights``, in a dedicated thread of the worker (another thread
-        calls ``receive_weights``). Under a scheme ``weights`` and ``model`` are None, the result
-        is ignored, and the first weights arrive by ``receive_weights`` like all others. A standalone transport may
-        deliver the first weights here. May raise anything: ``connect`` then raises ``NotConnected``.
+        calls ``receive_weights``). Under a scheme the result is ignored, and the first weights arrive by
+        ``receive_weights`` like all others. A standalone transport may deliver the first weights here. May raise
+        anything: ``connect`` then raises ``NotConnected``.
 
         Args:
             worker_idx: the worker's index.
@@ -113,9 +112,8 @@ class TransportBackend(Protocol):
     ) -> Any | None:
         """Return the next version, or None if none arrived within ``timeout`` seconds.
 
-        Under a scheme it is called by the thread that reads the sender's messages: the receiver thread or, for the
-        first weights, the thread in ``connect`` (after ``init_on_worker``, the receiver thread). While it waits, that
-        thread serves no other model of the process.
+        Under a scheme it is called by the thread that reads the sender's messages: the receiver thread, or the thread
+        in ``connect`` for the first weights. While it waits, that thread serves no other model of the process.
 
         The medium may deliver an older version first (a stream, after a receive that timed out): the scheme compares
         each result with the update's checksum. For each update:
@@ -293,10 +291,8 @@ def require_transport(made: object) -> TransportBackend | FlatTransport:
         return made
     lacking = [name for name, value in vars(TransportBackend).items() if name[0] != "_" and callable(value)]
     lacking = [name for name in lacking if not callable(getattr(made, name, None))]
-    raise TypeError(
-        f"create_transport() returned {made!r}, which lacks the method(s) {', '.join(lacking)}: the class at each end "
-        "needs all methods; SenderEnd has those of the worker's end"
-    )
+    what = f"create_transport() returned {made!r}, which lacks the method(s) {', '.join(lacking)}"
+    raise TypeError(f"{what}: the class at each end needs all methods; SenderEnd has those of the worker's end")
 
 
 TransportFactory = Callable[[int], TransportBackend | FlatTransport]

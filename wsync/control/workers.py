@@ -42,8 +42,7 @@ class WorkerConnections:
         self._early_joins: dict[int, int] = {}  # see ``pop_early_join``
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._callback_of: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
-        # Not epoll: a connection that a forked child keeps open would stay in its set after close().
-        self._poll = select.poll()
+        self._poll = select.poll()  # not epoll, whose set would keep closed connections that a forked child has open
         self._answers: dict[int, Ack] = {}
         self._deaths: dict[int, Ack] = {}
         self._ready: set[int] = set()  # readable descriptors that ``read`` has not processed yet
@@ -77,12 +76,12 @@ class WorkerConnections:
     def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Accept connections until all of ``workers`` are connected.
 
-        ``sentinels`` are ``{worker: descriptor}``; the descriptor is readable once the worker's process has exited.
+        ``sentinels``: ``{worker: descriptor}``, readable once the worker's process has exited.
 
         Raises:
             SyncTimeout: names the workers that did not connect.
             WorkerDied: a worker's process exited first, or a worker died after it had connected.
-            Exception: see ``ConnectionCallbacks.on_accepted``.
+            Exception: of ``on_accepted``.
         """
         self.process_arrived_messages()  # notices deaths, so that replacements are accepted
         missing = set(workers) - self._connections.keys()
@@ -92,7 +91,7 @@ class WorkerConnections:
             if not ready:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 why = why_not_connected(missing, worker_of.values())
-                raise SyncTimeout(why, {worker: "never connected" for worker in missing})
+                raise SyncTimeout(why, dict.fromkeys(missing, "never connected"))
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)
             if self._source.fileno() in ready:
@@ -111,13 +110,9 @@ class WorkerConnections:
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
 
     def pop_early_join(self, worker: int) -> int | None:
-        """Return the first version of a worker that connected while only others were awaited; forget the version.
+        """Return, once, the first version of a replacement that connected before ``readmit`` was called for its index.
 
-        Such a worker is a replacement that has connected before ``readmit`` was called for its index.
-
-        Returns:
-            Its version; 0 if there was none, or ``wait_acks`` has returned its answer since. None if the worker is not
-            connected, or was awaited.
+        It is 0 if there was none, or ``wait_acks`` has returned its answer since; None if there is no such worker.
         """
         self.process_arrived_messages()  # notices its death
         return self._early_joins.pop(worker, None)
@@ -152,8 +147,7 @@ class WorkerConnections:
             try:
                 connection.send(accepted)
             except ConnectionError:  # it has disconnected: treated as never connected
-                self._undo_join(worker, death)
-                return -1
+                return self._undo_join(worker, death)
             self._joined.add(worker)
             if worker not in awaited:
                 self._early_joins[worker] = accepted.version
@@ -165,11 +159,11 @@ class WorkerConnections:
             raise
         return worker
 
-    def _undo_join(self, worker: int, death: Ack | None) -> None:
-        """Disconnect a worker that could not join; ``death`` is that of the worker that it was to replace."""
+    def _undo_join(self, worker: int, death: Ack | None) -> int:
         if death is not None:
             self._deaths.setdefault(worker, death)
         self.disconnect(worker)
+        return -1
 
     def disconnect(self, worker: int) -> None:
         """Close the connection to a worker; later messages from it are ignored. Idempotent."""
@@ -289,11 +283,7 @@ class WorkerConnections:
         self._callbacks.on_answer(worker, message)
 
     def close(self, *, finished: bool = False) -> None:
-        """Close all connections, and accept no more. Idempotent.
-
-        If ``finished``, the workers are told that the sender shuts down. Otherwise, or if a worker's socket has no room
-        for that message within some seconds, the worker reports that the sender died.
-        """
+        """Close all connections, accept no more. Idempotent. ``finished``: first send LEAVE, where sockets have room."""
         if finished:
             for worker in list(self._connections):
                 self.send(worker, Message(Kind.LEAVE, worker, 1))

@@ -20,7 +20,8 @@ from wsync.receiving.blocking_reader import BlockingReader
 from wsync.receiving.events import Event, Failed, Newest, Published
 from wsync.receiving.flat_reader import FlatReader
 from wsync.receiving.transport_reader import TransportReader
-from wsync.shm.arena import WorkerArena, open_handle
+from wsync.shm.arena import WorkerArena
+from wsync.shm.memory import open_handle
 from wsync.transforms.delta import require_zstandard
 from wsync.transport import FlatTransport, TransportFactory, require_transport
 from wsync.transport_setup import TransportSetup

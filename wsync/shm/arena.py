@@ -290,22 +290,3 @@ class WorkerArena(Arena):
         """Compare a slot with its checksum; return a description of the damage, empty if there is none."""
         checksum = self._unsigned_words[record_at(self.workers, slot) + SLOT_CHECKSUM]
         return find_damage(version, self.buffer(slot).flat, extra, checksum)
-
-
-def open_handle(handle: tuple[int, int, int, str]) -> tuple[int, int] | None:
-    """Open the files of an arena that another process made; return their descriptors, or None if that is impossible.
-
-    It is impossible on another machine, for another user, if the process has ended, or in another PID namespace.
-    """
-    pid, words, extra, name = handle
-    fds: list[int] = []
-    try:
-        for fd in (words, extra):
-            fds.append(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-        if os.readlink(f"/proc/self/fd/{fds[0]}") == f"/memfd:{name} (deleted)":
-            return fds[0], fds[1]
-    except OSError:  # no such process, or another user's
-        pass
-    for fd in fds:
-        os.close(fd)
-    return None

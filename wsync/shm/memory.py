@@ -1,4 +1,4 @@
-"""Anonymous memory files. Their pages are allocated before they are used.
+"""Anonymous memory files, of this process or another. Their pages are allocated before they are used.
 
 If memory ran out at the first use of a page, the kernel would kill the process with SIGBUS.
 """
@@ -53,3 +53,22 @@ def raise_shortage(error: OSError, size: int) -> NoReturn:
     if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
         raise error
     raise WeightSyncError(f"no shared memory left: {size / 2**20:.1f} MiB more are needed ({error})") from error
+
+
+def open_handle(handle: tuple[int, int, int, str]) -> tuple[int, int] | None:
+    """Open the files of an arena that another process made; return their descriptors, or None if that is impossible.
+
+    It is impossible on another machine, for another user, if the process has ended, or in another PID namespace.
+    """
+    pid, words, extra, name = handle
+    fds: list[int] = []
+    try:
+        for fd in (words, extra):
+            fds.append(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        if os.readlink(f"/proc/self/fd/{fds[0]}") == f"/memfd:{name} (deleted)":
+            return fds[0], fds[1]
+    except OSError:  # no such process, or another user's
+        pass
+    for fd in fds:
+        os.close(fd)
+    return None

@@ -130,7 +130,7 @@ def stop_process(pid: int, patience: float = ANSWER_TIMEOUT) -> None:
 
 
 def state_of(thread: Path) -> str:
-    """Return the letter of a thread's state (see proc(5)), whose folder in /proc this is; X if it has ended."""
+    """Return the letter of a thread's state, see proc(5), by the thread's folder in /proc; X if it has ended."""
     try:
         return (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):  # between the listing of the folder and this

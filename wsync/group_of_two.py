@@ -1,0 +1,82 @@
+"""Forming a process group of ``torch.distributed`` with two members: a sender and one worker."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from typing import Any, cast
+
+import torch
+from torch.distributed import ProcessGroupGloo
+from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
+
+from wsync.deadlines import as_timedelta, remaining, time_until
+
+_PROOF = "wsync proof "  # key in the store, with a rank: random bytes that the other rank sends over the group
+_PROOF_SIZE = 32
+_PROOF_TAG = 1
+_PROOF_TIMEOUT = 5.0  # seconds; milliseconds are enough
+
+
+def gloo_group(store: TorchStore, rank: int, host: str, deadline: float | None) -> ProcessGroupGloo:
+    """Return a group of two over gloo.
+
+    gloo accepts any process that reaches its port in the short time while a group is formed. So both ends prove over
+    the group, before any weights are sent, that they have what the other end has put into the store.
+
+    Args:
+        store: by which the two find each other; not used after this call.
+        rank: 0 on the sender, 1 in the worker.
+        host: this process's address, by which the other one reaches it.
+        deadline: on ``time.monotonic``'s clock; None for none.
+
+    Raises:
+        ConnectionError: another process has connected to gloo's port in the other end's place.
+        RuntimeError: the group could not be formed.
+    """
+    options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._threads = 1  # sends and receives need no more
+    options._timeout = time_until(deadline)
+    group = ProcessGroupGloo(store, rank, 2, options)
+    _exchange_proofs(store, group, rank, deadline)
+    return group
+
+
+def nccl_group(store: TorchStore, rank: int, device: torch.device) -> Any:
+    """Return a connected group of two: else its first transfer would use the store, which ends with the set-up."""
+    from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
+
+    group: Any = cast(Any, ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options()))
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    (group.send if rank == 0 else group.recv)([byte], 1 - rank, 0).wait()
+    torch.cuda.current_stream(byte.device).synchronize()
+    return group
+
+
+def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float | None) -> None:
+    """Send over a new group of two what the other end has put into the store, and check that it does so too.
+
+    Each end puts its value into the store when its half of the group is formed, so the values travel at once.
+
+    Raises:
+        ConnectionError: the other end does not.
+        RuntimeError: it has not formed its half.
+    """
+    own, other = secrets.token_bytes(_PROOF_SIZE), 1 - rank
+    store.set(_PROOF + str(rank), own)  # pyright: ignore[reportArgumentType]  bytes are taken as well
+    given = torch.frombuffer(bytearray(store.get(_PROOF + str(other))), dtype=torch.uint8)
+    shown = torch.zeros(_PROOF_SIZE, dtype=torch.uint8)
+    transfers = [group.send([given], other, _PROOF_TAG), group.recv([shown], other, _PROOF_TAG)]
+    left = remaining(deadline)
+    limit = as_timedelta(_PROOF_TIMEOUT if left is None else max(min(left, _PROOF_TIMEOUT), 0.001))
+    try:
+        for transfer in transfers:
+            transfer.wait(limit)
+        proven = hmac.compare_digest(shown.numpy().tobytes(), own)
+    except RuntimeError:
+        proven = False
+    if not proven:
+        raise ConnectionError(
+            "what is connected to gloo's port did not prove that it is the other end: has another process connected?"
+        )
