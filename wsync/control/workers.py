@@ -283,7 +283,10 @@ class WorkerConnections:
         self._callbacks.on_answer(worker, message)
 
     def close(self, *, finished: bool = False) -> None:
-        """Close all connections, accept no more. Idempotent. ``finished``: first send LEAVE, where sockets have room."""
+        """Close all connections, and accept no more. Idempotent.
+
+        If ``finished``, first send each worker a ``LEAVE``, if its socket has room.
+        """
         if finished:
             for worker in list(self._connections):
                 self.send(worker, Message(Kind.LEAVE, worker, 1))
