@@ -283,10 +283,7 @@ class WorkerConnections:
         self._callbacks.on_answer(worker, message)
 
     def close(self, *, finished: bool = False) -> None:
-        """Close all connections, and accept no more. Idempotent.
-
-        If ``finished``, first send each worker a ``LEAVE``, if its socket has room.
-        """
+        """Close all connections, and accept no more. Idempotent. If ``finished``, send ``LEAVE`` to all before."""
         if finished:
             for worker in list(self._connections):
                 self.send(worker, Message(Kind.LEAVE, worker, 1))
