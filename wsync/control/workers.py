@@ -42,7 +42,7 @@ class WorkerConnections:
         self._early_joins: dict[int, int] = {}  # see ``pop_early_join``
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._callback_of: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
-        self._poll = select.poll()  # not epoll, whose set would keep closed connections that a forked child has open
+        self._poll = select.poll()  # not epoll: its set keeps closed connections that a forked child has open
         self._answers: dict[int, Ack] = {}
         self._deaths: dict[int, Ack] = {}
         self._ready: set[int] = set()  # readable descriptors that ``read`` has not processed yet

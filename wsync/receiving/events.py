@@ -60,7 +60,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A version will not arrive, and the sender knows: its transport's ``send_weights`` has raised."""
+    """A version will not arrive: the transport's ``send_weights`` has raised, which the sender reports itself."""
 
     version: int
 
