@@ -211,19 +211,17 @@ class Sender:
         self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool, partial: bool
     ) -> SyncReport | None:
         with self.exclusive():
-            updates, (workers, absent) = self._updates, self._members.recipients(worker_ids)
+            updates = self._updates
             rest = updates.rest_of_model(worker_ids) if partial else None
-            acknowledge = not (wait and self._finishes_on_publish)  # `wait_async` waits until it is installed
-            update = updates.publish(weights, workers, absent, acknowledge=acknowledge, rest=rest)
-            if wait:
-                report = updates.finish(update)
-                if worker_ids is None and not partial:
-                    self._enable_fast(weights)
-                return report
-            updates.in_flight.append(update)
-            # Reads answers, which may let queued updates go out; starts the send-loop thread if some still wait.
-            self.channel.process_arrived_messages()
-            return None
+            if not wait:
+                updates.send_unawaited(weights, worker_ids, rest)
+                return None
+            workers, absent = self._members.recipients(worker_ids)
+            acknowledge = not self._finishes_on_publish
+            report = updates.finish(updates.publish(weights, workers, absent, acknowledge=acknowledge, rest=rest))
+            if worker_ids is None and not partial:
+                self._enable_fast(weights)
+            return report
 
     def wait(self) -> SyncReport | None:
         """Wait for everything that was sent without waiting; return the newest one's report."""

@@ -7,7 +7,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -34,11 +34,53 @@ def test_an_error_is_raised_by_a_later_wait(backend: BuiltIn) -> None:
         session.model.state = "refuse 0"
         session.scheme.send_async(worker_ids=0)
         session.model.state = "accepted"
-        session.scheme.send_async(worker_ids=1)
         with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 0.*ArithmeticError"):
+            session.scheme.send_async(worker_ids=1)
             session.scheme.wait_async()
         report = session.scheme.wait_async()
         assert report is not None and dict(report.workers) == {1: 5}
+
+
+def test_a_send_without_waiting_raises_the_error_of_an_earlier_one(backend: BuiltIn) -> None:
+    """It sends its own update first, and does not wait for a worker that has not answered."""
+    with backend.connected(make=WithExtraState, sync=False) as session:
+        session.workers[1].stop()
+        session.model.state = "refuse 0"
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 0.*ArithmeticError") as failed:
+            for value in count(2):
+                assert session.send(value) is None
+        assert set(failed.value.workers) == {0} and failed.value.version is not None
+        assert 2 <= failed.value.version < session.scheme.version
+        session.model.state = "accepted"
+        session.workers[1].resume()
+        with suppress(wsync.WorkerFailed):  # the last version may be refused as well
+            session.send(-1)
+        session.scheme.wait_async()
+        assert session.outputs() == [-1, -1]
+        session.workers[0].kill()
+        with pytest.raises(wsync.WorkerDied) as died:
+            for _ in count():
+                assert session.send(-2) is None
+        assert set(died.value.workers) == {0}
+        session.scheme.wait_async()
+        assert session.workers[1].call(commands.output)[0] == -2
+
+
+def test_updates_that_are_not_waited_for_are_in_the_metrics(backend: BuiltIn) -> None:
+    with backend.connected(sync=False) as session:
+        before = session.scheme.metrics.updates
+        session.workers[1].stop()
+        session.send(2)
+        session.send(3)
+        assert session.scheme.metrics.updates == before
+        session.workers[1].resume()
+        for value in count(4):
+            session.send(value)
+            if session.scheme.metrics.updates > before:
+                break
+        report = session.scheme.metrics.last
+        assert report is not None and set(report.workers) == {0, 1} and report.version < session.scheme.version
+        assert sum(report.phases.values()) == pytest.approx(report.seconds) and report.phases["acknowledge"] == 0.0
 
 
 def test_a_transaction_raises_the_error_of_an_update_that_was_not_waited_for(backend: BuiltIn) -> None:

@@ -527,6 +527,30 @@ def fails_at(folder: Path, builds: set[int]):
     return make
 
 
+@pytest.mark.parametrize("failure", ["raise", "restart"])
+def test_weights_that_are_sent_without_waiting_and_refused_are_an_error(failure, events):
+    schemes = {"policy": wsync.SharedMemWeightSyncScheme(sync=False)}
+    with collect("sync", events, failure, weight_sync_schemes=schemes) as collector:
+        next(collector)
+        with pytest.raises(wsync.WorkerFailed, match="-13 is refused"):
+            for _ in range(10):  # each batch ends after an answer to the update before it
+                update(collector, -13)
+                next(collector)
+
+
+def test_a_worker_that_dies_after_an_update_that_is_not_waited_for_is_replaced(events):
+    schemes = {"policy": wsync.SharedMemWeightSyncScheme(sync=False)}
+    with collect("sync", events, weight_sync_schemes=schemes) as collector:
+        next(collector)
+        update(collector, 2)
+        gone = kill(collector, 0)
+        update(collector, 3)
+        update(collector, 4)
+        batch = until_there(collector, 2, sync=True)
+        assert gone not in told(batch, "pid") and collector.failures.failed == {0: 1}
+        assert schemes["policy"].metrics.updates > 0
+
+
 def test_one_that_cannot_be_built_is_tried_again(events):
     with collect("sync", events, maker=fails_at(events, {2, 3})) as collector:
         next(collector)

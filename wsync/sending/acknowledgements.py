@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from wsync.deadlines import NOW
 from wsync.errors import SyncTimeout, WorkerDied, WorkerError, WorkerFailed
+from wsync.sending.in_flight import InFlight, without
 from wsync.sending.membership import Membership
 from wsync.sending.protocols import SendChannel
 from wsync.types import ANY_VERSION, Ack
@@ -27,7 +28,13 @@ class Acknowledgements:
         self._members = members
 
     def require(
-        self, workers: Collection[int], version: int, deadline: float | None, *, committed: bool = True
+        self,
+        workers: Sequence[int],
+        version: int,
+        deadline: float | None,
+        *,
+        committed: bool = True,
+        collected: Sequence[Ack] = (),
     ) -> Sequence[Ack]:
         """Wait until all of ``workers`` have acknowledged ``version``.
 
@@ -37,13 +44,35 @@ class Acknowledgements:
             deadline: when to give up.
             committed: whether an acknowledgement means that the worker has the version; otherwise it means that the
                 version fits.
+            collected: those that have been read already.
 
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: an acknowledgement is missing, or is an error.
         """
-        acks = self._channel.wait_acks(workers, version, deadline)
-        self._raise_missing(workers, version, acks, committed=committed)
+        unread = without(workers, collected) if collected else workers
+        acks = [*collected, *self._channel.wait_acks(unread, version, deadline)]
+        if error := self._error_of(workers, version, acks, committed=committed):
+            raise error
         return acks
+
+    def collect(self, updates: Sequence[InFlight]) -> WorkerError | None:
+        """Read the answers to ``updates`` that have arrived into ``InFlight.answers``. Does not wait.
+
+        Returns:
+            An error that names the workers that have died, or refused a version; ``updates`` do not wait for them.
+        """
+        failed: list[Ack] = []
+        for update in updates:
+            acks = self._channel.wait_acks(update.unanswered, 0, NOW)
+            errors = [ack for ack in acks if ack.died or ack.error]
+            update.answers += [ack for ack in acks if ack not in errors and ack.version >= update.version]
+            # A worker that has refused an older version may still install this one.
+            gone = [ack.worker for ack in errors if ack.died or ack.version >= update.version]
+            update.workers = [worker for worker in update.workers if worker not in gone]
+            failed += [ack._replace(version=ack.version or update.version) for ack in errors]
+        answered = [ack.worker for update in updates for ack in update.answers]
+        oldest = min((ack.version for ack in failed), default=0)
+        return self._error_of(answered, oldest, failed, awaited=False)
 
     def raise_failures(self, workers: Collection[int], version: int) -> None:
         """Raise if deaths, or errors of earlier versions, have been reported; does not wait.
@@ -55,14 +84,15 @@ class Acknowledgements:
         if acks:
             # The errors are of earlier versions; the oldest of them is named: ``version`` may still be installed.
             failed = [ack.version for ack in acks if not ack.died]
-            self._raise_missing(workers, min([version, *failed]), acks, awaited=False)
+            if error := self._error_of(workers, min([version, *failed]), acks, awaited=False):
+                raise error
 
     def note_deaths(self) -> None:
         """Remove the workers that have died by now from the members. Does not wait, and raises nothing for them."""
         acks = self._channel.wait_acks(self._members.present, ANY_VERSION + 1, NOW)  # no answer has such a version
         self._members.remove([ack.worker for ack in acks if ack.died])
 
-    def _raise_missing(
+    def _error_of(
         self,
         workers: Collection[int],
         version: int,
@@ -70,8 +100,8 @@ class Acknowledgements:
         *,
         awaited: bool = True,
         committed: bool = True,
-    ) -> None:
-        """Raise one error for all workers that lack ``version``; those that have died are removed from the members.
+    ) -> WorkerError | None:
+        """Return one error for all workers that lack ``version``; those that have died are removed from the members.
 
         ``acks`` are the acknowledgements, errors and deaths that have arrived. If ``awaited``, a worker that has none
         of them lacks the version too. For ``committed`` see ``require``.
@@ -83,7 +113,7 @@ class Acknowledgements:
         if died:
             self._members.remove(died)
         if not (died or failed or silent):
-            return
+            return None
         if silent:
             _log.debug("workers that did not answer to version %d in time: %s", version, sorted(silent))
         causes = {**died, **failed, **dict.fromkeys(silent, "did not answer before the deadline"), **late}
@@ -98,4 +128,4 @@ class Acknowledgements:
             ]
         )
         kind: type[WorkerError] = WorkerDied if died else WorkerFailed if failed else SyncTimeout
-        raise kind(message, causes, version if committed else None, failed)
+        return kind(message, causes, version if committed else None, failed)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from wsync.types import PHASES, Ack, SyncReport
+
+
+def without(workers: Collection[int], acks: Collection[Ack]) -> list[int]:
+    """Return those of ``workers`` that ``acks`` has no answer of."""
+    answered = {ack.worker for ack in acks}
+    return [worker for worker in workers if worker not in answered]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,6 +26,7 @@ class InFlight:
         acknowledge: whether the sender waits for acknowledgements.
         must_copy: whether the weights are to be copied into registered buffers once all workers have acknowledged them.
         write_registered: see ``Source.registered_writer``; None once it was called.
+        answers: those that ``Acknowledgements.collect`` has read.
     """
 
     version: int
@@ -34,21 +41,30 @@ class InFlight:
     acknowledge: bool = True
     must_copy: bool = False
     write_registered: Callable[[], None] | None = None
+    answers: list[Ack] = field(default_factory=list)
+
+    @property
+    def unanswered(self) -> list[int]:
+        """The workers whose answers ``Acknowledgements.collect`` has not read."""
+        return without(self.workers, self.answers)
 
     @property
     def packed_at(self) -> float:
         """When the weights were packed, on ``time.perf_counter``."""
         return self.started + self.extract + self.wait + self.pack
 
-    def report(self, nbytes: int, acks: Sequence[Ack], finished: float) -> SyncReport:
+    def report(self, nbytes: int, acks: Sequence[Ack], finished: float | None) -> SyncReport:
         """Return what the update has cost; the phases add up to the whole.
 
         Args:
             nbytes: the bytes of one copy of the weights.
             acks: the acknowledgements, if the sender has waited for them.
-            finished: when the last one arrived, on ``time.perf_counter``.
+            finished: when the last one arrived, on ``time.perf_counter``; None if that is not known: the report then
+                leaves out how long it took to arrive.
         """
         slowest = max(acks, key=lambda ack: ack.wait + ack.apply, default=Ack(-1, self.version))
+        if finished is None:
+            finished = self.packed_at + self.transfer + slowest.wait + slowest.apply
         left = finished - self.packed_at
         apply = min(slowest.apply, left)
         # The slowest worker may begin to wait while the update is still being published to others: that time is not

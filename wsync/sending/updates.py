@@ -227,6 +227,31 @@ class Updates:
         update.transfer = time.perf_counter() - update.packed_at
         self.registered_updates.on_published(update)
 
+    # --- without waiting ---
+
+    def send_unawaited(
+        self, weights: object, worker_ids: int | Sequence[int] | None, rest: Sequence[Tensor] | None
+    ) -> None:
+        """Send the next version; ``finish_all`` waits for it. Finish the earlier ones that are installed by now.
+
+        Raises:
+            WorkerDied, WorkerFailed: a worker has died, or refused an earlier one. If any is left, this one was sent.
+        """
+        error = self.acks.collect(self.in_flight)
+        if error is not None and not self.members.present:
+            raise error
+        self.stop_waiting_for(())  # drops updates that no worker is left of
+        for update in [one for one in self.in_flight if not one.unanswered]:
+            self.in_flight.remove(update)
+            self.finish(update, awaited=False)
+        workers, absent = self.members.recipients(worker_ids)
+        update = self.publish(weights, workers, absent, acknowledge=True, rest=rest)
+        self.in_flight.append(update)
+        # Lets queued updates go out whose turn has come; starts the send-loop thread if some still wait.
+        self.channel.process_arrived_messages()
+        if error is not None:
+            raise error
+
     # --- waiting ---
 
     def wait_for_acks(self, update: InFlight) -> Sequence[Ack]:
@@ -238,7 +263,7 @@ class Updates:
         acks: Sequence[Ack] = ()
         try:
             if update.acknowledge:
-                acks = self.acks.require(update.workers, update.version, update.deadline)
+                acks = self.acks.require(update.workers, update.version, update.deadline, collected=update.answers)
                 self._not_yet_mapped.difference_update(update.workers)
             else:
                 self.acks.raise_failures(update.workers, update.version)
@@ -253,10 +278,11 @@ class Updates:
         if update.version == self.version:
             self.registered_updates.on_installed(update)
 
-    def finish(self, update: InFlight) -> SyncReport:
-        """``wait_for_acks``; return the report, and record it in the metrics."""
+    def finish(self, update: InFlight, *, awaited: bool = True) -> SyncReport:
+        """``wait_for_acks``; return the report, and record it in the metrics. If not ``awaited``, all have arrived."""
         acks = self.wait_for_acks(update)
-        report = update.report(self.channel.carried_bytes(update.version), acks, time.perf_counter())
+        finished = time.perf_counter() if awaited else None
+        report = update.report(self.channel.carried_bytes(update.version), acks, finished)
         self._record(report)
         return report
 
