@@ -72,13 +72,13 @@ from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
 from learning.reporting.console import ConsoleReporter, worker_pids
 from learning.reporting.files import Pictures, RunFiles
-from learning.resuming import config_folders, resume_command
+from learning.resuming import SettingsFiles, config_folders, resume_command
 from learning.run import reported_errors, resumed_seed, stop_requests
 from learning.summary import objective_of
 from learning.validation import actor_critic, check_parts, network_settings
 
 
-def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
+def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tuple[int, float]:
     """Run one training into `folder`; return the exit status, and the objective of a sweeper (``cfg.objective``)."""
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
@@ -113,6 +113,7 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
         prefix=line_prefix(HydraConfig.get()),
     )
     training.reporters = [
+        settings_files,
         RunFiles(training.resumed_from, training.progress.frames),
         console,
         Pictures(),
@@ -141,13 +142,12 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(composed: DictConfig) -> float:
-    """Check what Hydra composed, write it into the run's folder, and train; return the objective, for a sweeper."""
+    """Check what Hydra composed, and train; return the objective, for a sweeper."""
     run = HydraConfig.get()
     sweep = run.mode is RunMode.MULTIRUN
     folder = Path(run.runtime.output_dir)
     with reported_errors(folder, describe_error, sweep=sweep):
-        cfg = resolved(composed, run, folder)
-        status, objective = train(cfg, folder)
+        status, objective = train(*resolved(composed, run), folder)
     if status:
         raise SystemExit(status)
     return objective

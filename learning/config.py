@@ -34,13 +34,13 @@ from learning.checkpoint import CheckpointError
 from learning.config_errors import CONF, Parameters, one_line
 from learning.help import print_help
 from learning.options import CNNConfig, MLPConfig, NoLoggerConfig, RNNConfig, TrainConfig, WandbConfig
-from learning.reporting.files import FolderError, writing
+from learning.reporting.files import FolderError
 from learning.reporting.sweep import report
 from learning.resuming import (
+    SettingsFiles,
     config_folders,
     is_override,
     override_name,
-    save_settings,
     with_earlier_overrides,
     with_earlier_settings,
 )
@@ -195,14 +195,11 @@ def settings() -> dict[str, list[str]]:
     return names
 
 
-def resolved(composed: DictConfig, run: HydraConf, folder: Path) -> TrainConfig:
-    """Return the checked config of a run, with that of the run it resumes; write it to ``folder/config.yaml``.
-
-    It is written a second time as what a run that resumes this one reads, see ``learning.resuming.save_settings``.
+def resolved(composed: DictConfig, run: HydraConf) -> tuple[TrainConfig, SettingsFiles]:
+    """Return the checked config of a run, with that of the run it resumes, and what writes it into the run's folder.
 
     Raises:
         ConfigError: see ``learning.validation.check``.
-        FolderError: the file cannot be written.
     """
     validation.check_backend(OmegaConf.select(composed, "weight_sync._target_"))
     merged = with_earlier_settings(composed, run.overrides.task, run.runtime.choices, config_folders(sys.argv[1:]))
@@ -211,10 +208,7 @@ def resolved(composed: DictConfig, run: HydraConf, folder: Path) -> TrainConfig:
     validation.check(cfg, settings())
     if run.mode is RunMode.MULTIRUN and isinstance(cfg.logger, WandbConfig):
         cfg.logger.group = cfg.logger.group or "-".join(Path(run.sweep.dir).parts[-2:])
-    with writing(folder / "config.yaml"):
-        OmegaConf.save(OmegaConf.structured(cfg), folder / "config.yaml")
-    save_settings(folder, merged, run.runtime.choices)
-    return cfg
+    return cfg, SettingsFiles(merged, run.overrides.task, run.runtime.choices)
 
 
 def facts(cfg: TrainConfig) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from collectors.errors import ConfigError
 from learning.config_errors import CONF
 from learning.options import TrainConfig
+from learning.reporting import Reporter
 from learning.reporting.files import relative_path, writing
 
-_SETTINGS = "resume"  # with .yaml, in the folder .hydra of a run; see ``save_settings``
+_SETTINGS = "resume"  # with .yaml, in the folder .hydra of a run; see ``SettingsFiles``
 
 
 def is_override(argument: str) -> bool:
@@ -77,7 +78,7 @@ def with_earlier_overrides(argv: Sequence[str]) -> list[str]:
         return list(argv)
     if "," in folder and not Path(folder).exists():
         raise ConfigError(f"resume={folder}: it is the folder of one run and is not swept over; resume runs one by one")
-    earlier = [str(one) for one in OmegaConf.load(_stored(folder, "overrides"))]
+    earlier = [str(one) for one in OmegaConf.load(_stored(folder, _SETTINGS)).overrides]
     _check_config_folder(folder, argv)
     replaced = {override_name(one) for one in given if one[0] != "~"}
     for group in groups & replaced:
@@ -148,19 +149,28 @@ def with_earlier_settings(
     return kept
 
 
-def save_settings(folder: Path, cfg: DictConfig, choices: Mapping[str, str | None]) -> None:
-    """Write what a run that resumes the one in `folder` reads: the config of the run, and the choices.
+class SettingsFiles(Reporter):
+    """Writes ``config.yaml``, and the file that a run which resumes this one reads.
 
-    Hydra's own files have the config before `with_earlier_settings`, and a run that is resumed into its folder replaces
-    them.
+    Hydra's own files have the config before `with_earlier_settings`. They are written before a checkpoint is read: a
+    run that is resumed into its folder, and refused, replaces them.
 
-    Raises:
-        FolderError: the file cannot be written.
+    Args:
+        cfg: the config of the run, with its interpolations.
+        overrides: its overrides.
+        choices: the chosen option of each group.
     """
-    path = folder / ".hydra" / f"{_SETTINGS}.yaml"
-    with writing(path):
+
+    def __init__(self, cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str | None]) -> None:
+        self._settings = {"overrides": list(overrides), "choices": dict(choices), "config": cfg}
+
+    def begin(self, folder: Path, config: dict[str, Any]) -> None:
+        """Write both files."""
+        path = folder / ".hydra" / f"{_SETTINGS}.yaml"
         path.parent.mkdir(exist_ok=True)
-        OmegaConf.save(OmegaConf.create({"choices": dict(choices), "config": cfg}), path)
+        for file, content in ((folder / "config.yaml", config), (path, self._settings)):
+            with writing(file):
+                OmegaConf.save(OmegaConf.create(content), file)
 
 
 def _settings_of(folder: str) -> tuple[dict[Any, Any], Mapping[str, str | None]]:

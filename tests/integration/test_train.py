@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,6 +140,19 @@ def test_a_run_resumes_where_another_ended(runs: dict[str, tuple[Path, str]], tm
     assert history[: len(rows(first))] == rows(first)
     assert [row["frames"] for row in history] == sorted(row["frames"] for row in history)
     assert "lr: 0.001" in (second / "config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_a_refused_resume_leaves_the_settings_of_its_folder(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(runs["shared_mem"][0], folder)
+    before = (folder / "config.yaml").read_bytes()
+    refused = run(folder, f"resume={folder}", "policy.hidden=[32]", "algorithm.lr=0.5", "total_frames=1280")
+    assert refused.returncode == 1 and "does not fit this run" in refused.stderr
+    assert (folder / "config.yaml").read_bytes() == before
+    done = run(folder, f"resume={folder}", "total_frames=1280")
+    assert done.returncode == 0, done.stderr
+    assert "lr: 0.001" in (folder / "config.yaml").read_text() and summary(folder)["frames"] == 1280
 
 
 @pytest.mark.slow

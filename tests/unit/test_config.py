@@ -410,7 +410,7 @@ def stored_run(folder: Path, *overrides: str, config_folder: str | None = None, 
         sources.append({"path": config_folder, "schema": "file", "provider": "command-line"})
     chosen = {"hydra": {"runtime": {"choices": choices(list(overrides)), "config_sources": sources}}}
     if begun:
-        resuming.save_settings(folder, composed(*overrides), choices(list(overrides)))
+        resuming.SettingsFiles(composed(*overrides), overrides, choices(list(overrides))).begin(folder, {})
     for name, content in (("hydra", chosen), ("overrides", list(overrides))):
         OmegaConf.save(OmegaConf.create(content), folder / ".hydra" / f"{name}.yaml")
 
@@ -460,7 +460,9 @@ def run_into(folder: Path, *argv: str) -> TrainConfig:
     stored_run(folder, *overrides, begun=False)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         hydra = compose("train", overrides=overrides, return_hydra_config=True).hydra
-    return learning.config.resolved(composed(*overrides), hydra, folder)
+    cfg, files = learning.config.resolved(composed(*overrides), hydra)
+    files.begin(folder, {})
+    return cfg
 
 
 def test_the_old_config_is_kept_by_a_second_resume_and_by_one_into_the_same_folder(tmp_path: Path) -> None:
