@@ -8,6 +8,7 @@
 The settings are in ``conf/``; ``python train.py --help`` prints them.
 """
 
+import copy
 import os
 import signal
 import sys
@@ -68,6 +69,7 @@ from learning.config import (
 )
 from learning.delay import WeightDelay
 from learning.loop import Goal, Training
+from learning.making import learner_device
 from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
 from learning.reporting.console import ConsoleReporter, worker_pids
@@ -90,19 +92,22 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
     policy, critic, normalizer = actor_critic(
         instantiate(network, _partial_=True), cfg.env, choice_in_words(cfg), env_option(), **settings
     )
-    learner = instantiate(cfg.algorithm, policy, critic)
+    device = learner_device(cfg.device)
+    learner = instantiate(cfg.algorithm, policy.to(device), critic.to(device))
     logger, callbacks = instantiate(cfg.logger, _convert_="all"), instantiate(cfg.callbacks, _convert_="all")
     check_parts(learner, logger, callbacks)
 
     goal = Goal(cfg.total_frames, solved_at(cfg.env), cfg.stop_when_solved)
     delay = WeightDelay(cfg.staleness)
-    training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, delay, facts=facts(cfg))
+    training = Training(learner, scheme, goal, folder, device, cfg.checkpoint_every, delay, facts=facts(cfg))
     training.observations = normalizer
     training.rewards = RewardNormalizer(cfg.env.rewards, getattr(learner, "gamma", 0.99))
     if cfg.resume is not None:
         training.resume(Path(cfg.resume))
     seed = resumed_seed(cfg.seed, training.progress.frames)
     torch.manual_seed(seed)
+    acting = delay.acting_policy(learner.policy)
+    acting = acting if device.type == "cpu" else copy.deepcopy(acting).cpu()
     title = f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}"
     console = ConsoleReporter(
         title,
@@ -125,7 +130,7 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
         try:
             collector = instantiate(cfg.collector, _partial_=True)(
                 [env_factory(cfg.env, cfg.num_envs)] * cfg.num_workers,
-                delay.acting_policy(learner.policy),
+                acting,
                 frames_per_batch=cfg.frames_per_batch,
                 weight_sync_schemes={"policy": scheme},
             )

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from collectors.errors import ConfigError
 from collectors.workers.records import Failures
 from learning import checkpoint
@@ -75,6 +77,7 @@ class Training:
         scheme: the collector's scheme for that policy; the loop reads its version and its metrics.
         goal: when the run ends.
         folder: for checkpoints.
+        device: the learner's, to which batches are copied.
         checkpoint_every: seconds between two checkpoints; one more is written at the end.
         delay: holds weights back, to measure what a slow weight sync costs.
         progress: the counters; in a resumed run they start with those of the checkpoint.
@@ -93,6 +96,7 @@ class Training:
     scheme: WeightSyncScheme
     goal: Goal
     folder: Path
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     checkpoint_every: float = 60.0
     delay: WeightDelay = field(default_factory=WeightDelay)
     progress: Progress = field(default_factory=Progress)
@@ -184,6 +188,8 @@ class Training:
         older ones, in asynchronous collection). Only the first batch sets them beforehand: until then observations are
         not normalised.
         """
+        if self.device.type != "cpu":
+            batch = batch.to(self.device)
         observations, mask = self.observations, batch.get("mask", None)
         if mask is not None and not mask.any():  # of one step, in which all environments were reset
             return {}

@@ -78,6 +78,14 @@ def _recurrent(
     return policy, RecurrentCritic(Network(trunk, head(parts[1], 1, 1.0), normalizer))
 
 
+def learner_device(name: str) -> torch.device:
+    """Return the device called `name`; raises ConfigError if PyTorch cannot use it here."""
+    try:
+        return torch.empty(0, device=name).device
+    except (AssertionError, RuntimeError) as error:  # an AssertionError: PyTorch was built without CUDA
+        raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
+
+
 class _FirstStep(nn.Module):
     """A recurrent network as a map from observations to features, its state zero; for `feature_size`."""
 

@@ -24,6 +24,7 @@ class TrainConfig:
         seed: the seed of all random numbers; a resumed run derives another one from it and the frames so far.
         timeout: seconds that connecting and sending weights may take; None: no limit, but the collectors for workers
             that are reached over TCP, by RPC or by Ray need one (``collector.timeout``).
+        device: the learner's, as PyTorch names it: ``cpu``, ``cuda``, ``cuda:1``; workers act on the CPU.
         threads: torch's number of threads in the trainer.
         checkpoint_every: seconds.
         resume: folder of an earlier run to continue.
@@ -39,6 +40,7 @@ class TrainConfig:
     staleness: int = 0
     seed: int = 0
     timeout: float | None = 60.0
+    device: str = "cpu"
     threads: int = 1
     checkpoint_every: float = 60.0
     resume: str | None = None
