@@ -22,6 +22,9 @@ KL = STATS.index("kl")
 class Frames(NamedTuple):
     """Frames to learn from, ``[n, ...]`` each; ``log_prob`` and ``value`` are from before the update.
 
+    With a decoupled objective, ``log_prob`` is that of the policy before the update, and ``weight`` its probability of
+    the action over that of the policy that acted; else that of the policy that acted, and ``weight`` is None.
+
     Those of a recurrent policy are sequences ``[R, T, ...]``, with the policy's ``state``; ``is_init`` is true where an
     episode starts, and only where ``mask`` is true there is a frame. All three are None for any other policy.
     """
@@ -34,6 +37,7 @@ class Frames(NamedTuple):
     value: Tensor
     state: Tensor | None = None
     is_init: Tensor | None = None
+    weight: Tensor | None = None
     mask: Tensor | None = None
 
     def map(self, function: Callable[[Any], Any]) -> Frames:
@@ -67,6 +71,10 @@ class PPO(ActorCritic):
         max_grad_norm: the gradient is scaled down to this norm, over all parameters.
         target_kl: no further pass over a batch once the policy has moved by this much, in nats; None: no early stop.
         normalize_advantage: give a minibatch's advantages mean 0 and standard deviation 1.
+        decoupled: for asynchronous collection: clip the ratio to the policy before the update, not to the policy that
+            acted, which may be some versions older; frames are weighted by the ratio of these two (equation 8 of
+            Hilton et al. 2022, https://arxiv.org/abs/2110.00641), at most `max_weight`.
+        max_weight: see `decoupled`.
         adam_eps: Adam's epsilon.
 
     Raises:
@@ -96,6 +104,8 @@ class PPO(ActorCritic):
         max_grad_norm: float = 0.5,
         target_kl: float | None = None,
         normalize_advantage: bool = True,
+        decoupled: bool = False,
+        max_weight: float = 2.0,
         adam_eps: float = 1e-5,
     ) -> None:
         super().__init__(
@@ -107,6 +117,7 @@ class PPO(ActorCritic):
         self.clip, self.clip_final = clip, clip if clip_final is None else clip_final
         self.value_coef, self.value_clip, self.entropy_coef = value_coef, value_clip, entropy_coef
         self.target_kl, self.normalize_advantage = target_kl, normalize_advantage
+        self.decoupled, self.max_weight = decoupled, max_weight
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """Learn from one batch ``[*B, T]`` of a collector (time last); return means over the gradient steps.
@@ -156,14 +167,24 @@ class PPO(ActorCritic):
             frames = Frames(*(x.flatten(0, batch.ndim - 1) if mask is None else x[mask] for x in columns))
         else:
             valid = torch.ones_like(advantage, dtype=torch.bool) if mask is None else mask
-            sequences = Frames(*columns, state, batch.get("is_init").squeeze(-1), valid)
+            sequences = Frames(*columns, state, batch.get("is_init").squeeze(-1), mask=valid)
             present = valid.reshape(-1, valid.shape[-1]).any(-1)  # a minibatch without a frame would have no mean
             frames = sequences.map(lambda x: as_sequences(x, batch.ndim)[present])
         flat = _flat(frames)
         explained = explained_variance(flat.advantage.var(correction=0), flat.target)
         summary = {"explained_variance": explained.item(), "value": flat.value.mean().item()}
         self.frames += len(flat.value)
-        return frames, summary
+        return self._decouple(frames) if self.decoupled else frames, summary
+
+    def _decouple(self, frames: Frames) -> Frames:
+        """Return `frames` with the ``log_prob`` of the current policy, and their ``weight``."""
+        distribution, _, flat = self._evaluate(frames)
+        log_prob = distribution.log_prob(flat.action)
+        weight = (log_prob - flat.log_prob).exp().clamp(max=self.max_weight)
+        if frames.mask is not None:  # back to sequences
+            zeros = torch.zeros_like(frames.log_prob)
+            log_prob, weight = (zeros.masked_scatter(frames.mask, x) for x in (log_prob, weight))
+        return frames._replace(log_prob=log_prob, weight=weight)
 
     def _value(self, step: TensorDictBase) -> Tensor:
         """Return the values of the observations of `step`; those of a recurrent critic depend on the state as well."""
@@ -201,7 +222,8 @@ class PPO(ActorCritic):
         advantage = frames.advantage
         if self.normalize_advantage and len(advantage) > 1:
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        loss_policy = -torch.min(advantage * ratio, advantage * ratio.clamp(1.0 - clip, 1.0 + clip)).mean()
+        objective = torch.min(advantage * ratio, advantage * ratio.clamp(1.0 - clip, 1.0 + clip))
+        loss_policy = -(objective if frames.weight is None else frames.weight * objective).mean()
 
         squared_error = (value - frames.target).square()
         if self.value_clip is not None:
@@ -222,4 +244,5 @@ def _flat(frames: Frames) -> Frames:
     if frames.mask is None:
         return frames
     rest = (frames.action, frames.log_prob, frames.advantage, frames.target, frames.value)
-    return Frames(None, *(x[frames.mask] for x in rest))
+    weight = None if frames.weight is None else frames.weight[frames.mask]
+    return Frames(None, *(x[frames.mask] for x in rest), weight=weight)

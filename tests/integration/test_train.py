@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from programs import run_program
 from stopping import left_of
 
@@ -140,6 +141,34 @@ def test_a_run_resumes_where_another_ended(runs: dict[str, tuple[Path, str]], tm
     assert history[: len(rows(first))] == rows(first)
     assert [row["frames"] for row in history] == sorted(row["frames"] for row in history)
     assert "lr: 0.001" in (second / "config.yaml").read_text()
+
+
+GPU_RUNS = (
+    [],
+    ["policy=lstm", "algorithm.decoupled=true"],
+    ["algorithm=impala", "collector=multi_async"],
+    ["staleness=2", "weight_sync=multiprocess"],
+    ["env=pendulum", "env.normalize_observations=true", "env.rewards=normalized", "weight_sync=distributed"],
+)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("options", GPU_RUNS)
+def test_a_learner_on_a_gpu(options: list[str], tmp_path: Path) -> None:
+    done = run(tmp_path, "device=cuda", "total_frames=2048", *options)
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path)["weight_sync"]["updates"] > 2
+    for device in ("cuda", "cpu"):
+        (tmp_path / device).mkdir()
+        resumed = run(tmp_path / device, f"resume={tmp_path}", f"device={device}", "total_frames=3072")
+        assert resumed.returncode == 0, resumed.stderr
+        assert summary(tmp_path / device)["frames"] >= 3072
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
+    refused = run(tmp_path, f"device={device}")
+    assert refused.returncode == 1 and refused.stderr.startswith(f"train.py: device={device}: ")
 
 
 @pytest.mark.slow
