@@ -22,8 +22,8 @@ KL = STATS.index("kl")
 class Frames(NamedTuple):
     """Frames to learn from, ``[n, ...]`` each; ``log_prob`` and ``value`` are from before the update.
 
-    With a decoupled objective, ``log_prob`` is that of the policy before the update, and ``weight`` its probability of
-    the action over that of the policy that acted; else that of the policy that acted, and ``weight`` is None.
+    With a decoupled objective, ``log_prob`` is that of the policy before the update, and ``weight`` is its probability
+    of the action over that of the policy that acted. Otherwise ``log_prob`` is that of the policy that acted.
 
     Those of a recurrent policy are sequences ``[R, T, ...]``, with the policy's ``state``; ``is_init`` is true where an
     episode starts, and only where ``mask`` is true there is a frame. All three are None for any other policy.
@@ -71,10 +71,11 @@ class PPO(ActorCritic):
         max_grad_norm: the gradient is scaled down to this norm, over all parameters.
         target_kl: no further pass over a batch once the policy has moved by this much, in nats; None: no early stop.
         normalize_advantage: give a minibatch's advantages mean 0 and standard deviation 1.
-        decoupled: for asynchronous collection: clip the ratio to the policy before the update, not to the policy that
-            acted, which may be some versions older; frames are weighted by the ratio of these two (equation 8 of
-            Hilton et al. 2022, https://arxiv.org/abs/2110.00641), at most `max_weight`.
-        max_weight: see `decoupled`.
+        decoupled: clip the ratio to the policy before the update instead of the ratio to the policy that acted, and
+            weight each frame by the probability of its action under the one over that under the other (Hilton et al.
+            2022, https://arxiv.org/abs/2110.00641). The two differ if the workers' weights are some versions old, or
+            rounded to another dtype; otherwise the weights are 1.
+        max_weight: the largest of these weights.
         adam_eps: Adam's epsilon.
 
     Raises:
@@ -104,7 +105,7 @@ class PPO(ActorCritic):
         max_grad_norm: float = 0.5,
         target_kl: float | None = None,
         normalize_advantage: bool = True,
-        decoupled: bool = False,
+        decoupled: bool = True,
         max_weight: float = 2.0,
         adam_eps: float = 1e-5,
     ) -> None:
@@ -177,7 +178,7 @@ class PPO(ActorCritic):
         return self._decouple(frames) if self.decoupled else frames, summary
 
     def _decouple(self, frames: Frames) -> Frames:
-        """Return `frames` with the ``log_prob`` of the current policy, and their ``weight``."""
+        """Return `frames` with the ``log_prob`` of the policy before the update, and their ``weight``."""
         distribution, _, flat = self._evaluate(frames)
         log_prob = distribution.log_prob(flat.action)
         weight = (log_prob - flat.log_prob).exp().clamp(max=self.max_weight)

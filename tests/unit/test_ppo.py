@@ -48,7 +48,8 @@ def textbook_loss(learner: PPO, frames: Frames, clip: float) -> torch.Tensor:
     distribution = learner.policy.distribution(frames.observation)
     ratio = (distribution.log_prob(frames.action) - frames.log_prob).exp()
     advantage = (frames.advantage - frames.advantage.mean()) / (frames.advantage.std() + 1e-8)
-    surrogate = torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).mean()
+    surrogate = torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+    surrogate = (surrogate if frames.weight is None else frames.weight * surrogate).mean()
     value = learner.critic(frames.observation)
     error = (value - frames.target).square()
     if learner.value_clip is not None:
@@ -64,10 +65,11 @@ def textbook_loss(learner: PPO, frames: Frames, clip: float) -> torch.Tensor:
     clip=st.sampled_from([0.05, 0.2]),
     value_clip=st.sampled_from([None, 0.1]),
     entropy_coef=st.sampled_from([0.0, 0.01]),
+    weighted=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_a_gradient_step_is_that_of_the_textbook_loss(
-    spec: Spec, clip: float, value_clip: float | None, entropy_coef: float, seed: int
+    spec: Spec, clip: float, value_clip: float | None, entropy_coef: float, weighted: bool, seed: int
 ) -> None:
     learner = learner_of(spec, seed, value_clip=value_clip, entropy_coef=entropy_coef, max_grad_norm=torch.inf)
     n = 32
@@ -76,6 +78,7 @@ def test_a_gradient_step_is_that_of_the_textbook_loss(
     old_log_prob = td["action_log_prob"] + 0.3 * torch.randn(n)
     value = learner.critic(td["observation"]).detach() + 0.2 * torch.randn(n)
     frames = Frames(td["observation"], td["action"], old_log_prob, torch.randn(n), torch.randn(n), value)
+    frames = frames._replace(weight=torch.rand(n)) if weighted else frames
     expected = torch.autograd.grad(textbook_loss(learner, frames, clip), learner.parameters)
 
     learner._step(frames, clip)
@@ -97,6 +100,35 @@ def test_learns_a_bandit(spec: Spec) -> None:
         *("explained_variance", "value", "epochs", "lr", "clip"),
     }
     assert all(type(x) is float for x in stats.values())
+
+
+def test_the_decoupled_objective_is_that_of_ppo_for_experience_of_the_newest_policy() -> None:
+    learners = [learner_of(epochs=2, minibatch_size=16, decoupled=decoupled) for decoupled in (True, False)]
+    batch = batch_of(learners[0], 4, 16)
+    stats = []
+    for learner in learners:
+        torch.manual_seed(1)
+        stats.append(learner.update(batch))
+    assert stats[0] == pytest.approx(stats[1], abs=1e-5)
+    for one, other in zip(learners[0].parameters, learners[1].parameters, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_experience_of_an_older_policy_is_clipped_around_the_newest_one_and_weighted() -> None:
+    older = learner_of()
+    batch = batch_of(older, 4, 16)
+    newer = copy.deepcopy(older.policy)
+    with torch.no_grad():
+        for parameter in newer.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    coupled, decoupled, without_weight = (
+        PPO(copy.deepcopy(newer), copy.deepcopy(older.critic), epochs=1, minibatch_size=64, **options)
+        for options in ({"decoupled": False}, {}, {"max_weight": 0.0})
+    )
+    stale, fresh = coupled.update(batch), decoupled.update(batch)
+    assert stale["kl"] > 0.01 and stale["clip_fraction"] > 0.1
+    assert fresh["kl"] == pytest.approx(0.0, abs=1e-6) and fresh["clip_fraction"] == 0.0
+    assert fresh["loss_policy"] != 0.0 and without_weight.update(batch)["loss_policy"] == 0.0
 
 
 def test_update_does_not_modify_the_batch() -> None:

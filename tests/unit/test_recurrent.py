@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -121,13 +122,28 @@ def test_before_learning_the_probabilities_are_those_of_acting(mode: str, shared
         for p in policy.parameters():
             p.add_(0.3 * torch.randn_like(p))
     rollout = Rollout(GymEnv("CartPole-v1", 4, seed=0, vectorization_mode=mode), policy)
-    learner = PPO(policy, critic, epochs=1, minibatch_size=1000)
+    learner = PPO(policy, critic, epochs=1, minibatch_size=1000, decoupled=False)
     for _ in range(2):
         batch = rollout.collect(rollout.buffer(40))
         stats = learner.update(batch)
         assert stats["kl"] == pytest.approx(0.0, abs=1e-6) and stats["clip_fraction"] == 0.0
     mask = batch.get("mask", torch.ones(4, 40, dtype=torch.bool))
     assert learner.frames <= 320 and int(mask.sum()) <= 160
+
+
+def test_experience_of_an_older_policy_is_clipped_around_the_newest_one() -> None:
+    torch.manual_seed(0)
+    policy, critic = make_actor_critic(lambda spec: RNN(spec, "lstm", 16), SPEC, CHOICE, shared=True)
+    rollout = Rollout(GymEnv("CartPole-v1", 4, seed=0, vectorization_mode="vector_entry_point"), policy)
+    batch = rollout.collect(rollout.buffer(40))
+    assert not batch["mask"].all()
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    for decoupled in (False, True):
+        networks = copy.deepcopy((policy, critic))  # together: they share parameters
+        stats = PPO(*networks, epochs=1, minibatch_size=1000, decoupled=decoupled).update(batch)
+        assert (stats["kl"] < 1e-6) == decoupled
 
 
 def test_a_sequence_without_a_frame_is_not_learnt_from() -> None:
