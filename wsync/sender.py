@@ -42,9 +42,8 @@ class Sender:
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
         finishes_on_publish: whether a send is finished once the update is published: every forward that starts later
-            uses it. Acknowledgements are awaited only in the cases that ``Updates.publish`` names. Not allowed together
-            with ``on_request``.
-        on_request: with ``initiator="receiver"``. Workers request versions, and ``send`` awaits no install.
+            uses it. Acknowledgements are awaited only in the cases that ``Updates.publish`` names.
+        on_request: with ``initiator="receiver"``: workers request versions. A send is finished once it is published.
         record: called with the report of each finished update but that of ``connect``, under the sender's lock.
     """
 
@@ -168,7 +167,8 @@ class Sender:
             finally:
                 self._members.add(self.channel.workers)
             expected = self._members.expected_version.get(worker)
-            # None: it connected in this call. 0: it owes no answer. Else: it owes that of a version, maybe an old one.
+            # None: it connected in this call. 0: it owes no answer. Otherwise it owes the answer to that version; if a
+            # newer one was sent since, the call that sent it has waited, or ``wait`` does.
             if expected and first_version in (None, expected):
                 self._updates.acks.require([worker], expected, deadline)
 

@@ -66,6 +66,19 @@ def test_a_send_without_waiting_raises_the_error_of_an_earlier_one(backend: Buil
         assert session.workers[1].call(commands.output)[0] == -2
 
 
+def test_an_error_is_not_lost_with_a_later_update_that_does_not_fit(backend: BuiltIn) -> None:
+    with backend.connected(1, make=WithExtraState) as session:
+        session.model.state = "refuse 0"
+        session.scheme.send_async()
+        session.digests()
+        session.model.state = "accepted"
+        with pytest.raises(wsync.LayoutMismatch):
+            session.scheme.send_async({"unknown": torch.zeros(1)})
+        with pytest.raises(wsync.WorkerFailed, match="ArithmeticError"):
+            session.scheme.wait_async()
+        session.send(2)
+
+
 def test_updates_that_are_not_waited_for_are_in_the_metrics(backend: BuiltIn) -> None:
     with backend.connected(sync=False) as session:
         before = session.scheme.metrics.updates

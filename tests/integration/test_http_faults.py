@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
@@ -62,6 +63,19 @@ def test_a_silent_engine_is_an_error_at_the_deadline(pool: WorkerPool) -> None:
         scheme.timeout = 30.0
         scheme.send(fill(Small(), 3))
         assert workers.call(value) == [("3", [3.0] * 4)] * 2
+
+
+def test_a_silent_engine_is_an_error_although_another_one_was_sent_something_meanwhile(pool: WorkerPool) -> None:
+    with engines(pool, 2) as (workers, urls), trainer(urls, timeout=1.0) as scheme:
+        workers[0].stop()
+        scheme.send_async(worker_ids=0)
+        later = time.monotonic() + 1.5  # after the deadline of the first one
+        while time.monotonic() < later:
+            scheme.send(worker_ids=1)
+        scheme.send_async(worker_ids=1)
+        with pytest.raises(wsync.SyncTimeout, match="worker 0"):
+            scheme.wait_async()
+        workers[0].resume()
 
 
 def test_what_the_engine_raises_reaches_the_trainer(pool: WorkerPool) -> None:

@@ -13,8 +13,8 @@ class Connection(Protocol):
     """One side of the connection between a sender and one worker.
 
     Any thread may call ``send`` and ``flush``; a lock inside keeps messages whole. One thread at a time calls
-    ``receive``: on the sender the thread that holds the channel's lock (``SenderSideChannel``); in a worker the thread
-    that connects, and afterwards the receiver thread.
+    ``receive``: on the sender the thread that holds the channel's lock (``SenderSideChannel``), or in a fast update the
+    sender's lock; in a worker the thread that connects, and afterwards the receiver thread.
     """
 
     @property
@@ -32,13 +32,13 @@ class Connection(Protocol):
         """The descriptor of the stream socket that carries the messages; -1 if there is no such socket.
 
         For the compiled fast path, which sends and receives whole messages on the socket itself: on the sender under
-        the sender's lock, in a worker inside the gate.
+        the sender's lock; in a worker the receiver thread receives, and the thread that installs answers, in the gate.
         """
         ...
 
     @property
     def busy(self) -> bool:
-        """Whether a background thread is sending earlier messages; the fast path must not write meanwhile."""
+        """Whether a background thread is sending earlier messages, or has failed to: the fast path must not send."""
         ...
 
     @property
@@ -175,8 +175,8 @@ class ConnectionCallbacks(Protocol):
     def on_answer(self, worker: int, message: Message) -> None:
         """Process a message of a worker, e.g. send the next version after an answer.
 
-        Called once per message, by ``read`` and the methods that use it (``process_arrived_messages``, ``wait_acks``),
-        after an ``ACK``, ``PREPARED`` or ``FAILED`` was stored for ``wait_acks``.
+        Called once per message, by ``WorkerConnections.process``, after an ``ACK``, ``PREPARED`` or ``FAILED`` was
+        stored for ``wait_acks``.
         """
         ...
 

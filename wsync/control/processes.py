@@ -26,8 +26,9 @@ class Sentinel(Protocol):
 
 
 Process = BaseProcess | subprocess.Popen[Any] | Sentinel | int
-"""A process of ``multiprocessing`` or ``subprocess``, a sentinel, or an integer. An integer that is an open descriptor
-is taken as a sentinel's (``Process.sentinel``, a pidfd); any other as the id of a process on this machine."""
+"""A process of ``multiprocessing`` or ``subprocess``, a sentinel, or an integer. An integer is a sentinel
+(``Process.sentinel``, a pidfd) if it is the descriptor of an open pipe, socket, eventfd or pidfd; otherwise it is the
+id of a process on this machine. It is refused if it is such a descriptor and also the id of a child of this process."""
 Processes = Sequence[Process] | Mapping[int, Process]
 """Those of all workers, in the order of their indices; or ``{worker_idx: process}`` of some."""
 

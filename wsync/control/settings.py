@@ -80,10 +80,11 @@ class SenderSettings:
 
 
 def _arena_handle(data: Any) -> tuple[int, int, int, str]:
-    pid, words, extra, name = _list(data, 4, "the arena's handle")
+    pid, memory_fd, extra_fd, name = _list(data, 4, "the arena's handle")
     if not isinstance(name, str):
         raise ValueError("the arena's name must be a string")
-    return _number(pid, 1, "a process id"), _number(words, 0, "a descriptor"), _number(extra, 0, "a descriptor"), name
+    fds = _number(memory_fd, 0, "a descriptor"), _number(extra_fd, 0, "a descriptor")
+    return _number(pid, 1, "a process id"), *fds, name
 
 
 def layout_in(data: bytes) -> Layout:

@@ -112,7 +112,7 @@ class WorkerConnections:
     def pop_early_join(self, worker: int) -> int | None:
         """Return, once, the first version of a replacement that connected before ``readmit`` was called for its index.
 
-        It is 0 if there was none, or ``wait_acks`` has returned its answer since; None if there is no such worker.
+        0: it was given no version, or ``wait_acks`` has returned its answer. None: no replacement has connected early.
         """
         self.process_arrived_messages()  # notices its death
         return self._early_joins.pop(worker, None)

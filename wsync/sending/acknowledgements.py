@@ -55,15 +55,16 @@ class Acknowledgements:
             raise error
         return acks
 
-    def collect(self, updates: Sequence[InFlight]) -> WorkerError | None:
+    def collect(self, updates: Sequence[InFlight]) -> Sequence[WorkerError]:
         """Read the answers to ``updates`` that have arrived into ``InFlight.answers``. Does not wait.
 
         Returns:
-            An error that names the workers that have died, or refused a version; ``updates`` do not wait for them.
+            An error that names the workers that have died, or refused a version, if there are any; ``updates`` do not
+            wait for them.
         """
         failed: list[Ack] = []
         for update in updates:
-            acks = self._channel.wait_acks(update.unanswered, 0, NOW)
+            acks = [ack for ack in self._channel.wait_acks(update.unanswered, 0, NOW) if not ack.late]
             errors = [ack for ack in acks if ack.died or ack.error]
             update.answers += [ack for ack in acks if ack not in errors and ack.version >= update.version]
             # A worker that has refused an older version may still install this one.
@@ -72,7 +73,8 @@ class Acknowledgements:
             failed += [ack._replace(version=ack.version or update.version) for ack in errors]
         answered = [ack.worker for update in updates for ack in update.answers]
         oldest = min((ack.version for ack in failed), default=0)
-        return self._error_of(answered, oldest, failed, awaited=False)
+        error = self._error_of(answered, oldest, failed, awaited=False)
+        return [] if error is None else [error]
 
     def raise_failures(self, workers: Collection[int], version: int) -> None:
         """Raise if deaths, or errors of earlier versions, have been reported; does not wait.
@@ -82,7 +84,7 @@ class Acknowledgements:
         """
         acks = [ack for ack in self._channel.wait_acks(workers, 0, NOW) if ack.died or ack.error]
         if acks:
-            # The errors are of earlier versions; the oldest of them is named: ``version`` may still be installed.
+            # The message names the oldest version that failed: the workers may still install ``version``.
             failed = [ack.version for ack in acks if not ack.died]
             if error := self._error_of(workers, min([version, *failed]), acks, awaited=False):
                 raise error

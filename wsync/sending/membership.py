@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from wsync.errors import NotConnected, WorkerDied
+from wsync.weights.binding import dump_extra
 
 
 class Membership:
@@ -47,6 +48,21 @@ class Membership:
     def _set(self, absent: Collection[int]) -> None:
         self.absent = sorted(absent)
         self.present = [worker for worker in range(self.num_workers) if worker not in absent]
+
+    def by_extra_state(
+        self, workers: Sequence[int], extra: Mapping[str, Any] | None
+    ) -> Sequence[tuple[Sequence[int], bytes]]:
+        """Return the extra states to send to ``workers``, each with its workers: ``extra`` to all of them.
+
+        If it is None (the weights are a plain TensorDict), every worker is sent the one that it has.
+        """
+        known = self.extra_states
+        if extra is not None or not known:
+            return [(workers, dump_extra(extra))]
+        groups: dict[bytes, list[int]] = {}
+        for worker in workers:
+            groups.setdefault(known.get(worker, b""), []).append(worker)
+        return [(workers, extra) for extra, workers in groups.items()]
 
     def recipients(self, worker_ids: int | Sequence[int] | None) -> tuple[Sequence[int], Sequence[int]]:
         """Return the workers that get an update, and the absent ones whose replacements will get it.

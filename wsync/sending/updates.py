@@ -18,7 +18,6 @@ from wsync.sending.protocols import SendChannel, TransactionChannel
 from wsync.sending.registered_updates import RegisteredUpdates
 from wsync.sending.source import Part, Source
 from wsync.types import Ack, SyncReport
-from wsync.weights.binding import dump_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
@@ -40,7 +39,7 @@ class Updates:
         source: where weights come from when an update is given none.
         members: the workers.
         timeout: see below.
-        on_request: with ``initiator="receiver"``: no acknowledgement is awaited.
+        on_request: with ``initiator="receiver"``: only ``connect`` and ``finish_all`` await acknowledgements.
         record: called with the report of each finished update.
 
     Attributes:
@@ -71,6 +70,7 @@ class Updates:
         self.acks = Acknowledgements(channel, members)
         self.registered_updates = RegisteredUpdates(source, members)
         self.in_flight: list[InFlight] = []
+        self._errors: list[WorkerError] = []  # of updates that were sent without waiting; not raised yet
         # None with initiator="receiver": the workers then choose when they install, which rules out a transaction.
         # Tested once, because this isinstance() takes 20 µs.
         self.transaction_channel: TransactionChannel | None = None
@@ -95,8 +95,8 @@ class Updates:
     ) -> InFlight:
         """Send the next version, without waiting for the workers: see ``packing``.
 
-        Even if ``acknowledge`` is false, acknowledgements are awaited if the update has extra state, if a worker may
-        not have mapped the arena yet, and before registered buffers are overwritten.
+        Unless ``on_request``, acknowledgements are awaited even if ``acknowledge`` is false: if the update has extra
+        state, if a worker may not have mapped the arena yet, and before registered buffers are overwritten.
         """
         with self.packing(weights, workers, absent, rest=rest) as (update, packed):
             # set_extra_state may raise; and until a worker has mapped the arena, its forwards do not read it.
@@ -164,7 +164,7 @@ class Updates:
             layout = self.define_layout(weights)
             waited, packing, recipients = 0.0, 0.0, [*workers, *absent]
             for part in self._source.parts(weights, workers, absent, layout, rest):
-                for group, extra in self._extra_of(part):
+                for group, extra in self.members.by_extra_state(part.workers, part.extra):
                     before = time.perf_counter()
                     buffer = self.channel.reserve(recipients, deadline)
                     reserved = time.perf_counter()
@@ -192,19 +192,6 @@ class Updates:
         except BaseException:
             self.channel.release([buffer for _, buffer, _ in packed])
             raise
-
-    def _extra_of(self, part: Part) -> Sequence[tuple[Sequence[int], bytes]]:
-        """Return the extra states of a part, each with its workers.
-
-        If the part's format has none (a plain TensorDict), every worker is sent the one that it has.
-        """
-        known = self.members.extra_states
-        if part.extra is not None or not known:
-            return [(part.workers, dump_extra(part.extra))]
-        groups: dict[bytes, list[int]] = {}
-        for worker in part.workers:
-            groups.setdefault(known.get(worker, b""), []).append(worker)
-        return [(workers, extra) for extra, workers in groups.items()]
 
     def rest_of_model(self, worker_ids: int | Sequence[int] | None) -> Sequence[Tensor]:
         """Return the tensors that all workers were sent last: they stand in for what a partial update leaves out.
@@ -237,9 +224,9 @@ class Updates:
         Raises:
             WorkerDied, WorkerFailed: a worker has died, or refused an earlier one. If any is left, this one was sent.
         """
-        error = self.acks.collect(self.in_flight)
-        if error is not None and not self.members.present:
-            raise error
+        self._errors += self.acks.collect(self.in_flight)
+        if not self.members.present:
+            self._raise_collected()
         self.stop_waiting_for(())  # drops updates that no worker is left of
         for update in [one for one in self.in_flight if not one.unanswered]:
             self.in_flight.remove(update)
@@ -249,8 +236,11 @@ class Updates:
         self.in_flight.append(update)
         # Lets queued updates go out whose turn has come; starts the send-loop thread if some still wait.
         self.channel.process_arrived_messages()
-        if error is not None:
-            raise error
+        self._raise_collected()
+
+    def _raise_collected(self) -> None:
+        if self._errors:
+            raise self._errors.pop(0)
 
     # --- waiting ---
 
@@ -279,7 +269,10 @@ class Updates:
             self.registered_updates.on_installed(update)
 
     def finish(self, update: InFlight, *, awaited: bool = True) -> SyncReport:
-        """``wait_for_acks``; return the report, and record it in the metrics. If not ``awaited``, all have arrived."""
+        """``wait_for_acks``; return the report, and record it in the metrics.
+
+        ``awaited=False``: the answers had arrived before the call, when is not known; see ``InFlight.report``.
+        """
         acks = self.wait_for_acks(update)
         finished = time.perf_counter() if awaited else None
         report = update.report(self.channel.carried_bytes(update.version), acks, finished)
@@ -289,6 +282,7 @@ class Updates:
     def finish_all(self) -> SyncReport | None:
         """Finish everything that was sent without waiting; return the newest one's report."""
         report = None
+        self._raise_collected()
         while self.in_flight:  # after an error the next call waits for the others
             report = self.finish(self.in_flight.pop(0))
         return report

@@ -60,10 +60,10 @@ def open_handle(handle: tuple[int, int, int, str]) -> tuple[int, int] | None:
 
     It is impossible on another machine, for another user, if the process has ended, or in another PID namespace.
     """
-    pid, words, extra, name = handle
+    pid, memory_fd, extra_fd, name = handle
     fds: list[int] = []
     try:
-        for fd in (words, extra):
+        for fd in (memory_fd, extra_fd):
             fds.append(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
         if os.readlink(f"/proc/self/fd/{fds[0]}") == f"/memfd:{name} (deleted)":
             return fds[0], fds[1]
