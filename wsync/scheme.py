@@ -58,7 +58,7 @@ class WeightSyncScheme(SchemeBase):
             weights: instead of a model, its live weights; likewise read again.
             devices: one per worker; only their number is used (an argument of TorchRL's).
             device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker; they may be on any
-                device. Called for each worker at each update, by the thread that calls ``send``.
+                device. Called for each worker at each update, by the thread that calls ``send`` or ``connect``.
             num_workers: how many there are; by default as many as ``devices``, ``params_map`` or the context's workers.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
             pipes: the older API's, one to each worker: see ``wsync.legacy``.

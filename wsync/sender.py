@@ -70,7 +70,7 @@ class Sender:
         self._lock = threading.RLock()
         self._in_forked_child = False
         fork_aware.add(self)
-        self._finders = TensorFinders(source.weights)  # of the tensors in arguments of the forms that were sent before
+        self._finders = TensorFinders(source.weights)  # one for each kind of argument that `send` was given so far
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
         # The report of the newest fast update. `_members` gets its version when the fast path is disabled.
         self._last_fast_report: SyncReport | None = None
@@ -167,8 +167,8 @@ class Sender:
             finally:
                 self._members.add(self.channel.workers)
             expected = self._members.expected_version.get(worker)
-            # None: it connected in this call. 0: it owes no answer. Otherwise it owes the answer to that version; if a
-            # newer one was sent since, the call that sent it has waited, or ``wait`` does.
+            # `first_version`: None if it connected in this call, 0 if it owes no answer. Otherwise it owes the answer
+            # to that version; if `expected` is newer, the call that sent it waits for the answer, or `wait` does.
             if expected and first_version in (None, expected):
                 self._updates.acks.require([worker], expected, deadline)
 

@@ -268,7 +268,7 @@ class SenderEnd:
 
 
 def apply_received(received: Any, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
-    """Apply received weights to ``weights`` and ``model``, if given, inside the gate. Implements ``receive_weights``.
+    """Apply received weights to ``weights`` and ``model``, if given, inside the gate. For ``receive_weights``.
 
     Returns:
         The received weights, in the format of ``strategy``; a TensorDict if ``strategy`` is None.

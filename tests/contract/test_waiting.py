@@ -218,6 +218,30 @@ def test_a_disconnected_worker_connects_again_with_the_newest_weights(backend: B
                 assert session.outputs() == [later, later]
 
 
+def test_a_worker_that_joined_early_is_replaced_after_a_second_connect(backend: BuiltIn) -> None:
+    with backend.connected(timeout=20.0) as session:
+        for worker in session.workers:
+            worker.kill()
+        first, second, third = (session.workers.spare() for _ in range(3))
+        readmitting = threading.Thread(target=session.scheme.readmit, args=(0,))
+        readmitting.start()
+        session.begin_join(second, 1)
+        second.result()  # accepted, although worker 0 is awaited
+        session.begin_join(first, 0)
+        readmitting.join()
+        first.result()
+        session.scheme.connect()
+        second.stop()
+        session.begin_join(third, 1)
+        session.scheme.readmit(1)
+        third.result()
+        session.workers.replace(0, first)
+        session.workers.replace(1, third)
+        second.resume()
+        session.send(3)
+        assert session.outputs() == [3, 3]
+
+
 def test_weights_that_were_sent_before_the_disconnection_are_not_installed_after_it(backend: BuiltIn) -> None:
     with backend.connected(timeout=20.0) as session:
         session.workers[1].stop()

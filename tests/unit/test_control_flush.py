@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
+from typing import Any
 
 import pytest
 
@@ -13,8 +16,9 @@ from wsync.control import Kind, Listener, Message, SocketConnection, connect
 SIZE = 8 << 20  # bytes; more than a socket takes at once
 
 
-@pytest.mark.parametrize("host", [None, "127.0.0.1"])
-def test_a_long_message_arrives_though_the_connection_is_closed_after_flush(host: str) -> None:
+@contextmanager
+def connected(host: str | None) -> Iterator[tuple[SocketConnection, SocketConnection]]:
+    """Yield the sender's end and the worker's."""
     listener = Listener(host)
     worker = connect(listener.address, 0, time.monotonic() + 20.0)
     accepted: SocketConnection | None = None
@@ -22,14 +26,36 @@ def test_a_long_message_arrives_though_the_connection_is_closed_after_flush(host
         assert wait([listener.fileno()], 20)
         found = listener.accept()
         accepted = None if found is None else found[0]
-    received: list[Message | None] = []
-    reading = threading.Thread(target=lambda: received.extend(worker.receive() for _ in range(2)))
-    reading.start()
-    accepted.send(Message(Kind.DATA, payload=bytes(SIZE)))
-    accepted.flush()
-    accepted.close()
-    reading.join()
-    worker.close()
-    listener.close()
-    message, end = received
-    assert message is not None and message.payload == bytes(SIZE) and end is None
+    yield accepted, worker
+    for one in (accepted, worker, listener):
+        one.close()
+
+
+every_host = pytest.mark.parametrize("host", [None, "127.0.0.1"])
+
+
+@every_host
+def test_a_long_message_arrives_though_the_connection_is_closed_after_flush(host: str | None) -> None:
+    with connected(host) as (sender, worker):
+        received: list[Message | None] = []
+        reading = threading.Thread(target=lambda: received.extend(worker.receive() for _ in range(2)))
+        reading.start()
+        sender.send(Message(Kind.DATA, payload=bytes(SIZE)))
+        sender.flush()
+        sender.close()
+        reading.join()
+        message, end = received
+        assert message is not None and message.payload == bytes(SIZE) and end is None
+
+
+@every_host
+def test_a_connection_ends_if_no_thread_can_be_started_to_send(host: str | None, monkeypatch: Any) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with connected(host) as (sender, worker):
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(ConnectionError, match="no thread could be started"):
+            sender.send(Message(Kind.DATA, payload=bytes(SIZE)))
+        assert sender.busy and sender.receive() is None
+        assert worker.receive() is None

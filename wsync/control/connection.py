@@ -126,11 +126,16 @@ class SocketConnection:
         if len(message.payload) > _MAX_PAYLOAD:
             raise ValueError(f"a payload has at most {_MAX_PAYLOAD} bytes, not {len(message.payload)}: send parts")
         preamble, self._preamble = self._preamble, b""
-        if preamble:
-            # In a sendmsg of its own: descriptors arrive with the first byte of a sendmsg, and the peer closes those
-            # that arrive while it reads the preamble.
-            self._outbox.put(preamble)
-        self._outbox.put(message.pack(), message.fds, may_drop=may_drop)
+        try:
+            if preamble:
+                # In a sendmsg of its own: descriptors arrive with the first byte of a sendmsg, and the peer closes
+                # those that arrive while it reads the preamble.
+                self._outbox.put(preamble)
+            self._outbox.put(message.pack(), message.fds, may_drop=may_drop)
+        except ConnectionError:  # also if no thread could be started: half a message may be in the socket
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # the next read reports it
+            raise
 
     def flush(self, deadline: float | None = None) -> None:
         """See ``Connection``: the messages have then been written to the socket."""

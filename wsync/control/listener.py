@@ -155,9 +155,10 @@ class Listener:
         return accepted
 
     def _authenticate(self, pending: _Pending) -> tuple[SocketConnection, Message]:
-        """Read the whole ``HELLO``, as far as it has arrived; return the connection.
+        """Read what has arrived of the ``HELLO``; return the connection once it is complete.
 
-        Reads all that has arrived. Otherwise a worker that waited while others were accepted could time out half read.
+        All that has arrived is read. Otherwise a connection could be dropped for being late whose ``HELLO`` had arrived
+        in time, while others were accepted.
 
         Raises:
             BlockingIOError: more has to arrive.

@@ -32,7 +32,8 @@ class PeerProcess:
 
     Attributes:
         pid: its process id; -1 if it has none here: it runs on another machine or in another PID namespace.
-        descriptors: its pidfd, readable once the process has exited; empty if it runs elsewhere, or has exited.
+        descriptors: its pidfd, readable once the process has exited; empty if it runs elsewhere, if it had exited
+            before this object was made, and after ``close``.
     """
 
     def __init__(self, identity: bytes = b"") -> None:

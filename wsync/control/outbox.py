@@ -33,7 +33,8 @@ class Outbox:
             the connection has broken.
 
     Attributes:
-        busy: whether the thread is sending. It stays True after the thread has failed; ``put`` then raises the error.
+        busy: whether the thread is sending. It stays True after the thread has failed, or could not be started; ``put``
+            then raises the error.
     """
 
     def __init__(self, send: Send) -> None:
@@ -69,7 +70,7 @@ class Outbox:
                 try:
                     thread.start()
                 except RuntimeError as error:  # the limit of threads; what was sent may be half a message
-                    self.busy, self._error = False, ConnectionError(f"no thread could be started to send: {error}")
+                    self._error = ConnectionError(f"no thread could be started to send: {error}")
                     raise self._error from error
                 self._thread = thread  # after start(): ``flush`` may join it at once
             elif not may_drop or len(self._waiting) < _DROP_FROM:

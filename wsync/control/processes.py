@@ -86,7 +86,10 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
 
 
 def _as_process(worker: int, process: Process) -> Process:
-    """Return ``process``; if it is the sentinel or id of a ``multiprocessing`` child, the object, for its exit code."""
+    """Return ``process``, or the ``multiprocessing.Process`` of that sentinel or id, which knows its exit code.
+
+    The id of a direct child is returned: its exit code is read by a pidfd. That of a fork server's child is not.
+    """
     if isinstance(process, BaseProcess | subprocess.Popen | Sentinel):
         return process
     if not isinstance(process, Integral) or isinstance(process, bool):
@@ -101,7 +104,7 @@ def _as_process(worker: int, process: Process) -> Process:
             f"worker {worker}: {number} is an open descriptor and also the id of a child process: pass the Process or "
             "Popen object, or one with a fileno() method, instead"
         )
-    if is_child:  # its exit code is read by a pidfd; active_children() below would reap it if it has ended
+    if is_child:  # active_children() below would reap it if it has ended
         return number
     for child in multiprocessing.active_children():
         if number == (child.sentinel if is_open else child.pid):

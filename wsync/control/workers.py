@@ -84,6 +84,8 @@ class WorkerConnections:
             Exception: of ``on_accepted``.
         """
         self.process_arrived_messages()  # notices deaths, so that replacements are accepted
+        for worker in workers:
+            self._early_joins.pop(worker, None)
         missing = set(workers) - self._connections.keys()
         while missing:
             worker_of = {sentinels[worker]: worker for worker in missing if worker in sentinels}
