@@ -51,5 +51,5 @@ def learning_curves(results: Mapping[str, Sequence[Outcome]], title: str, subtit
     ax.set_ylabel(f"return, mean of {last} episodes", color=INK)
     ax.set_xlim(left=0)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    ax.legend(loc="best", frameon=False, fontsize=9)
+    figure.legend(loc="outside lower left", frameon=False, fontsize=9)
     return figure

@@ -92,7 +92,7 @@ def make_model(settings: Settings, made: VecEnv) -> PPO:
         policy, made, n_steps=settings["frames_per_batch"] // made.num_envs, batch_size=ppo["minibatch_size"],
         n_epochs=ppo["epochs"], gamma=ppo["gamma"], gae_lambda=ppo["gae_lambda"],
         vf_coef=ppo["value_coef"] / 2, normalize_advantage=ppo["normalize_advantage"],  # no half in its value loss
-        ent_coef=ppo["entropy_coef"], max_grad_norm=ppo["max_grad_norm"], seed=settings["seed"], device="cpu",
+        ent_coef=ppo["entropy_coef"], max_grad_norm=ppo["max_grad_norm"], seed=settings["seed"], device=settings["device"],
         learning_rate=falling(ppo["lr"], ppo["lr"] * ppo["lr_end_factor"], *schedule),
         clip_range=falling(ppo["clip"], ppo["clip_final"], *schedule),
     )  # fmt: skip
@@ -100,7 +100,7 @@ def make_model(settings: Settings, made: VecEnv) -> PPO:
 
 def main(settings: Settings) -> None:
     """Train, and print the returns and the seconds."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(settings["threads"])
     solved_at = settings["env"]["solved_at"] if settings["stop_when_solved"] else None
     model, watch = make_model(settings, environments(settings)), Returns(solved_at)
     model.learn(settings["total_frames"], callback=watch)
