@@ -75,16 +75,17 @@ def over_setting(groups: Groups) -> Figure:
     ended = [run for run in runs if run.complete and None not in (run.final_return, run.return_over_run)]
     subtitle = "a dot for each run"
     if len(groups) < len(runs):
-        subtitle += "; line: median of the runs that differ in the seed; band: lowest to highest"
-    if missing := len(runs) - len(ended):
-        subtitle += f"; without {missing} that failed, were interrupted, or ended no episode"
+        subtitle += "; line: median over the seeds; band: lowest to highest"
     drawn = curves(ended, setting)
     title = f"Return over {setting}" + ("" if env is None else f", {env}")
     figure, axes = new_figure(11, 2, title, subtitle, (1, 1), height=4.6 + 0.2 * _legend_lines(drawn))
     _draw_curves(axes[0], drawn, lambda run: run.final_return)
     _draw_curves(axes[1], drawn, lambda run: run.return_over_run)
     values = sorted({float(run.settings[setting]) for run in runs})
-    axes[1].set_title("early learning counts as well", loc="left", fontsize=9.5, color=MUTED)
+    right = "early learning counts as well"
+    if missing := len(runs) - len(ended):
+        right += f"; left out, without a result: {missing}"
+    axes[1].set_title(right, loc="left", fontsize=9.5, color=MUTED)
     for ax, name in zip(axes, ("of the last 100 episodes", "averaged over the whole run"), strict=True):
         _space_out(ax, values)
         shown = _apart(ax, values)
