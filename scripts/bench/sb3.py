@@ -92,7 +92,8 @@ def make_model(settings: Settings, made: VecEnv) -> PPO:
         policy, made, n_steps=settings["frames_per_batch"] // made.num_envs, batch_size=ppo["minibatch_size"],
         n_epochs=ppo["epochs"], gamma=ppo["gamma"], gae_lambda=ppo["gae_lambda"],
         vf_coef=ppo["value_coef"] / 2, normalize_advantage=ppo["normalize_advantage"],  # no half in its value loss
-        ent_coef=ppo["entropy_coef"], max_grad_norm=ppo["max_grad_norm"], seed=settings["seed"], device=settings["device"],
+        ent_coef=ppo["entropy_coef"], max_grad_norm=ppo["max_grad_norm"],
+        seed=settings["seed"], device=settings["device"],
         learning_rate=falling(ppo["lr"], ppo["lr"] * ppo["lr_end_factor"], *schedule),
         clip_range=falling(ppo["clip"], ppo["clip_final"], *schedule),
     )  # fmt: skip

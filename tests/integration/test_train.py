@@ -17,6 +17,11 @@ import torch
 from programs import run_program
 from stopping import left_of
 
+from collectors import Collector
+from learning import checkpoint
+from learning.reporting.files import FolderError
+from learning.trained import load_policy
+
 ROOT = Path(__file__).resolve().parents[2]
 # Without the reset steps of a native vector environment, batches have exactly `frames_per_batch` frames.
 QUICK = ("logger=none", "num_envs=4", "frames_per_batch=256", "++env.kwargs.vectorization_mode=sync")
@@ -169,6 +174,33 @@ def test_a_learner_on_a_gpu(options: list[str], tmp_path: Path) -> None:
 def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
     refused = run(tmp_path, f"device={device}")
     assert refused.returncode == 1 and refused.stderr.startswith(f"train.py: device={device}: ")
+
+
+def test_a_trained_policy_is_loaded(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
+    folder = runs["shared_mem"][0]
+    policy, make_env = load_policy(folder)
+    saved = checkpoint.load(folder)["learner"]["policy"]
+    assert all(tensor.equal(saved[name]) for name, tensor in policy.state_dict().items())
+    with Collector(make_env, policy, frames_per_batch=10) as collector:
+        assert next(collector).shape == (10,)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = (folder / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(config.replace("- 64", "- 32"))
+    with pytest.raises(checkpoint.CheckpointError, match=r"does not fit config\.yaml: .*size mismatch"):
+        load_policy(tmp_path)
+    (tmp_path / "config.yaml").unlink()
+    with pytest.raises(FolderError, match=r"config\.yaml could not be read"):
+        load_policy(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_trained_policy_plays(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
+    folder = runs["shared_mem"][0]
+    played = run_program(ROOT / "scripts" / "evaluate.py", str(folder), "--episodes", "3", folder=tmp_path)
+    assert played.returncode == 0, played.stderr
+    assert re.match(r"return [\d.,]+ ± [\d.,]+ over 3 episodes \(lowest .*\), most likely actions", played.stdout)
+    refused = run_program(ROOT / "scripts" / "evaluate.py", str(tmp_path), folder=tmp_path)
+    assert refused.returncode == 1 and "config.yaml could not be read" in refused.stderr
 
 
 @pytest.mark.slow

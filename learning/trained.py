@@ -1,0 +1,47 @@
+"""The policy that a run of ``train.py`` has trained, and the environment that it was trained in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import nn
+
+from collectors import GymEnv
+from collectors.env_config import EnvConfig, env_factory
+from learning import checkpoint
+from learning.reporting.files import reading
+from learning.validation import actor_critic, network_settings
+
+
+def load_policy(folder: str | Path) -> tuple[nn.Module, Callable[[], GymEnv]]:
+    """Return the policy of a run's checkpoint, on the CPU, and a function that makes one environment of the run.
+
+    The policy reads "observation" from a TensorDict and writes "action". It samples; inside
+    ``tensordict.nn.set_interaction_type(InteractionType.DETERMINISTIC)`` it takes the most likely action.
+
+    Args:
+        folder: the run's folder. Modules of the user's that the run's settings name have to be importable.
+
+    Raises:
+        FolderError: ``config.yaml`` is missing or damaged.
+        ConfigError: the environment or the network cannot be made.
+        CheckpointError: there is no checkpoint, it is damaged, or it is of another network than ``config.yaml`` says.
+    """
+    folder = Path(folder)
+    with reading(folder / "config.yaml"):
+        config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    env = EnvConfig(**config["env"])
+    network, settings = network_settings(config["policy"])
+    policy, _, _ = actor_critic(instantiate(network, _partial_=True), env, f"the policy of {folder}", **settings)
+    try:
+        policy.load_state_dict(checkpoint.load(folder)["learner"]["policy"])
+    except (KeyError, RuntimeError) as error:
+        if isinstance(error, checkpoint.CheckpointError):
+            raise
+        detail = " ".join(str(error).split())
+        raise checkpoint.CheckpointError(f"{folder / checkpoint.FILE} does not fit config.yaml: {detail}") from error
+    return policy, env_factory(env, None)

@@ -1,0 +1,59 @@
+"""Play episodes with the policy that a run of train.py has trained, and print their returns.
+
+python scripts/evaluate.py outputs/<date>/<run>                          # most likely actions
+python scripts/evaluate.py outputs/<date>/<run> --episodes 100 --sample  # actions as in training
+
+The number after ± is the standard deviation. ``learning.trained.load_policy`` loads the policy in a program of yours.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from tensordict.nn import InteractionType, set_interaction_type
+
+from collectors import Collector
+from collectors.errors import ConfigError
+from learning.checkpoint import CheckpointError
+from learning.reporting.files import FolderError
+from learning.trained import load_policy
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The folder of the run.")],
+    episodes: Annotated[int, typer.Option(min=1, help="How many episodes")] = 20,
+    sample: Annotated[bool, typer.Option(help="Sample actions instead of taking the most likely ones")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the environment, and of the samples")] = 0,
+) -> None:
+    """Play episodes in one environment of the run, and print their returns."""
+    torch.manual_seed(seed)
+    try:
+        policy, make_env = load_policy(folder)
+    except (CheckpointError, ConfigError, FolderError) as error:
+        sys.exit(f"evaluate.py: {error}")
+    returns: list[float] = []
+    how = InteractionType.RANDOM if sample else InteractionType.DETERMINISTIC
+    with set_interaction_type(how), Collector(make_env, policy, frames_per_batch=200) as collector:
+        collector.set_seed(seed)
+        for batch in collector:
+            step = batch.get("next")
+            returns += step.get("episode_return")[step.get("done")].tolist()
+            if len(returns) >= episodes:
+                break
+    returns = returns[:episodes]
+    spread = statistics.stdev(returns) if episodes > 1 else 0.0
+    print(
+        f"return {statistics.mean(returns):,.1f} ± {spread:,.1f} over {episodes} episodes "
+        f"(lowest {min(returns):,.1f}, highest {max(returns):,.1f}), {'sampled' if sample else 'most likely'} actions"
+    )
+
+
+if __name__ == "__main__":
+    sys.path.append(os.getcwd())  # settings may name modules of the current folder
+    typer.run(main)
