@@ -118,8 +118,8 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
         prefix=line_prefix(HydraConfig.get()),
     )
     training.reporters = [
-        settings_files,
         RunFiles(training.resumed_from, training.progress.frames),
+        settings_files,
         console,
         Pictures(),
         logger,

@@ -208,7 +208,7 @@ def resolved(composed: DictConfig, run: HydraConf) -> tuple[TrainConfig, Setting
     validation.check(cfg, settings())
     if run.mode is RunMode.MULTIRUN and isinstance(cfg.logger, WandbConfig):
         cfg.logger.group = cfg.logger.group or "-".join(Path(run.sweep.dir).parts[-2:])
-    return cfg, SettingsFiles(merged, run.overrides.task, run.runtime.choices)
+    return cfg, SettingsFiles(merged, run)
 
 
 def facts(cfg: TrainConfig) -> dict[str, Any]:

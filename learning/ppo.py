@@ -20,13 +20,14 @@ KL = STATS.index("kl")
 
 
 class Frames(NamedTuple):
-    """Frames to learn from, ``[n, ...]`` each; ``log_prob`` and ``value`` are from before the update.
+    """Frames to learn from, ``[n, ...]`` each; ``value`` is from before the update.
 
     With a decoupled objective, ``log_prob`` is that of the policy before the update, and ``weight`` is its probability
-    of the action over that of the policy that acted. Otherwise ``log_prob`` is that of the policy that acted.
+    of the action over that of the policy that acted. Otherwise ``log_prob`` is that of the policy that acted, and
+    ``weight`` is None.
 
     Those of a recurrent policy are sequences ``[R, T, ...]``, with the policy's ``state``; ``is_init`` is true where an
-    episode starts, and only where ``mask`` is true there is a frame. All three are None for any other policy.
+    episode starts, and only where ``mask`` is true there is a frame. For any other policy these three are None.
     """
 
     observation: Any
@@ -74,7 +75,7 @@ class PPO(ActorCritic):
         decoupled: clip the ratio to the policy before the update instead of the ratio to the policy that acted, and
             weight each frame by the probability of its action under the one over that under the other (Hilton et al.
             2022, https://arxiv.org/abs/2110.00641). The two differ if the workers' weights are some versions old, or
-            rounded to another dtype; otherwise the weights are 1.
+            rounded to another dtype, and in the first batch if observations are normalised; otherwise weights are 1.
         max_weight: the largest of these weights.
         adam_eps: Adam's epsilon.
 

@@ -78,8 +78,11 @@ def with_earlier_overrides(argv: Sequence[str]) -> list[str]:
         return list(argv)
     if "," in folder and not Path(folder).exists():
         raise ConfigError(f"resume={folder}: it is the folder of one run and is not swept over; resume runs one by one")
-    earlier = [str(one) for one in OmegaConf.load(_stored(folder, _SETTINGS)).overrides]
-    _check_config_folder(folder, argv)
+    stored = _stored(folder)
+    earlier = [str(one) for one in stored.overrides]
+    if stored.config_folders and not config_folders(argv):
+        advice = f"add it: --config-dir {stored.config_folders[0]}"
+        raise ConfigError(f"resume={folder}: that run was made with a config folder; {advice}")
     replaced = {override_name(one) for one in given if one[0] != "~"}
     for group in groups & replaced:
         replaced |= _global_settings_of(group, values[group], (*config_folders(argv), CONF))
@@ -111,13 +114,6 @@ def _changed_groups(folder: str, chosen: Sequence[str], folders: Sequence[Path])
     if defaults and stored["collector"]["_target_"] == now.collector._target_:  # of two schemes
         changed -= {"collector"}
     return changed | {override_name(one) for one in swept}
-
-
-def _check_config_folder(folder: str, argv: Sequence[str]) -> None:
-    """Raise ConfigError if the run in `folder` had a config folder of the user, and `argv` has none."""
-    had = _folders_named(OmegaConf.load(_stored(folder, "hydra")).hydra)
-    if had and not config_folders(argv):
-        raise ConfigError(f"resume={folder}: that run was made with a config folder; add it: --config-dir {had[0]}")
 
 
 def with_earlier_settings(
@@ -157,12 +153,16 @@ class SettingsFiles(Reporter):
 
     Args:
         cfg: the config of the run, with its interpolations.
-        overrides: its overrides.
-        choices: the chosen option of each group.
+        run: Hydra's settings of the run.
     """
 
-    def __init__(self, cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str | None]) -> None:
-        self._settings = {"overrides": list(overrides), "choices": dict(choices), "config": cfg}
+    def __init__(self, cfg: DictConfig, run: HydraConf | DictConfig) -> None:
+        self._settings = {
+            "overrides": list(run.overrides.task),
+            "config_folders": _folders_named(run),
+            "choices": dict(run.runtime.choices),
+            "config": cfg,
+        }
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Write both files."""
@@ -175,7 +175,7 @@ class SettingsFiles(Reporter):
 
 def _settings_of(folder: str) -> tuple[dict[Any, Any], Mapping[str, str | None]]:
     """Return the config of the run in `folder`, with its interpolations, and the chosen option of each group."""
-    stored = OmegaConf.load(_stored(folder, _SETTINGS))
+    stored = _stored(folder)
     content = OmegaConf.to_container(stored.config, resolve=False)
     assert isinstance(content, dict)
     return content, stored.choices
@@ -206,8 +206,12 @@ def _global_settings_of(group: str, option: str | None, folders: Sequence[Path])
     return names
 
 
-def _stored(folder: str, name: str) -> Path:
-    path = Path(folder) / ".hydra" / f"{name}.yaml"
+def _stored(folder: str) -> DictConfig:
+    """Return what `SettingsFiles` has written of the run in `folder`."""
+    path = Path(folder) / ".hydra" / f"{_SETTINGS}.yaml"
     if not path.is_file():
         raise ConfigError(f"resume={folder}: no run is stored there, {path} is missing")
-    return path
+    stored = OmegaConf.load(path)
+    if not isinstance(stored, DictConfig) or not {"overrides", "config_folders", "choices", "config"} <= stored.keys():
+        raise ConfigError(f"resume={folder}: that run is of another version of this program, {path} lacks settings")
+    return stored

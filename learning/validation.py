@@ -87,6 +87,7 @@ LIMITS: dict[str, Limit] = {
     "algorithm.entropy_coef": FINITE,
     "algorithm.max_grad_norm": POSITIVE,
     "algorithm.target_kl": NOT_NEGATIVE,
+    "algorithm.max_weight": POSITIVE,
     "algorithm.adam_eps": POSITIVE_FINITE,
     "logger.start_after": NOT_NEGATIVE,
     "logger.close_within": NOT_NEGATIVE,
@@ -156,8 +157,7 @@ def check_combinations(config: TrainConfig) -> None:
         if getattr(getattr(config, group), "host", None) == "":
             raise ConfigError(f"{group}.host is empty: name an address of this machine (127.0.0.1: for workers on it)")
     workers = 1 if _is_asynchronous(config.collector) else config.num_workers  # of a batch
-    rows = workers * config.num_envs
-    if config.frames_per_batch < rows:
+    if config.frames_per_batch < (rows := workers * config.num_envs):
         of = "num_envs" if workers == 1 else f"num_workers × num_envs = {workers} × {config.num_envs}"
         raise ConfigError(
             f"frames_per_batch={config.frames_per_batch} is less than one frame for each of {of} = {rows} environments"

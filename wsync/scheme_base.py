@@ -31,8 +31,8 @@ class SchemeBase(ABC):
         strategy: the format of weights that ``receive`` and ``weights`` return and that a transport is given,
             ``"tensordict"`` or ``"state_dict"``. ``send`` takes both.
         sync: whether ``send`` waits until every worker uses the update; otherwise, as after ``send_async``,
-            ``wait_async`` waits for that. If a worker has died, or has refused such an update, the next ``send`` first
-            sends its own update and then raises that error.
+            ``wait_async`` waits for that. If a worker has died meanwhile, or has refused the update, the next ``send``
+            raises that error; before, it sends its own update to the workers that are left.
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
         bind: whether a worker's parameters may point directly into received, possibly shared memory. False for a worker
             that writes to its parameters, e.g. trains: it would corrupt the shared copy.

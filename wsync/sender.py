@@ -140,7 +140,7 @@ class Sender:
         worker = single_worker(worker, self.num_workers)
         with self.exclusive():
             self.channel.disconnect(worker)
-            self._updates.stop_waiting_for([worker])
+            self._updates.unawaited.stop_waiting_for([worker])
             self._members.remove([worker])
 
     def readmit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
@@ -212,11 +212,11 @@ class Sender:
     ) -> SyncReport | None:
         with self.exclusive():
             updates = self._updates
-            rest = updates.rest_of_model(worker_ids) if partial else None
             if not wait:
-                updates.send_unawaited(weights, worker_ids, rest)
+                updates.send_unawaited(weights, worker_ids, partial=partial)
                 return None
             workers, absent = self._members.recipients(worker_ids)
+            rest = updates.rest_of_model(worker_ids) if partial else None
             acknowledge = not self._finishes_on_publish
             report = updates.finish(updates.publish(weights, workers, absent, acknowledge=acknowledge, rest=rest))
             if worker_ids is None and not partial:
@@ -241,7 +241,7 @@ class Sender:
         channel, layout, members = self.channel, self.layout, self._members
         if not isinstance(channel, SenderSideChannel) or layout is None:
             return
-        if self._updates.in_flight or members.absent or members.extra_states:
+        if self._updates.unawaited.updates or members.absent or members.extra_states:
             return
         fast = channel.fast_calls(acknowledge=not self._finishes_on_publish)
         finder = None if fast is None else self.source.finder(weights, layout)

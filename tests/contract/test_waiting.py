@@ -79,6 +79,37 @@ def test_an_error_is_not_lost_with_a_later_update_that_does_not_fit(backend: Bui
         session.send(2)
 
 
+def test_a_death_is_not_raised_once_a_replacement_has_joined(backend: BuiltIn) -> None:
+    with backend.connected(timeout=20.0) as session:
+        session.workers[1].stop()
+        session.post(2)
+        session.workers[1].kill()
+        with pytest.raises(wsync.LayoutMismatch):  # reads the death, and sends nothing
+            session.scheme.send_async({"unknown": torch.zeros(1)})
+        assert session.restart(1) == 2
+        session.post(3)
+        session.scheme.wait_async()
+        assert session.outputs() == [3, 3]
+
+
+def test_an_update_that_no_worker_is_left_for_is_not_said_to_be_sent(backend: BuiltIn) -> None:
+    with backend.connected(1, timeout=20.0, sync=False) as session:
+        session.send(2)
+        session.workers[0].kill()
+        with pytest.raises(wsync.WorkerDied) as died:
+            for _ in count():
+                session.send(3)
+        if died.value.version is not None:  # the death was noticed while that version was sent
+            assert died.value.version < session.scheme.version
+        with pytest.raises(wsync.WeightSyncError, match="no worker to send to") as none_left:
+            session.send(4)
+        assert getattr(none_left.value, "version", None) is None
+        session.restart(0)
+        session.send(5)
+        session.scheme.wait_async()
+        assert session.outputs() == [5]
+
+
 def test_updates_that_are_not_waited_for_are_in_the_metrics(backend: BuiltIn) -> None:
     with backend.connected(sync=False) as session:
         before = session.scheme.metrics.updates

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from wsync.deadlines import NOW
 from wsync.errors import SyncTimeout, WorkerDied, WorkerError, WorkerFailed
-from wsync.sending.in_flight import InFlight, without
+from wsync.sending.in_flight import without
 from wsync.sending.membership import Membership
 from wsync.sending.protocols import SendChannel
 from wsync.types import ANY_VERSION, Ack
@@ -55,26 +55,24 @@ class Acknowledgements:
             raise error
         return acks
 
-    def collect(self, updates: Sequence[InFlight]) -> Sequence[WorkerError]:
-        """Read the answers to ``updates`` that have arrived into ``InFlight.answers``. Does not wait.
+    def arrived(self, workers: Collection[int]) -> Sequence[Ack]:
+        """Return the answers of ``workers`` to any version, and the deaths, that have arrived. Does not wait."""
+        return self._channel.wait_acks(workers, 0, NOW)
 
-        Returns:
-            An error that names the workers that have died, or refused a version, if there are any; ``updates`` do not
-            wait for them.
+    def raise_collected(self, failed: Sequence[Ack], *, sent: bool) -> None:
+        """Raise one error for ``failed``, deaths and refusals; if there are none, do nothing.
+
+        Args:
+            failed: what ``arrived`` has returned, with the versions that were sent.
+            sent: whether the update during which this is called was sent; otherwise the error has no version.
+
+        Raises:
+            WorkerDied, WorkerFailed: names the workers.
         """
-        failed: list[Ack] = []
-        for update in updates:
-            acks = [ack for ack in self._channel.wait_acks(update.unanswered, 0, NOW) if not ack.late]
-            errors = [ack for ack in acks if ack.died or ack.error]
-            update.answers += [ack for ack in acks if ack not in errors and ack.version >= update.version]
-            # A worker that has refused an older version may still install this one.
-            gone = [ack.worker for ack in errors if ack.died or ack.version >= update.version]
-            update.workers = [worker for worker in update.workers if worker not in gone]
-            failed += [ack._replace(version=ack.version or update.version) for ack in errors]
-        answered = [ack.worker for update in updates for ack in update.answers]
         oldest = min((ack.version for ack in failed), default=0)
-        error = self._error_of(answered, oldest, failed, awaited=False)
-        return [] if error is None else [error]
+        if error := self._error_of((), oldest, failed, awaited=False):
+            error.version = error.version if sent else None
+            raise error
 
     def raise_failures(self, workers: Collection[int], version: int) -> None:
         """Raise if deaths, or errors of earlier versions, have been reported; does not wait.
@@ -82,7 +80,7 @@ class Acknowledgements:
         Raises:
             WorkerDied, WorkerFailed: names the workers.
         """
-        acks = [ack for ack in self._channel.wait_acks(workers, 0, NOW) if ack.died or ack.error]
+        acks = [ack for ack in self.arrived(workers) if ack.died or ack.error]
         if acks:
             # The message names the oldest version that failed: the workers may still install ``version``.
             failed = [ack.version for ack in acks if not ack.died]
@@ -119,7 +117,9 @@ class Acknowledgements:
         if silent:
             _log.debug("workers that did not answer to version %d in time: %s", version, sorted(silent))
         causes = {**died, **failed, **dict.fromkeys(silent, "did not answer before the deadline"), **late}
-        outcome = f"is missing on {len(causes)} worker(s); those that have it: {sorted(set(workers) - causes.keys())}"
+        outcome = f"is missing on {len(causes)} worker(s)"
+        if awaited:
+            outcome += f"; those that have it: {sorted(set(workers) - causes.keys())}"
         if not committed:
             why = "died" if died and not (failed or silent) else "did not confirm that it fits"
             outcome = f"was applied nowhere, because {len(causes)} worker(s) {why}"

@@ -26,7 +26,7 @@ class InFlight:
         acknowledge: whether the sender waits for acknowledgements.
         must_copy: whether the weights are to be copied into registered buffers once all workers have acknowledged them.
         write_registered: see ``Source.registered_writer``; None once it was called.
-        answers: those that ``Acknowledgements.collect`` has read.
+        answers: those that ``Unawaited.collect`` has read.
     """
 
     version: int
@@ -45,7 +45,7 @@ class InFlight:
 
     @property
     def unanswered(self) -> list[int]:
-        """The workers whose answers ``Acknowledgements.collect`` has not read."""
+        """The workers whose answers ``Unawaited.collect`` has not read."""
         return without(self.workers, self.answers)
 
     @property
@@ -60,7 +60,7 @@ class InFlight:
             nbytes: the bytes of one copy of the weights.
             acks: the acknowledgements, if the sender has waited for them.
             finished: when the last one arrived, on ``time.perf_counter``; None if that is not known: the report then
-                leaves out how long it took to arrive.
+                has only the phases that were measured.
         """
         slowest = max(acks, key=lambda ack: ack.wait + ack.apply, default=Ack(-1, self.version))
         if finished is None:

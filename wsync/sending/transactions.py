@@ -41,7 +41,7 @@ class Transaction:
             raise WeightSyncError(
                 "several models at once need initiator='sender', and no engines or stores: send the models one by one"
             )
-        updates.finish_all()  # otherwise their answers could be mistaken for PREPARED
+        updates.finish_earlier()  # otherwise their answers could be mistaken for PREPARED
         with updates.packing(weights, workers, absent) as (update, packed):
             self._channel = channel
             for part, buffer, extra in packed:

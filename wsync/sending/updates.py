@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from wsync.sending.membership import Membership
 from wsync.sending.protocols import SendChannel, TransactionChannel
 from wsync.sending.registered_updates import RegisteredUpdates
 from wsync.sending.source import Part, Source
+from wsync.sending.unawaited import Unawaited
 from wsync.types import Ack, SyncReport
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -49,7 +50,7 @@ class Updates:
         registered_updates: keeps registered buffers up to date.
         layout: the layout that the first weights have defined; None before.
         transaction_channel: the channel; None if the workers cannot keep an update that may be aborted.
-        in_flight: the updates that were sent without waiting, oldest first.
+        unawaited: the updates that were sent without waiting.
     """
 
     def __init__(
@@ -69,8 +70,7 @@ class Updates:
         self.members = members
         self.acks = Acknowledgements(channel, members)
         self.registered_updates = RegisteredUpdates(source, members)
-        self.in_flight: list[InFlight] = []
-        self._errors: list[WorkerError] = []  # of updates that were sent without waiting; not raised yet
+        self.unawaited = Unawaited(self.acks, members)
         # None with initiator="receiver": the workers then choose when they install, which rules out a transaction.
         # Tested once, because this isinstance() takes 20 µs.
         self.transaction_channel: TransactionChannel | None = None
@@ -107,7 +107,7 @@ class Updates:
             for part, buffer, extra in packed:
                 self.channel.publish(buffer, update.version, extra, part.workers, acknowledge)
         self.note_published(update)
-        self.stop_waiting_for(workers)
+        self.unawaited.stop_waiting_for(workers)
         return update
 
     # --- packing ---
@@ -153,7 +153,7 @@ class Updates:
         """
         deadline = deadline_in(self.timeout)
         if self.registered_updates.lack_update(weights):
-            self.finish_all()
+            self.finish_earlier()
             if self.registered_updates.lack_update(weights):
                 raise self.registered_updates.error()
         if self.layout is None and self.members.connected:
@@ -216,31 +216,24 @@ class Updates:
 
     # --- without waiting ---
 
-    def send_unawaited(
-        self, weights: object, worker_ids: int | Sequence[int] | None, rest: Sequence[Tensor] | None
-    ) -> None:
+    def send_unawaited(self, weights: object, worker_ids: int | Sequence[int] | None, *, partial: bool) -> None:
         """Send the next version; ``finish_all`` waits for it. Finish the earlier ones that are installed by now.
 
         Raises:
-            WorkerDied, WorkerFailed: a worker has died, or refused an earlier one. If any is left, this one was sent.
+            WorkerDied, WorkerFailed: a worker has died, or refused an earlier one. If it has a version, this one was
+                sent.
         """
-        self._errors += self.acks.collect(self.in_flight)
-        if not self.members.present:
-            self._raise_collected()
-        self.stop_waiting_for(())  # drops updates that no worker is left of
-        for update in [one for one in self.in_flight if not one.unanswered]:
-            self.in_flight.remove(update)
+        for update in self.unawaited.collect():
             self.finish(update, awaited=False)
+        if not self.members.present:
+            self.unawaited.raise_failed(sent=False)
         workers, absent = self.members.recipients(worker_ids)
+        rest = self.rest_of_model(worker_ids) if partial else None
         update = self.publish(weights, workers, absent, acknowledge=True, rest=rest)
-        self.in_flight.append(update)
+        self.unawaited.updates.append(update)
         # Lets queued updates go out whose turn has come; starts the send-loop thread if some still wait.
         self.channel.process_arrived_messages()
-        self._raise_collected()
-
-    def _raise_collected(self) -> None:
-        if self._errors:
-            raise self._errors.pop(0)
+        self.unawaited.raise_failed()
 
     # --- waiting ---
 
@@ -282,13 +275,15 @@ class Updates:
     def finish_all(self) -> SyncReport | None:
         """Finish everything that was sent without waiting; return the newest one's report."""
         report = None
-        self._raise_collected()
-        while self.in_flight:  # after an error the next call waits for the others
-            report = self.finish(self.in_flight.pop(0))
+        self.unawaited.raise_failed()
+        while self.unawaited.updates:  # after an error the next call waits for the others
+            report = self.finish(self.unawaited.updates.pop(0))
         return report
 
-    def stop_waiting_for(self, workers: Collection[int]) -> None:
-        """Drop ``workers`` from older unfinished sends: a newer update replaces these, or the worker has gone."""
-        for older in self.in_flight:
-            older.workers = [worker for worker in older.workers if worker not in workers]
-        self.in_flight = [older for older in self.in_flight if older.workers]
+    def finish_earlier(self) -> None:
+        """``finish_all``, before another update is sent. An error has no version, because that one was not sent."""
+        try:
+            self.finish_all()
+        except WorkerError as error:
+            error.version = None
+            raise

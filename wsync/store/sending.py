@@ -52,6 +52,7 @@ class StoreSendChannel(ConnectionlessChannel):
         self._layout: Layout | None = None
         self._buffer: Buffer | None = None
         self._published = False
+        self._version = 0  # the newest that was stored
 
     def check_layout(self, layout: Layout, version: int) -> None:
         """See ``SendChannel``: each worker checks it when it reads."""
@@ -98,7 +99,7 @@ class StoreSendChannel(ConnectionlessChannel):
         if self._delta is not None:
             copy = self._base[1].copy_(buffer.flat) if self._base else buffer.flat.clone()
             self._base = version, copy
-        self._published = True
+        self._published, self._version = True, version
 
     def _difference(self, buffer: Buffer, layout: Layout) -> StoredDifference | None:
         if self._delta is None or self._base is None:
@@ -113,7 +114,7 @@ class StoreSendChannel(ConnectionlessChannel):
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """See ``SendChannel``: a version that is stored counts as delivered."""
-        return [Ack(worker, version) for worker in workers]
+        return [Ack(worker, max(version, self._version)) for worker in workers]
 
     def close(self, *, finished: bool = False) -> None:
         """See ``SendChannel``: the versions stay."""
