@@ -45,7 +45,7 @@ class InFlight:
 
     @property
     def unanswered(self) -> list[int]:
-        """The workers whose answers ``Unawaited.collect`` has not read."""
+        """The workers of which ``Unawaited.collect`` has read no answer."""
         return without(self.workers, self.answers)
 
     @property

@@ -51,8 +51,8 @@ class Unawaited:
     def raise_failed(self, *, sent: bool = True) -> None:
         """Raise one error for the deaths and refusals that ``collect`` has read since the last call, if there are any.
 
-        The death of a worker whose replacement has joined since is not raised. See ``raise_collected``.
+        A death is not raised once a replacement of the worker has joined. See ``raise_collected``.
         """
         failed, self._failed = self._failed, []
-        replaced = self._members.present
-        self._acks.raise_collected([ack for ack in failed if not (ack.died and ack.worker in replaced)], sent=sent)
+        present = self._members.present
+        self._acks.raise_collected([ack for ack in failed if not (ack.died and ack.worker in present)], sent=sent)

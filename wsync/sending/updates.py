@@ -231,7 +231,7 @@ class Updates:
         rest = self.rest_of_model(worker_ids) if partial else None
         update = self.publish(weights, workers, absent, acknowledge=True, rest=rest)
         self.unawaited.updates.append(update)
-        # Lets queued updates go out whose turn has come; starts the send-loop thread if some still wait.
+        # Sends queued updates that can be sent now; starts the send-loop thread if some still wait.
         self.channel.process_arrived_messages()
         self.unawaited.raise_failed()
 
