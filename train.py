@@ -99,7 +99,7 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
 
     goal = Goal(cfg.total_frames, solved_at(cfg.env), cfg.stop_when_solved)
     delay = WeightDelay(cfg.staleness)
-    training = Training(learner, scheme, goal, folder, device, cfg.checkpoint_every, delay, facts=facts(cfg))
+    training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, delay, device=device, facts=facts(cfg))
     training.observations = normalizer
     training.rewards = RewardNormalizer(cfg.env.rewards, getattr(learner, "gamma", 0.99))
     if cfg.resume is not None:

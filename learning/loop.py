@@ -77,7 +77,6 @@ class Training:
         scheme: the collector's scheme for that policy; the loop reads its version and its metrics.
         goal: when the run ends.
         folder: for checkpoints.
-        device: the learner's, to which batches are copied.
         checkpoint_every: seconds between two checkpoints; one more is written at the end.
         delay: holds weights back, to measure what a slow weight sync costs.
         progress: the counters; in a resumed run they start with those of the checkpoint.
@@ -89,6 +88,7 @@ class Training:
         rewards: makes the learner's rewards of those of the environment.
         failures: the failures of workers in this process; those of the collector.
         earlier_failures: the failures of workers before a resume, as ``Failures.as_dict`` gives them.
+        device: the learner's, to which batches are copied.
         facts: more entries for the summary (seed, number of workers, ...); ``env`` names the environment.
     """
 
@@ -96,7 +96,6 @@ class Training:
     scheme: WeightSyncScheme
     goal: Goal
     folder: Path
-    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     checkpoint_every: float = 60.0
     delay: WeightDelay = field(default_factory=WeightDelay)
     progress: Progress = field(default_factory=Progress)
@@ -108,6 +107,7 @@ class Training:
     rewards: RewardNormalizer = field(default_factory=RewardNormalizer)
     failures: Failures = field(default_factory=Failures)
     earlier_failures: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     facts: dict[str, Any] = field(default_factory=dict)
 
     def run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
