@@ -157,7 +157,7 @@ class Listener:
     def _authenticate(self, pending: _Pending) -> tuple[SocketConnection, Message]:
         """Read what has arrived of the ``HELLO``; return the connection once it is complete.
 
-        All that has arrived is read. Otherwise a connection could be dropped for being late whose ``HELLO`` had arrived
+        All that has arrived is read. Otherwise a connection could be dropped as late although its ``HELLO`` had arrived
         in time, while others were accepted.
 
         Raises:

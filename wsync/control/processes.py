@@ -88,7 +88,7 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
 def _as_process(worker: int, process: Process) -> Process:
     """Return ``process``, or the ``multiprocessing.Process`` of that sentinel or id, which knows its exit code.
 
-    The id of a direct child is returned: its exit code is read by a pidfd. That of a fork server's child is not.
+    The id of a direct child is returned as it is: its exit code is read by a pidfd.
     """
     if isinstance(process, BaseProcess | subprocess.Popen | Sentinel):
         return process
