@@ -37,11 +37,10 @@ def load_policy(folder: str | Path) -> tuple[nn.Module, Callable[[], GymEnv]]:
     env = EnvConfig(**config["env"])
     network, settings = network_settings(config["policy"])
     policy, _, _ = actor_critic(instantiate(network, _partial_=True), env, f"the policy of {folder}", **settings)
+    state = checkpoint.load(folder)
     try:
-        policy.load_state_dict(checkpoint.load(folder)["learner"]["policy"])
+        policy.load_state_dict(state["learner"]["policy"])
     except (KeyError, RuntimeError) as error:
-        if isinstance(error, checkpoint.CheckpointError):
-            raise
         detail = " ".join(str(error).split())
         raise checkpoint.CheckpointError(f"{folder / checkpoint.FILE} does not fit config.yaml: {detail}") from error
     return policy, env_factory(env, None)
