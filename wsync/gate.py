@@ -4,7 +4,8 @@ There is one re-entrant gate per process, for all synchronised models in it. A f
 model has a *hook*, the object that installs its updates (``GateHook``), or two (with ``register_shared_weights``). When
 a thread that does not hold the gate yet enters it, and only then, the gate has each hook install a pending update; so a
 forward sees one version from its first layer to its last. When the thread leaves the gate, each hook releases what the
-forward used (a slot of shared memory). Errors of hooks are raised in the caller of the forward.
+forward used (a slot of shared memory). Errors of hooks are raised in the caller of the forward; those which mean that a
+model must not be used, only if the forward may use that model (``is_for_forward_of``).
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
 soon as the running forward ends, even if no other forward follows. With
@@ -36,6 +37,7 @@ from torch import nn
 
 from wsync import loops
 from wsync.deadlines import remaining
+from wsync.errors import WeightSyncError
 from wsync.loops.gate_state import GateHook
 
 
@@ -100,6 +102,68 @@ class Gate:
 
 
 _gate = Gate()
+_thread_local = threading.local()  # has ``without_forward`` in a block of ``without_forward``
+
+
+@contextmanager
+def without_forward() -> Iterator[None]:
+    """While the block runs, this thread enters the gate, but uses no model: ``is_for_forward_of`` is false.
+
+    The receiver thread is always in such a block. It must not wait for a version in a hook: the version could arrive
+    only by a message that this thread itself has to read. Threads that connect, or wait for a version, use it, too.
+    """
+    before, _thread_local.without_forward = getattr(_thread_local, "without_forward", False), True
+    try:
+        yield
+    finally:
+        _thread_local.without_forward = before
+
+
+def is_for_forward_of(model: object) -> bool:
+    """Return whether the gate was entered for a forward that may use ``model``, or by a block, which may use any model.
+
+    Called by hooks. A forward may use its own model, the models inside it, and those that it is a part of.
+    """
+    if getattr(_thread_local, "without_forward", False):
+        return False
+    subject = _gate.gate_state.subject
+    if subject is None or subject is model:
+        return True
+    if not (isinstance(subject, nn.Module) and isinstance(model, nn.Module)):
+        return False
+    return any(one is model for one in subject.modules()) or any(one is subject for one in model.modules())
+
+
+class MixedWeightsGuard:
+    """A ``GateHook`` that refuses forwards of a model that may have weights of two versions; attached only then.
+
+    Args:
+        model: the model; None for an engine's, of which only its ``load`` function is known.
+
+    Attributes:
+        why: the reason; empty while forwards are allowed.
+    """
+
+    def __init__(self, model: object) -> None:
+        self._model = model
+        self.why = ""
+
+    def set(self, why: str) -> None:
+        """Refuse forwards, for the reason ``why``; with an empty one, allow them again. Called inside the gate."""
+        if not self.why and why:
+            _gate.attach(self)
+        elif self.why and not why:
+            _gate.detach(self)
+        self.why = why
+
+    def poll_update(self) -> bool:
+        """See ``GateHook``. Raises WeightSyncError if the weights are mixed."""
+        if self.why and is_for_forward_of(self._model):  # it is called once more after ``set("")``
+            raise WeightSyncError(self.why)
+        return False
+
+    def leaving_gate(self) -> None:
+        """See ``GateHook``: nothing is in use."""
 
 
 def _reset_in_child() -> None:
@@ -177,7 +241,7 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(inner)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _gate.call(inner, self, *args, **kwargs)
+        return _gate.gate_state.call_model(inner, self, *args, **kwargs)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         function, arguments, *rest = original.__reduce_ex__(self, protocol)

@@ -6,10 +6,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wsync.control.receiver_thread import without_waiting_for_versions
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import SyncTimeout, WeightSyncError
-from wsync.gate import process_gate
+from wsync.gate import process_gate, without_forward
 from wsync.loops import WorkerSlot
 from wsync.loops.gate_state import GateHook
 from wsync.receiving import gated_models
@@ -134,7 +133,7 @@ class Receiver:
 
     def _gate_model(self) -> None:
         # Entering the gate runs the hooks of all models, and the hook of another model may wait for a version.
-        with without_waiting_for_versions():
+        with without_forward():
             process_gate().call(gated_models.add, self.updater)
 
     def _attach_hooks_and_install(self) -> None:
@@ -146,7 +145,7 @@ class Receiver:
             self._hooks.append(RegisteredBufferBinder(memory, self.updater))
         for hook in self._hooks:
             process_gate().attach(hook)
-        with without_waiting_for_versions():  # see `_gate_model`
+        with without_forward():  # see `_gate_model`
             policy.install_now()
         # If `connect` brought no first weights, the error belongs to an update that was sent in the meantime: the
         # sender gets it as the answer to that update, so it is not raised here.
@@ -174,7 +173,7 @@ class Receiver:
         self._state.close(finished=True)
         self._channel.detach(self._handler)
         gate = process_gate()
-        with without_waiting_for_versions(), gate.hold():
+        with without_forward(), gate.hold():
             for hook in self._hooks:
                 gate.detach(hook)
             self._hooks = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from wsync.deadlines import deadline_in
 from wsync.errors import in_forked_child
@@ -27,13 +27,14 @@ from wsync.sending.updates import Updates
 from wsync.types import LAST_VERSION, SyncReport
 from wsync.weights.layout import Layout
 
+_PATIENCE = 0.1  # seconds in which another thread's call may end by itself, before ``disconnect`` ends it
+
 
 class Sender:
     """Sends one model's weights to all its workers. Any thread may call; one call runs at a time.
 
-    There are two locks: the *sender's lock*, held here while a call works, and the *channel's lock* inside
-    ``SenderSideChannel``. A call takes the channel's lock for each step. So does the *send-loop thread*, which sends
-    what had to wait for a worker's answer (``sending/send_loop.py``).
+    A call holds the *sender's lock*, and for each step the *channel's lock* inside ``SenderSideChannel``. So does the
+    *send-loop thread*, which sends what had to wait for a worker's answer (``sending/send_loop.py``).
 
     Args:
         channel: the channel to the workers: connections, and memory or transports for weights; kept as an attribute.
@@ -72,8 +73,7 @@ class Sender:
         fork_aware.add(self)
         self._finders = TensorFinders(source.weights)  # one for each kind of argument that `send` was given so far
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
-        # The report of the newest fast update. `_members` gets its version when the fast path is disabled.
-        self._last_fast_report: SyncReport | None = None
+        self._last_fast_report: SyncReport | None = None  # `_members` gets its version when the fast path is disabled
 
     @property
     def version(self) -> int:
@@ -132,22 +132,27 @@ class Sender:
                 self._enable_fast(weights)
 
     def disconnect(self, worker: int) -> None:
-        """Treat a worker as dead: stop sending to it. Its replacement gets the newest update sent to this index.
+        """Treat a worker as dead; a call in another thread that waits for it raises ``WorkerDied``.
 
-        Raises:
-            ValueError: there is no such worker.
+        ValueError if there is no such worker.
         """
         worker = single_worker(worker, self.num_workers)
-        with self.exclusive():
-            self.channel.disconnect(worker)
-            self._updates.unawaited.stop_waiting_for([worker])
-            self._members.remove([worker])
+        try:
+            while not self._lock.acquire(timeout=_PATIENCE):
+                self.channel.give_up(worker)
+            with self.exclusive():
+                self.channel.disconnect(worker)
+                self._updates.unawaited.stop_waiting_for([worker])
+                self._members.remove([worker])
+        finally:
+            with suppress(RuntimeError):  # a signal handler has raised before the lock was acquired
+                self._lock.release()
 
     def readmit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
-        """Accept a replacement for a dead worker. It gets the newest update sent to this index.
+        """Accept a replacement for a dead worker. It gets the newest update sent to this index, also if it was absent.
 
         Args:
-            worker: the dead worker's index; updates that were sent to all meanwhile are kept for its replacement.
+            worker: the dead worker's index.
             sentinel: a descriptor that becomes readable when the replacement's process ends.
             timeout: seconds; None for those of ``connect``.
 
@@ -167,8 +172,8 @@ class Sender:
             finally:
                 self._members.add(self.channel.workers)
             expected = self._members.expected_version.get(worker)
-            # `first_version`: None if it connected in this call, 0 if it owes no answer. Otherwise it owes the answer
-            # to that version; if `expected` is newer, the call that sent it waits for the answer, or `wait` does.
+            # `first_version`: None if it connected in this call, 0 if it owes no answer, else the version to answer. If
+            # `expected` is newer, the call that sent it waits for the answer, or `wait` does.
             if expected and first_version in (None, expected):
                 self._updates.acks.require([worker], expected, deadline)
 
@@ -282,12 +287,9 @@ class Sender:
             yield
 
     def end_in_forked_child(self) -> None:
-        """Refuse every later call but ``close``. The lock may be held by a thread that does not exist in the child.
-
-        Called in the child by the fork hook in ``sending/forking.py``, before any of the child's own code runs.
-        """
+        """Refuse every later call but ``close``. Called by the fork hook in ``sending/forking.py``."""
         self._in_forked_child = True
-        self._fast, self._lock = None, threading.RLock()
+        self._fast, self._lock = None, threading.RLock()  # a thread that does not exist here may hold the old one
 
     def close(self) -> None:
         """Tell the workers that there will be no more updates; close all connections. In a forked child, only close."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import resource
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
@@ -17,40 +16,10 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from workers_here import TIMEOUT, connect, make_worker, model_of, weights_of
 
 import wsync
 from wsync.receiving import handshake
-from wsync.testing.models import fill
-
-TIMEOUT = 20.0
-
-
-def model_of(value: float) -> nn.Linear:
-    return fill(nn.Linear(2, 1), value)
-
-
-def make_worker(
-    sender: wsync.WeightSyncScheme, index: int, *, near: bool = True, load: Callable[..., None] | None = None
-) -> wsync.WeightSyncScheme:
-    """A worker that cannot map the sender's memory unless it is ``near``."""
-    worker = pickle.loads(pickle.dumps(sender))
-    if isinstance(worker, wsync.DistributedWeightSyncScheme):
-        worker.shared_memory = near
-    worker.init_on_receiver("policy", model=None if load else model_of(0), load=load, worker_idx=index)
-    return worker
-
-
-def connect(accept: Callable[[], object], *workers: wsync.WeightSyncScheme) -> None:
-    connecting = [threading.Thread(target=worker.connect) for worker in workers]
-    for thread in connecting:
-        thread.start()
-    accept()
-    for thread in connecting:
-        thread.join()
-
-
-def weights_of(worker: wsync.WeightSyncScheme) -> list[float]:
-    return [parameter.flatten()[0].item() for parameter in worker.model.parameters()]
 
 
 @pytest.mark.parametrize("near", [True, False])

@@ -196,6 +196,10 @@ class RpcConnection(ABC):
     def flush(self, deadline: float | None = None) -> None:  # noqa: B027
         """See ``Connection``: no call is lost by ``close``."""
 
+    def interrupt(self) -> None:
+        """See ``Connection``."""
+        self._inbox.put(None)
+
     def _require_opener(self) -> None:
         if os.getpid() != self._opener:
             raise ConnectionError("this connection belongs to the parent of this forked process")

@@ -20,9 +20,10 @@ from wsync.backends.rpc_calls import (
 )
 from wsync.control.liveness import PeerProcess, own_identity
 from wsync.control.messages import PROTOCOL, Kind, Message
-from wsync.control.receiver_thread import MessageHandler, without_waiting_for_versions
+from wsync.control.receiver_thread import MessageHandler
 from wsync.deadlines import NOW, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
+from wsync.gate import without_forward
 
 _CALL_TIMEOUT = 5.0  # seconds to wait for the sender's answer that it is alive
 _LEAVE_TIMEOUT = 1.0  # seconds to wait for the sender to take the last message, LEAVE
@@ -89,7 +90,7 @@ class RpcSenderConnection(RpcConnection):
             self._inbox.put_in_order(number, message)
             return self._process()
 
-    @without_waiting_for_versions()
+    @without_forward()
     def _process(self) -> list[bytes]:
         if self._handler is None:
             return []

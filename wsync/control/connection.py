@@ -133,9 +133,13 @@ class SocketConnection:
                 self._outbox.put(preamble)
             self._outbox.put(message.pack(), message.fds, may_drop=may_drop)
         except ConnectionError:  # also if no thread could be started: half a message may be in the socket
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # the next read reports it
+            self.interrupt()  # the next read reports it
             raise
+
+    def interrupt(self) -> None:
+        """See ``Connection``."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def flush(self, deadline: float | None = None) -> None:
         """See ``Connection``: the messages have then been written to the socket."""

@@ -112,6 +112,10 @@ class Connection(Protocol):
         """
         ...
 
+    def interrupt(self) -> None:
+        """End the connection as if the peer had disconnected: ``receive`` returns None. Any thread may call it."""
+        ...
+
     def close(self) -> None:
         """Close this side. Idempotent. Any thread may call it: on the sender a finalizer may do so in any thread."""
         ...

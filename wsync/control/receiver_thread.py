@@ -11,28 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
+from wsync.gate import without_forward
+
 _log = logging.getLogger(__name__)
-_thread_local = threading.local()  # has ``must_not_wait`` in a block of ``without_waiting_for_versions``
-
-
-@contextmanager
-def without_waiting_for_versions() -> Iterator[None]:
-    """While the block runs, this thread does not request and await versions when it enters the gate.
-
-    Outside such a block it does, for a model with ``max_staleness``: see ``InstallOnRequest``. The receiver thread is
-    always in such a block (``_run``): the version could arrive only by a message that this thread itself has to read. A
-    thread that connects uses it, too.
-    """
-    before, _thread_local.must_not_wait = must_not_wait_for_versions(), True
-    try:
-        yield
-    finally:
-        _thread_local.must_not_wait = before
-
-
-def must_not_wait_for_versions() -> bool:
-    """Return whether this thread is in a block of ``without_waiting_for_versions``."""
-    return getattr(_thread_local, "must_not_wait", False)
 
 
 class MessageHandler(Protocol):
@@ -106,7 +87,7 @@ class ReceiverThread:
             with self._calling:  # wait for a running handler
                 return
 
-    @without_waiting_for_versions()
+    @without_forward()
     def _run(self, wake: int) -> None:
         try:
             while True:

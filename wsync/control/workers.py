@@ -92,18 +92,15 @@ class WorkerConnections:
             ready = wait_readable([self._source.fileno(), *worker_of, *self.awaited_descriptors], deadline)
             if not ready:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
-                why = why_not_connected(missing, worker_of.values())
-                raise SyncTimeout(why, dict.fromkeys(missing, "never connected"))
+                causes = dict.fromkeys(missing, "never connected")
+                raise SyncTimeout(why_not_connected(missing, worker_of.values()), causes)
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)
             if self._source.fileno() in ready:
                 missing.discard(self._accept(workers, deadline))
             # A dead worker that has answered is left out: wait_acks reports its answer, usually a traceback, instead.
-            gone = {
-                worker: death.error
-                for worker, death in self._deaths.items()
-                if worker in workers and worker not in {*missing, *self._connections, *self._answers}
-            }
+            others = {*missing, *self._connections, *self._answers}
+            gone = {one: death.error for one, death in self._deaths.items() if one in workers and one not in others}
             if gone:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(gone.items()))
                 raise WorkerDied(f"worker(s) {join_indices(gone)} were lost after they had connected{causes}", gone)
@@ -121,8 +118,7 @@ class WorkerConnections:
 
     def _accept(self, awaited: Collection[int], deadline: float | None) -> int:
         """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""
-        arrival = self._source.accept()
-        if arrival is None:
+        if (arrival := self._source.accept()) is None:
             return -1
         connection, hello = arrival
         worker = hello.worker
@@ -189,13 +185,18 @@ class WorkerConnections:
     def mark_dead(self, worker: int, cause: str) -> None:
         """Record that a worker is treated as dead, for the reason ``cause``, and close its connection."""
         _log.debug("worker %d is treated as dead: %s", worker, cause)
-        self._deaths[worker] = Ack(worker, 0, died=True, error=cause)  # first: a signal handler may raise
+        self._deaths.setdefault(worker, Ack(worker, 0, died=True, error=cause))  # first: a signal handler may raise
         self.disconnect(worker)
+
+    def give_up(self, worker: int) -> None:
+        """Have a call that waits for a worker take it for dead. Called by any thread, without the channel's lock."""
+        if (connection := self._connections.get(worker)) is not None:
+            self._deaths[worker] = Ack(worker, 0, died=True, error="disconnect() was called for it")
+            connection.interrupt()
 
     def send(self, worker: int, message: Message, *, may_drop: bool = False) -> None:
         """Send to a worker, see ``Connection.send``; a broken connection is noticed and reported by the next read."""
-        connection = self._connections.get(worker)
-        if connection is not None:
+        if (connection := self._connections.get(worker)) is not None:
             with suppress(ConnectionError):
                 connection.send(message, may_drop=may_drop)
 
@@ -272,8 +273,7 @@ class WorkerConnections:
 
     def process(self, worker: int, message: Message | None) -> None:
         """Process what ``read`` or ``reading_directly`` received from a worker; None: its connection has ended."""
-        connection = self._connections.get(worker)
-        if connection is None:
+        if (connection := self._connections.get(worker)) is None:
             return
         if message is None or message.kind not in _EXPECTED_KINDS:
             self.mark_dead(worker, why_ended(connection.peer, message))

@@ -6,6 +6,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *lock, *acquire, *release; /* a threading.RLock, and its methods */
     PyObject *hooks;                    /* a tuple */
+    PyObject *subject;                  /* None, or the model whose forward has entered from outside */
     int depth;                          /* of the thread that has the lock */
 } GateState;
 
@@ -15,6 +16,7 @@ static int GateState_traverse(GateState *self, visitproc visit, void *arg)
     Py_VISIT(self->acquire);
     Py_VISIT(self->release);
     Py_VISIT(self->hooks);
+    Py_VISIT(self->subject);
     Py_VISIT(Py_TYPE(self));
     return 0;
 }
@@ -25,6 +27,7 @@ static int GateState_clear(GateState *self)
     Py_CLEAR(self->acquire);
     Py_CLEAR(self->release);
     Py_CLEAR(self->hooks);
+    Py_CLEAR(self->subject);
     return 0;
 }
 
@@ -47,6 +50,7 @@ static PyObject *GateState_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     self->acquire = PyObject_GetAttrString(lock, "acquire");
     self->release = PyObject_GetAttrString(lock, "release");
     self->hooks = PyTuple_New(0);
+    self->subject = Py_NewRef(Py_None);
     if (!self->acquire || !self->release || !self->hooks)
         Py_CLEAR(self);
     return (PyObject *)self;
@@ -121,16 +125,20 @@ static int unlock_gate(GateState *self)
     return done ? 0 : -1;
 }
 
-/* GateState.call; without a function, GateState.pass_through. */
-static PyObject *call(GateState *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+/* GateState.call; with a `subject`, GateState.call_model; without a function, GateState.pass_through. */
+static PyObject *call(GateState *self, PyObject *subject, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     if (lock_gate(self))
         return NULL;
     int depth = self->depth;
     PyObject *result = NULL;
+    if (depth == 0)
+        Py_SETREF(self->subject, Py_NewRef(subject));
     if (enter(self, depth) == 0)
         result = count ? PyObject_Vectorcall(args[0], args + 1, (size_t)count - 1, keywords) : Py_NewRef(Py_None);
     int left = leave(self, depth);
+    if (depth == 0)
+        Py_SETREF(self->subject, Py_NewRef(Py_None));
     if (unlock_gate(self) || left)
         Py_CLEAR(result);
     return result;
@@ -138,7 +146,7 @@ static PyObject *call(GateState *self, PyObject *const *args, Py_ssize_t count, 
 
 int pass_through_gate(PyObject *gate_state)
 {
-    PyObject *done = call((GateState *)gate_state, NULL, 0, NULL);
+    PyObject *done = call((GateState *)gate_state, Py_None, NULL, 0, NULL);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
@@ -149,12 +157,21 @@ static PyObject *GateState_call(GateState *self, PyObject *const *args, Py_ssize
         PyErr_SetString(PyExc_TypeError, "call() takes a function");
         return NULL;
     }
-    return call(self, args, count, keywords);
+    return call(self, Py_None, args, count, keywords);
+}
+
+static PyObject *GateState_call_model(GateState *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    if (count < 2) {
+        PyErr_SetString(PyExc_TypeError, "call_model() takes a function and a model");
+        return NULL;
+    }
+    return call(self, args[1], args, count, keywords);
 }
 
 static PyObject *GateState_pass_through(GateState *self, PyObject *Py_UNUSED(ignored))
 {
-    return call(self, NULL, 0, NULL);
+    return call(self, Py_None, NULL, 0, NULL);
 }
 
 static PyObject *GateState_enter(GateState *self, PyObject *depth)
@@ -191,6 +208,7 @@ static int GateState_set_hooks(GateState *self, PyObject *hooks, void *Py_UNUSED
 static PyMemberDef GateState_members[] = {
     {"lock", T_OBJECT_EX, offsetof(GateState, lock), READONLY, NULL},
     {"depth", T_INT, offsetof(GateState, depth), 0, NULL},
+    {"subject", T_OBJECT_EX, offsetof(GateState, subject), 0, NULL},
     {NULL},
 };
 static PyGetSetDef GateState_attributes[] = {
@@ -198,11 +216,14 @@ static PyGetSetDef GateState_attributes[] = {
     {NULL},
 };
 PyDoc_STRVAR(GateState_call_doc, "call(function, ...): see wsync.loops.gate_state.");
+PyDoc_STRVAR(GateState_call_model_doc, "call_model(function, model, ...): see wsync.loops.gate_state.");
 PyDoc_STRVAR(GateState_pass_through_doc, "pass_through(): see wsync.loops.gate_state.");
 PyDoc_STRVAR(GateState_enter_doc, "enter(depth): see wsync.loops.gate_state.");
 PyDoc_STRVAR(GateState_leave_doc, "leave(depth): see wsync.loops.gate_state.");
 static PyMethodDef GateState_methods[] = {
     {"call", (PyCFunction)(void (*)(void))GateState_call, METH_FASTCALL | METH_KEYWORDS, GateState_call_doc},
+    {"call_model", (PyCFunction)(void (*)(void))GateState_call_model, METH_FASTCALL | METH_KEYWORDS,
+     GateState_call_model_doc},
     {"pass_through", (PyCFunction)GateState_pass_through, METH_NOARGS, GateState_pass_through_doc},
     {"enter", (PyCFunction)GateState_enter, METH_O, GateState_enter_doc},
     {"leave", (PyCFunction)GateState_leave, METH_O, GateState_leave_doc},

@@ -74,11 +74,11 @@ class EngineApp:
             protocol.PAUSE: self._pause_generation,
             protocol.RESUME: self._resume_generation,
         }
-        self._questions: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+        self._questions: Mapping[str, Callable[[], Mapping[str, Any] | None]] = {
             protocol.IS_PAUSED: lambda: {"is_paused": self._paused if pause else generations.paused},
             protocol.WEIGHT_INFO: lambda: {"weight_version": self.version},
             protocol.WORLD_SIZE: lambda: {"world_size": 1},
-            protocol.HEALTH: dict,
+            protocol.HEALTH: weights.require_whole,
         }
 
     @property
@@ -156,7 +156,7 @@ class EngineApp:
         if scope["method"] != method:
             raise Refused(405, f"{path} takes {method}")
         if path in self._questions:
-            return self._questions[path]()
+            return self._questions[path]() or {}
         if path in self._controls:
             return await self._controls[path](parse_qs(scope.get("query_string", b"").decode(errors="replace")))
         async with self._updating:
@@ -267,7 +267,8 @@ def engine_app(
     Serve it with any ASGI server, in one process (``uvicorn --workers 1``), or mount it in an application of your own
     (``app.mount("/weights", engine_app(…))``). A version is collected first: it takes its size in memory. When all of
     it has arrived and fits, it is loaded inside ``wsync.gate()``. A version that is incomplete, damaged or malformed is
-    not loaded at all.
+    not loaded at all. If loading fails half-way, ``/health`` answers 503, and the gate raises ``WeightSyncError``,
+    until a version is loaded.
 
     Args:
         model: a module (its forwards are gated), or a mapping of tensors, into which weights are copied.

@@ -122,6 +122,10 @@ class EngineSendChannel(ConnectionlessChannel):
                 return str(error)
         return ""
 
+    def give_up(self, worker: int) -> None:
+        """See ``SendChannel``."""
+        self._engines[worker].give_up()
+
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``."""
         self._connected.discard(worker)

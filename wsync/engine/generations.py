@@ -53,6 +53,7 @@ class Generation:
 
         Raises:
             GenerationAborted: the trainer has paused with ``mode=abort``.
+            WeightSyncError: the weights may be of two versions, because a load has failed.
         """
         owner = self._owner
         with owner._changed:

@@ -16,10 +16,10 @@ from wsync.control.settings import layout_in
 from wsync.engine import protocol
 from wsync.engine.differences import entries_in
 from wsync.errors import LayoutMismatch
-from wsync.gate import process_gate
+from wsync.gate import MixedWeightsGuard, process_gate, without_forward
 from wsync.transforms.delta import apply_difference, require_zstandard
 from wsync.weights.layout import Layout
-from wsync.weights.targets import Destination, Target
+from wsync.weights.targets import Destination, Target, mixed_weights
 from wsync.weights.tensor_file import Entry, check_dtypes, find_misfit
 
 
@@ -104,6 +104,7 @@ class EngineWeights:
 
     def __init__(self, destination: Destination, version: str, max_bytes: int) -> None:
         self.version = version
+        self._guard = MixedWeightsGuard(destination.model)
         self._destination = destination
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -150,7 +151,8 @@ class EngineWeights:
             self._session = None
             try:
                 check_dtypes(layout)
-                target = process_gate().call(partial(self._destination.target, layout, bind=False))
+                with without_forward():
+                    target = process_gate().call(partial(self._destination.target, layout, bind=False))
             except LayoutMismatch as error:
                 raise Refused(422, f"LayoutMismatch: {error}") from error
             self._session = _Session(name, layout, chunk_bytes, target)
@@ -215,17 +217,33 @@ class EngineWeights:
             assert version is not None, "_begun() has checked it"
             session.held = version
             asked = time.perf_counter()
-            return process_gate().call(self._install, session, version, asked, installed)
+            with without_forward():
+                return process_gate().call(self._install, session, version, asked, installed)
 
     def _install(
         self, session: _Session, version: str, asked: float, installed: Callable[[str], None]
     ) -> dict[str, Any]:
         began = time.perf_counter()
-        session.target.install(session.views)
+        try:
+            session.target.install(session.views)
+        except BaseException:
+            if session.target.mixed:
+                self._guard.set(mixed_weights("this engine", f"version {version}"))
+            raise
+        self._guard.set("")
         self.version = version
         installed(version)
         seconds = {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
         return {"weight_version": version, **seconds}
+
+    def require_whole(self) -> None:
+        """Check that no load has failed half-way since the last one that has succeeded.
+
+        Raises:
+            Refused: the weights may be of two versions.
+        """
+        if self._guard.why:
+            raise Refused(503, self._guard.why)
 
     def _require_session(self) -> _Session:
         session = self._session

@@ -41,6 +41,7 @@ class GateState:
         lock: as given.
         depth: how often the thread that has the lock has entered; 0 if no thread is inside.
         hooks: called in this order; the tuple is replaced as a whole, by a thread that has the lock.
+        subject: the model whose forward has entered the gate from outside; None if it was entered in another way.
     """
 
     def __init__(self, lock: Any, /) -> None:
@@ -49,6 +50,7 @@ class GateState:
         self.lock = lock
         self.depth = 0
         self.hooks: tuple[GateHook, ...] = ()
+        self.subject: object = None
 
     def call(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return ``function(*args, **kwargs)``, called inside the gate."""
@@ -60,6 +62,21 @@ class GateState:
             finally:
                 self.depth = depth  # not in a function: a signal handler may run where a Python function begins
                 self.leave(depth)
+
+    def call_model(self, function: Any, model: object, /, *args: Any, **kwargs: Any) -> Any:
+        """Return ``function(model, *args, **kwargs)``, called inside the gate as a forward of ``model``."""
+        with self.lock:
+            depth, before = self.depth, self.subject
+            try:
+                self.subject = before if depth else model
+                self.enter(depth)
+                return function(model, *args, **kwargs)
+            finally:
+                self.depth = depth
+                try:
+                    self.leave(depth)
+                finally:
+                    self.subject = before
 
     def pass_through(self) -> None:
         """Enter and leave: a waiting update is installed on the way."""

@@ -35,6 +35,11 @@ class SlotUpdater(GateHook, Protocol):
     announced_at: float
     waiting: int
 
+    @property
+    def in_forward(self) -> bool:
+        """Whether the gate was entered for a forward that may use the model. Read inside the gate."""
+        ...
+
     def on_readable(self) -> bool:
         """See ``WorkerSlot.on_readable``."""
         ...

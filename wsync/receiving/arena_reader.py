@@ -13,7 +13,6 @@ import torch
 
 from wsync.control import Connection, Kind, Message
 from wsync.control.messages import unpack_exactly
-from wsync.control.receiver_thread import must_not_wait_for_versions
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.gate import process_gate
 from wsync.loops import Installer, WorkerSlot
@@ -209,7 +208,7 @@ class ArenaReader:
         slot.bound_slot = slot.used = NONE
 
     def _require_untorn(self) -> None:
-        if self._torn and not must_not_wait_for_versions():  # in that case the gate was not entered for a forward
+        if self._torn and self._updater is not None and self._updater.in_forward:
             raise (NotConnected if self._slot.disconnected else WeightSyncError)(self._torn)
 
     def registered_buffers(self) -> RegisteredView | None:

@@ -6,8 +6,7 @@ import os
 from typing import Any
 from weakref import WeakSet
 
-from wsync.control.receiver_thread import without_waiting_for_versions
-from wsync.gate import gate_model, process_gate, ungate_model
+from wsync.gate import gate_model, process_gate, ungate_model, without_forward
 from wsync.receiving.updating import ModelUpdater
 
 # Changed inside the gate only; the fork hooks below also read it outside.
@@ -47,7 +46,7 @@ def _before_fork() -> None:
         gate_state = process_gate().gate_state
         gate_state.lock.acquire()
         _locked_for_fork.append(gate_state)
-        with without_waiting_for_versions():
+        with without_forward():
             gate_state.call(_copy_to_own_memory)
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from wsync.control.receiver_thread import must_not_wait_for_versions
 from wsync.deadlines import deadline_in, remaining
-from wsync.errors import SyncTimeout
+from wsync.errors import SyncTimeout, WeightSyncError
 from wsync.gate import process_gate
 from wsync.loops.gate_state import GateHook
 from wsync.receiving.protocols import RequestChannel
@@ -55,8 +54,8 @@ class InstallOnRequest:
     It is the ``GateHook`` of the model, and calls the hook that installs updates when one is to be installed. Versions
     in the arena or in a watched store can be installed at once. Any other version is requested from the sender, and the
     thread waits until the receiver thread has installed it. While a forward waits it leaves the gate, because the
-    receiver thread needs it; afterwards the gate calls all hooks again. A thread in a block of
-    ``without_waiting_for_versions`` requests nothing.
+    receiver thread needs it; afterwards the gate calls all hooks again. Nothing is requested for a forward of another
+    model.
 
     Attributes are read and written inside the gate, or outside it with ``gate_state.lock`` held. For the methods that
     ``InstallOnArrival`` has too, see there.
@@ -93,12 +92,19 @@ class InstallOnRequest:
     # --- called by the gate ---
 
     def poll_update(self) -> bool:
-        """See ``GateHook``. Raises SyncTimeout if a version that the forward needs did not come in time."""
+        """See ``GateHook``.
+
+        Raises:
+            SyncTimeout: a version that the forward needs did not come in time.
+            WeightSyncError: it could not be installed, or its transport has failed.
+        """
         if self._updater is None or not (self._waiting or self._unfinished or self._is_too_old()):
             return False
         again = self._install_next(self._updater)
-        if again or must_not_wait_for_versions() or not self._is_too_old():
+        if again or not self._is_too_old() or not self._state.in_forward:
             return again
+        if self._channel.newest_version <= self._state.failed_version:
+            raise WeightSyncError(f"version {self._state.failed_version} was not installed, and {self._behind()}")
         return self._fetch_before_forward()
 
     def leaving_gate(self) -> None:
@@ -109,23 +115,26 @@ class InstallOnRequest:
     def _is_too_old(self) -> bool:
         if self._max_staleness is None or self._state.closed:
             return False
-        return self._channel.newest_version - self._state.tried > self._max_staleness
+        return self._channel.newest_version - self._state.version > self._max_staleness
 
     def _fetch_before_forward(self) -> bool:
         request = self._channel.request_newest()
         if not request:
             return False
-        self._gate_state.depth = 0  # so that a thread that enters while this one waits calls the hooks
+        gate_state = self._gate_state
+        subject, gate_state.subject = gate_state.subject, None
+        gate_state.depth = 0  # so that a thread that enters while this one waits calls the hooks
         try:
             arrived = self._await(request, self._timeout)
         finally:
-            self._gate_state.depth = 1
+            gate_state.depth, gate_state.subject = 1, subject
         if not arrived:
-            raise SyncTimeout(
-                f"version {self._channel.newest_version} did not come within {self._timeout} s, and the model has "
-                f"version {self._state.version}: more than max_staleness={self._max_staleness} behind"
-            )
+            newest = self._channel.newest_version
+            raise SyncTimeout(f"version {newest} did not come within {self._timeout} s, and {self._behind()}")
         return True
+
+    def _behind(self) -> str:
+        return f"the model has version {self._state.version}: more than max_staleness={self._max_staleness} behind"
 
     # --- called outside the gate ---
 

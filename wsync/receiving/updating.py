@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from wsync.errors import WeightSyncError, error_of
-from wsync.gate import process_gate
+from wsync.gate import MixedWeightsGuard, is_for_forward_of, process_gate
 from wsync.receiving import prepared_updates
 from wsync.receiving.cascade import Cascade
 from wsync.receiving.events import CheckLayout, Closed, Decision, Dropped, Event, Failed, Newest, Prepare
@@ -28,7 +28,7 @@ from wsync.shm.registered import RegisteredView
 from wsync.types import Ack, Update
 from wsync.weights.binding import Binding, load_extra, unshare
 from wsync.weights.layout import Layout
-from wsync.weights.targets import Destination, Target
+from wsync.weights.targets import Destination, Target, mixed_weights
 
 MakeInstallPolicy = Callable[[VersionState], InstallOnArrival | InstallOnRequest]
 
@@ -76,6 +76,7 @@ class ModelUpdater:
         self._channel = channel
         self._cascade = cascade
         self._target: Target | None = None  # made for the layout of the connection
+        self._guard = MixedWeightsGuard(destination.model)
 
     # --- called inside the gate, by the thread that enters it: usually the acting or the receiver thread, but also one
     # that connects, is in ``receive`` or ``pull``, or (with both ends in one process) sends
@@ -83,7 +84,8 @@ class ModelUpdater:
     def poll_update(self) -> bool:
         """Install the version that the next forward must use. Implements ``wsync.loops.gate_state.GateHook``.
 
-        Returns True if it committed a transaction: other models have changed too, and the gate calls all hooks again.
+        Returns True, and the gate calls all hooks again, if it committed a transaction: other models have changed too;
+        or if the install has failed: the hook of mixed weights is called.
         """
         update = self._channel.poll_update()
         if update is None:
@@ -91,7 +93,7 @@ class ModelUpdater:
         if prepared_updates.commit_if_prepared(self, update.version):
             return True
         self.install(update)
-        return False
+        return bool(self.error)
 
     def leaving_gate(self) -> None:
         """Tell the arena that the forward no longer reads its slot. Implements ``wsync.loops.gate_state.GateHook``."""
@@ -100,10 +102,16 @@ class ModelUpdater:
             arena.leaving_gate()
 
     def install(self, update: Update) -> None:
-        """Install and acknowledge the update. If that fails, the model is unchanged and the sender gets the error."""
+        """Install and acknowledge the update. If that fails, the sender gets the error.
+
+        The model is then unchanged; or its weights may be mixed (``Target.mixed``), and forwards are refused.
+        """
         started = time.perf_counter()
         wait = started - self.announced_at if self.announced_at else 0.0
-        self.error = error_of(self._install, update)
+        try:
+            self.error = error_of(self._install, update)
+        finally:  # also after a signal handler has raised
+            self._guard.set(self._mixed(update.version))
         self._channel.on_installed(update, self.error)
         arena, binding = self._channel.arena, self.binding
         if arena is not None and binding is not None and not (self.error or update.extra or self._cascade):
@@ -119,6 +127,16 @@ class ModelUpdater:
         if update.acknowledge or self.error:
             apply = time.perf_counter() - started
             self._channel.answer(Ack(self.worker_idx, update.version, self.error, wait=wait, apply=apply))
+
+    def _mixed(self, version: int) -> str:
+        if self._target is None or not self._target.mixed:
+            return ""
+        return mixed_weights(f"worker {self.worker_idx}", f"version {version}")
+
+    @property
+    def in_forward(self) -> bool:
+        """See ``SlotUpdater``."""
+        return is_for_forward_of(self.destination.model)
 
     def _install(self, update: Update) -> None:
         _require_undamaged(update)
@@ -165,6 +183,7 @@ class ModelUpdater:
     def release(self) -> None:
         """Drop what is prepared, and copy the model to memory of its own. Called by the thread that closes."""
         prepared_updates.forget(self)
+        self._guard.set("")
         try:
             self.copy_to_own_memory()
             self._target = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, in_forked_child
-from wsync.gate import process_gate
+from wsync.gate import process_gate, without_forward
 from wsync.loops.worker_slot import SlotUpdater
 from wsync.receiving.protocols import ReceiveChannel
 
@@ -75,6 +75,11 @@ class VersionState:
     def version(self) -> int:
         """The version that is installed in the model."""
         return self._updater.version
+
+    @property
+    def in_forward(self) -> bool:
+        """See ``SlotUpdater``."""
+        return self._updater.in_forward
 
     @property
     def tried(self) -> int:
@@ -174,12 +179,13 @@ class VersionState:
         deadline, end_returned = deadline_in(timeout), self._end_returned
         self._add_waiting(1)
         try:
-            process_gate().call_with_deadline(deadline, bool)  # a published version is installed on the way
-            while True:
-                self._wait_for_change(deadline)
-                taken = process_gate().call_with_deadline(deadline, self._take, take)
-                if taken is not None or self.closed or remaining(deadline) == 0.0:
-                    break  # else another thread has taken that version
+            with without_forward():
+                process_gate().call_with_deadline(deadline, bool)  # a published version is installed on the way
+                while True:
+                    self._wait_for_change(deadline)
+                    taken = process_gate().call_with_deadline(deadline, self._take, take)
+                    if taken is not None or self.closed or remaining(deadline) == 0.0:
+                        break  # else another thread has taken that version
         finally:
             self._add_waiting(-1)
         with self._guard:

@@ -80,6 +80,10 @@ class SenderSideChannel:
         with self._lock:
             return self._connections.pop_early_join(worker)
 
+    def give_up(self, worker: int) -> None:
+        """See ``SendChannel``."""
+        self._connections.give_up(worker)
+
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``."""
         with self._lock:

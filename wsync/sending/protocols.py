@@ -17,7 +17,8 @@ class SendChannel(Protocol):
 
     Implemented by ``SenderSideChannel``, ``InProcessChannel``, ``StoreSendChannel`` and ``EngineSendChannel``.
 
-    All methods are called by the thread that calls the scheme, under the sender's lock; ``close`` also at exit.
+    All methods but ``give_up`` are called by the thread that calls the scheme, under the sender's lock; ``close`` also
+    at exit.
     ``reserve``, ``publish`` and ``wait_acks`` are called once per update outside the fast path. What only some channels
     can do is in ``TransactionChannel`` and ``SenderSideChannel.fast_calls``.
     """
@@ -53,6 +54,13 @@ class SendChannel(Protocol):
 
         0 if it was given none, or has answered since; None if it is not connected, or was awaited. Called by
         ``readmit``, which does not wait for such a worker again.
+        """
+        ...
+
+    def give_up(self, worker: int) -> None:
+        """Have a call in another thread that waits for a worker take it for dead, so that the call ends.
+
+        Called by ``disconnect``, by any thread, without the sender's lock; several times while it waits for the lock.
         """
         ...
 
@@ -125,6 +133,9 @@ class ConnectionlessChannel:
     def pop_early_join(self, worker: int) -> int | None:
         """See ``SendChannel``: a worker is only connected when it is awaited."""
         return None
+
+    def give_up(self, worker: int) -> None:
+        """See ``SendChannel``: no call waits for a worker."""
 
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``: there is no connection."""

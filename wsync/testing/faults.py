@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -122,6 +123,20 @@ class Faults(BackendHooks):
             assert session.outputs() == [5, 5]
             session.send(6)
             assert session.outputs() == [6, 6]
+
+    def test_a_disconnect_ends_the_wait_for_a_worker_in_another_thread(self) -> None:
+        with self.connected() as session, ThreadPoolExecutor(1) as threads:
+            session.scheme.timeout = None
+            session.workers[1].stop()
+            sending = threads.submit(session.update, 2)
+            while session.workers[0].call(commands.output)[0] != 2:
+                pass
+            session.scheme.disconnect(1)
+            with pytest.raises(wsync.WorkerDied, match=r"(?s)worker 1.*disconnect") as died:
+                sending.result(TIMEOUT)
+            assert set(died.value.workers) == {1}
+            session.send(3)
+            assert session.workers[0].call(commands.output)[0] == 3
 
     def test_a_late_acknowledgement_does_not_count_for_a_newer_version(self) -> None:
         with self.connected() as session:

@@ -112,6 +112,8 @@ class Binding:
             memory; or two of them overlap partly in one memory.
     """
 
+    mixed = False  # a failed install is undone
+
     def __init__(self, model: nn.Module, layout: Layout, *, bind: bool = True) -> None:
         self._model = model
         self._layout = layout

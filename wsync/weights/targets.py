@@ -18,7 +18,10 @@ from wsync.weights.overlaps import is_expanded, require_apart
 from wsync.weights.snapshot import Snapshot, describe, is_stacked, snapshot
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
-"""Takes the ``(name, tensor)`` pairs of one version. The tensors are valid during the call, and must not be written."""
+"""Takes the ``(name, tensor)`` pairs of one version. The tensors are valid during the call, and must not be written.
+
+If it raises after it has taken a pair, the engine may have weights of two versions, and forwards inside the gate are
+refused until a version is loaded. ``LayoutMismatch`` means that it has changed nothing: forwards go on."""
 
 
 class Target(Protocol):
@@ -27,6 +30,11 @@ class Target(Protocol):
     @property
     def may_refuse(self) -> bool:
         """Whether ``install`` may raise although the layout fits."""
+        ...
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the last ``install`` has failed so that there may be weights of two versions."""
         ...
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
@@ -45,6 +53,11 @@ class Target(Protocol):
         ...
 
 
+def mixed_weights(where: str, version: str) -> str:
+    """Return the text of the error of a forward whose weights are mixed, because ``version`` could not be loaded."""
+    return f"{where} may have weights of two versions, because its load function failed with {version}: send again"
+
+
 class Loader:
     """Weights that have no module here: an inference engine's own loading function.
 
@@ -52,6 +65,9 @@ class Loader:
         load: called with the pairs of each version, or of each chunk of it.
         layout: the layout of the received weights.
         chunk_bytes: call ``load`` several times for a version, with at most so many bytes each (or one tensor).
+
+    Attributes:
+        mixed: see ``Target``. False if ``load`` has raised ``LayoutMismatch``, or had not taken any pair.
     """
 
     may_refuse = True
@@ -60,12 +76,27 @@ class Loader:
         self._load = load
         self._names = layout.names
         self._chunk_bytes = chunk_bytes
+        self._taken = False
+        self.mixed = False
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """See ``Target``. If ``load`` raises, the engine is in whatever state ``load`` has left it."""
         pairs = list(zip(self._names, views, strict=True))
-        for chunk in [pairs] if self._chunk_bytes is None else _chunks(pairs, self._chunk_bytes):
-            self._load(iter(chunk))
+        self._taken, loaded = False, 0
+        try:
+            for chunk in [pairs] if self._chunk_bytes is None else _chunks(pairs, self._chunk_bytes):
+                self._load(self._taking(chunk))
+                loaded += 1
+        except BaseException as error:  # also of a signal handler
+            if loaded or (self._taken and not isinstance(error, LayoutMismatch)):
+                self.mixed = True
+            raise
+        self.mixed = False
+
+    def _taking(self, chunk: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for pair in chunk:
+            self._taken = True
+            yield pair
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """See ``Target``: what an engine accepts is not known beforehand."""
@@ -98,6 +129,7 @@ class Tensors:
     """
 
     may_refuse = True  # an entry may have been replaced by one that does not fit
+    mixed = False
 
     def __init__(self, destination: TensorDictBase | Mapping[str, Any], layout: Layout) -> None:
         if is_stacked(destination):
@@ -171,6 +203,11 @@ class Transformed:
         extra = None if layout.extra is None or self._drops_extra else dict.fromkeys(layout.extra)
         self._layout = Layout.of(Snapshot(self._apply(views), extra, model_may_have_more=more))
         self._target = make(self._layout)
+
+    @property
+    def mixed(self) -> bool:
+        """See ``Target``."""
+        return self._target.mixed
 
     def _apply(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         return self._transform(dict(zip(self._names, views, strict=True)))

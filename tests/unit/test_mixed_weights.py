@@ -1,0 +1,96 @@
+"""A load function that fails half-way leaves weights of two versions: no forward may use them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from workers_here import TIMEOUT, connect, make_worker, model_of, weights_of
+
+import wsync
+
+
+class Engine:
+    """Keeps tensors, and raises ``failure``, if there is one, once it has kept ``after`` of them."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.failure: BaseException | None = None
+        self.after = 1
+
+    def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self.failure is not None and not self.after:
+            raise self.failure
+        for count, (name, tensor) in enumerate(pairs, 1):
+            self.weights[name] = tensor.clone()
+            if self.failure is not None and count == self.after:
+                raise self.failure
+
+    def forward(self) -> set[float]:
+        with wsync.gate():
+            return {value for tensor in self.weights.values() for value in tensor.flatten().tolist()}
+
+
+def engine_and_model(stack: ExitStack, *, near: bool) -> tuple[wsync.WeightSyncScheme, Engine, list[Any]]:
+    """A trainer of two workers in this process: an engine, and a model; both have version 1."""
+    sender, engine = stack.enter_context(wsync.DistributedWeightSyncScheme(timeout=TIMEOUT)), Engine()
+    sender.init_on_sender("policy", model=model_of(1), num_workers=2)
+    workers = [make_worker(sender, 0, near=near, load=engine.load), make_worker(sender, 1, near=near)]
+    for worker in workers:
+        stack.enter_context(worker)
+    connect(sender.connect, *workers)
+    return sender, engine, workers
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_no_forward_uses_mixed_weights_until_a_version_is_loaded(near: bool) -> None:
+    with ExitStack() as stack:
+        sender, engine, workers = engine_and_model(stack, near=near)
+        engine.failure = ArithmeticError("no memory")
+        for value in (2, 3):
+            with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 0.*no memory"):
+                sender.send(model_of(value))
+            for _ in range(2):
+                with pytest.raises(wsync.WeightSyncError, match="worker 0 may have weights of two versions"):
+                    engine.forward()
+            assert workers[0].receive(0.01) is None  # waits for a whole version
+            assert workers[1].model(torch.ones(2)).item() == 3 * value  # another model of this process
+            assert weights_of(workers[1]) == [value, value]
+        engine.failure = None
+        sender.send(model_of(4))
+        assert engine.forward() == {4.0} and workers[0].receive(TIMEOUT) == sender.version
+
+
+@pytest.mark.parametrize(("failure", "after"), [(ArithmeticError("first"), 0), (wsync.LayoutMismatch("unlike"), 1)])
+def test_a_load_that_has_changed_nothing_leaves_the_weights_as_they_were(failure: Exception, after: int) -> None:
+    """It had taken no tensor yet, or says so."""
+    with ExitStack() as stack:
+        sender, engine, _ = engine_and_model(stack, near=True)
+        engine.failure, engine.after = failure, after
+        with pytest.raises(wsync.WorkerFailed, match=str(failure)):
+            sender.send(model_of(1))
+        assert engine.forward() == {1.0}
+
+
+def test_a_chunk_that_is_refused_after_another_was_loaded_leaves_mixed_weights() -> None:
+    with wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT) as sender:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        engine, chunks = Engine(), list[str]()
+
+        def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+            chunks.extend(name for name, _ in pairs)
+            if len(chunks) == 4:
+                raise wsync.LayoutMismatch("the last chunk")
+
+        with pickle.loads(pickle.dumps(sender)) as worker:
+            worker.init_on_receiver("policy", load=load, chunk_bytes=1, worker_idx=0)
+            connect(sender.connect, worker)
+            with pytest.raises(wsync.WorkerFailed, match="the last chunk"):
+                sender.send(model_of(2))
+            with pytest.raises(wsync.WeightSyncError, match="two versions"):
+                engine.forward()
+        assert engine.forward() == set()  # the worker has left: nothing is refused any more

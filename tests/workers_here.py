@@ -1,0 +1,42 @@
+"""Trainer and workers of a scheme in one process."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+
+from torch import nn
+
+import wsync
+from wsync.testing.models import fill
+
+TIMEOUT = 20.0
+
+
+def model_of(value: float) -> nn.Linear:
+    return fill(nn.Linear(2, 1), value)
+
+
+def make_worker(
+    sender: wsync.WeightSyncScheme, index: int, *, near: bool = True, load: Callable[..., None] | None = None
+) -> wsync.WeightSyncScheme:
+    """A worker that cannot map the sender's memory unless it is ``near``."""
+    worker = pickle.loads(pickle.dumps(sender))
+    if isinstance(worker, wsync.DistributedWeightSyncScheme):
+        worker.shared_memory = near
+    worker.init_on_receiver("policy", model=None if load else model_of(0), load=load, worker_idx=index)
+    return worker
+
+
+def connect(accept: Callable[[], object], *workers: wsync.WeightSyncScheme) -> None:
+    connecting = [threading.Thread(target=worker.connect) for worker in workers]
+    for thread in connecting:
+        thread.start()
+    accept()
+    for thread in connecting:
+        thread.join()
+
+
+def weights_of(worker: wsync.WeightSyncScheme) -> list[float]:
+    return [parameter.flatten()[0].item() for parameter in worker.model.parameters()]
