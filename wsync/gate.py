@@ -40,6 +40,9 @@ from wsync.deadlines import remaining
 from wsync.errors import WeightSyncError
 from wsync.loops.gate_state import GateHook
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class Gate:
     """The gate of one process.
@@ -67,6 +70,11 @@ class Gate:
             finally:
                 gate_state.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
                 gate_state.leave(depth_before)
+
+    def call_without_forward(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call ``function``, which runs no forward, inside the gate: see ``without_forward``."""
+        with without_forward():
+            return self.call(function, *args, **kwargs)
 
     def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
         """Wait for the gate until ``deadline``, and call ``function`` inside it. None if that was not in time.
@@ -186,10 +194,6 @@ def gate() -> Any:
     Re-entrant: forwards inside it install nothing. An update that arrives meanwhile is installed after it.
     """
     return _gate.hold()
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def gated(function: Callable[P, R]) -> Callable[P, R]:

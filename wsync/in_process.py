@@ -87,7 +87,7 @@ class InProcessChannel(ConnectionlessChannel):
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """See ``SendChannel``; waits for a forward that is running."""
         self._pending, self._published = Update(version, buffer.views, extra), True
-        process_gate().gate_state.pass_through()
+        process_gate().call_without_forward(bool)
 
     def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """See ``TransactionChannel``."""
@@ -96,12 +96,12 @@ class InProcessChannel(ConnectionlessChannel):
 
     def commit(self, transaction: int) -> None:
         """See ``TransactionChannel``: all models at once; for the second one nothing is left to do."""
-        process_gate().call(prepared_updates.decide, transaction, True)
+        process_gate().call_without_forward(prepared_updates.decide, transaction, True)
         self._published = True
 
     def abort(self, transaction: int) -> None:
         """See ``TransactionChannel``."""
-        process_gate().call(prepared_updates.decide, transaction, False)
+        process_gate().call_without_forward(prepared_updates.decide, transaction, False)
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """See ``SendChannel``."""

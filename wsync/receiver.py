@@ -132,9 +132,7 @@ class Receiver:
             raise
 
     def _gate_model(self) -> None:
-        # Entering the gate runs the hooks of all models, and the hook of another model may wait for a version.
-        with without_forward():
-            process_gate().call(gated_models.add, self.updater)
+        process_gate().call_without_forward(gated_models.add, self.updater)
 
     def _attach_hooks_and_install(self) -> None:
         arena_reader, policy = self._channel.arena, self.updater.install_policy
@@ -145,8 +143,7 @@ class Receiver:
             self._hooks.append(RegisteredBufferBinder(memory, self.updater))
         for hook in self._hooks:
             process_gate().attach(hook)
-        with without_forward():  # see `_gate_model`
-            policy.install_now()
+        policy.install_now()
         # If `connect` brought no first weights, the error belongs to an update that was sent in the meantime: the
         # sender gets it as the answer to that update, so it is not raised here.
         error = self.updater.error if self._channel.first_version else ""

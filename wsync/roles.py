@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from wsync.control.processes import Processes, watched
 from wsync.errors import NotConnected, in_forked_child
-from wsync.gate import process_gate
+from wsync.gate import process_gate, without_forward
 from wsync.paths import find_model
 from wsync.receiver import Receiver
 from wsync.receiving.joining import BackgroundConnect
@@ -131,7 +131,7 @@ class Role:
         self.require_not_forked()
         if self.model is None:
             raise NotConnected("this end has no model to apply weights to")
-        with process_gate().hold():
+        with without_forward(), process_gate().hold():
             self.make_writable()
             strategy.apply_weights(self.model, weights, inplace=inplace)
 
@@ -257,7 +257,9 @@ class ReceiverRole(Role):
 
     def weights(self, strategy: WeightStrategy) -> Any:
         """See ``Role``."""
-        return process_gate().call(self.receiver.weights)
+        receiver = self.receiver
+        subject = self if receiver.destination.model is None else receiver.destination.model
+        return process_gate().gate_state.call_model(lambda _: receiver.weights(), subject)
 
     def make_writable(self) -> None:
         """See ``Role``."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from wsync.gate import process_gate
+from wsync.gate import process_gate, without_forward
 from wsync.weights.strategy import WeightStrategy
 
 
@@ -274,7 +274,7 @@ def apply_received(received: Any, weights: Any, model: nn.Module | None, strateg
         The received weights, in the format of ``strategy``; a TensorDict if ``strategy`` is None.
     """
     chosen = strategy or WeightStrategy()
-    with process_gate().hold():
+    with without_forward(), process_gate().hold():
         for destination in (weights, model):
             if destination is not None:
                 chosen.apply_weights(destination, received)

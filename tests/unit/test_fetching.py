@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import pytest
+import torch
 from scripted import Scripted
 from torch import nn
+from workers_here import connect, make_worker, model_of
 
 import wsync
 from wsync.control import Connection, Kind, Message
@@ -192,3 +194,43 @@ def test_a_worker_that_connects_anew_forgets_the_version_that_its_former_sender_
             worker.receive(TIMEOUT)  # until the receiver thread has noticed
         worker.connect()
         assert model(model.weight).shape == (2, 2)
+
+
+def test_a_forward_waits_for_no_version_of_another_model() -> None:
+    """Nor does one by way of a model that contains it wait less."""
+    silent = Silent()
+    with connected(silent, timeout=0.2, initiator="receiver", max_staleness=0) as (_, model):
+        silent.name_a_version()
+        with wsync.SharedMemWeightSyncScheme() as other, wsync.SharedMemWeightSyncScheme() as outer:
+            other.init_in_process("other", Small(), fill(Small(), 1))
+            assert other.model()[0] == 1
+            outer.init_in_process("outer", nn.Sequential(model), nn.Sequential(nn.Linear(2, 2)))
+            for forward in (model, outer.model):
+                with pytest.raises(wsync.SyncTimeout, match="version 9"):
+                    while True:  # the version is named when its message has arrived
+                        forward(model.weight)
+
+
+def refuse_2_and_3(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    if any(value in (2, 3) for tensor in weights.values() for value in tensor.flatten().tolist()):
+        raise ArithmeticError("2 or 3")
+    return weights
+
+
+def test_a_forward_does_not_use_a_model_that_is_too_old_because_versions_were_refused() -> None:
+    options: dict[str, Any] = {"initiator": "receiver", "max_staleness": 1, "receive_transform": refuse_2_and_3}
+    with wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT, **options) as sender:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        with make_worker(sender, 0) as worker:
+            connect(sender.connect, worker)
+            sender.send(model_of(2))
+            assert worker.model(torch.ones(2)).item() == 3  # one version behind
+            sender.send(model_of(3))
+            for _ in range(2):
+                with pytest.raises(wsync.WeightSyncError, match=r"version 3 was not installed.* has version 1"):
+                    worker.model(torch.ones(2))
+            with pytest.raises(wsync.WorkerFailed, match="2 or 3"):
+                sender.send(model_of(4))
+            sender.send(model_of(5))
+            sender.send(model_of(6))
+            assert worker.model(torch.ones(2)).item() == 18

@@ -210,7 +210,7 @@ class RayObjectTransport:
         layout = self._layout[1]
         chosen, received = strategy or WeightStrategy(), dict(zip(layout.names, _views(layout, content), strict=True))
         if model is not None:
-            process_gate().call(chosen.apply_weights, model, received)
+            process_gate().call_without_forward(chosen.apply_weights, model, received)
         if weights is None:
             return chosen.extract_weights({name: tensor.clone() for name, tensor in received.items()})
         chosen.apply_weights(weights, received)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from wsync.control.settings import layout_in
 from wsync.engine import protocol
 from wsync.engine.differences import entries_in
 from wsync.errors import LayoutMismatch
-from wsync.gate import MixedWeightsGuard, process_gate, without_forward
+from wsync.gate import MixedWeightsGuard, process_gate
 from wsync.transforms.delta import apply_difference, require_zstandard
 from wsync.weights.layout import Layout
 from wsync.weights.targets import Destination, Target, mixed_weights
@@ -151,8 +150,7 @@ class EngineWeights:
             self._session = None
             try:
                 check_dtypes(layout)
-                with without_forward():
-                    target = process_gate().call(partial(self._destination.target, layout, bind=False))
+                target = process_gate().call_without_forward(self._destination.target, layout, bind=False)
             except LayoutMismatch as error:
                 raise Refused(422, f"LayoutMismatch: {error}") from error
             self._session = _Session(name, layout, chunk_bytes, target)
@@ -217,8 +215,7 @@ class EngineWeights:
             assert version is not None, "_begun() has checked it"
             session.held = version
             asked = time.perf_counter()
-            with without_forward():
-                return process_gate().call(self._install, session, version, asked, installed)
+            return process_gate().call_without_forward(self._install, session, version, asked, installed)
 
     def _install(
         self, session: _Session, version: str, asked: float, installed: Callable[[str], None]

@@ -11,7 +11,7 @@ from torch import nn
 
 from wsync.deadlines import deadline_in, remaining, wait_readable
 from wsync.errors import NotConnected
-from wsync.gate import process_gate
+from wsync.gate import process_gate, without_forward
 from wsync.legacy.pipes import read_invitation
 from wsync.paths import find_or_none
 from wsync.receiving.joining import BackgroundConnect
@@ -146,7 +146,7 @@ class WeightReceiver:
             NotConnected: there is no model yet.
         """
         if self._scheme.model_id is None and self._model is not None:
-            with process_gate().hold():
+            with without_forward(), process_gate().hold():
                 self._scheme.strategy.apply_weights(self._model, weights, inplace=inplace)
         else:
             self._scheme.apply_weights(weights, inplace)

@@ -41,7 +41,7 @@ class Cascade:
         Returns:
             The acknowledgement of ``worker`` to send; None if there is no update, or the sender awaits none.
         """
-        update = process_gate().call(self._take)
+        update = process_gate().call_without_forward(self._take)
         if update is None:
             return None
         error = error_of(self._pass_on)
@@ -94,7 +94,7 @@ def cascade_of(context: object, model_id: str, model: object, strategy: WeightSt
         )
 
     def pass_on() -> None:
-        arguments, keywords = form(process_gate().call(_copy_of, strategy.extract_weights, model))
+        arguments, keywords = form(process_gate().call_without_forward(_copy_of, strategy.extract_weights, model))
         update(*arguments, **keywords)
 
     return Cascade(pass_on)

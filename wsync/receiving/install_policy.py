@@ -34,7 +34,7 @@ class InstallOnArrival:
 
     def install_now(self) -> None:
         """Install the version that has arrived, if any. Called outside the gate."""
-        process_gate().gate_state.pass_through()
+        process_gate().call_without_forward(bool)
 
     def install_newest(self, timeout: float | None) -> bool:
         """Install the newest version; False if it did not come in time. Called outside the gate."""
@@ -148,7 +148,7 @@ class InstallOnRequest:
 
     def install_now(self) -> None:
         """See ``InstallOnArrival``."""
-        process_gate().call(self._install)
+        process_gate().call_without_forward(self._install)
 
     def _install(self) -> None:
         self._waiting += 1

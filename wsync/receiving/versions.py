@@ -215,7 +215,7 @@ class VersionState:
 
     def take_version(self) -> int:
         """Return the version that the model has, which ``wait_next`` does not return afterwards."""
-        return process_gate().call(self._take_version)
+        return process_gate().call_without_forward(self._take_version)
 
     def _take_version(self) -> int:
         self.last_returned = self.version
