@@ -7,7 +7,6 @@ own.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -27,19 +26,6 @@ from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
 
 
-@dataclass(frozen=True, slots=True)
-class RpcAddress:
-    """What a worker needs to find the sender.
-
-    Attributes:
-        key: the key of the sender, in its process.
-        host: its address for process groups.
-    """
-
-    key: str
-    host: str
-
-
 class RpcRendezvous(Rendezvous):
     """A worker connects by a call to the trainer.
 
@@ -52,15 +38,15 @@ class RpcRendezvous(Rendezvous):
         self.host = host
         self.trainer = trainer
 
-    def open(self) -> tuple[ConnectionSource, RpcAddress]:
-        """See ``Rendezvous``."""
+    def open(self) -> tuple[ConnectionSource, str]:
+        """See ``Rendezvous``: workers find the sender by a key."""
         listen_on(self.host).close()  # an address that this machine does not have is an error now
-        address = RpcAddress(secrets.token_hex(16), self.host)
-        return RpcListener(address.key, address.host), address
+        key = secrets.token_hex(16)
+        return RpcListener(key, self.host), key
 
-    def dial(self, address: RpcAddress, model_id: str, worker: int, deadline: float | None) -> Connection:
+    def dial(self, address: str, model_id: str, worker: int, deadline: float | None) -> Connection:
         """See ``Rendezvous``."""
-        return RpcSenderConnection(address.key, self.trainer, address.host, worker, deadline)
+        return RpcSenderConnection(address, self.trainer, self.host, worker, deadline)
 
 
 class RPCTransport(OlderGroupTransport):

@@ -9,7 +9,7 @@ from torch import Tensor
 from wsync.checksum import checksum_of
 from wsync.control.settings import dump_tensor_layout
 from wsync.sending.protocols import ConnectionlessChannel
-from wsync.store.versions import StoredDifference, VersionStore
+from wsync.store.versions import VersionStore
 from wsync.transforms.delta import Delta
 from wsync.types import Ack
 from wsync.weights.binding import require_no_extra
@@ -19,9 +19,7 @@ from wsync.weights.packing import Buffer
 SAME_WEIGHTS = "all readers of a store get the same weights"
 
 
-def publish(
-    store: VersionStore, version: int, layout: Layout, buffer: Buffer, difference: StoredDifference | None = None
-) -> None:
+def publish(store: VersionStore, version: int, layout: Layout, buffer: Buffer, difference: bytes | None = None) -> None:
     """Store packed weights as a version; and its difference to an older version, if that is given.
 
     Raises:
@@ -95,18 +93,17 @@ class StoreSendChannel(ConnectionlessChannel):
         assert self._layout is not None, "set_layout() comes first"
         difference = self._difference(buffer, self._layout)
         publish(self._store, version, self._layout, buffer, difference)
-        self._carried = len(difference.content) if difference else self._layout.nbytes
+        self._carried = len(difference) if difference else self._layout.nbytes
         if self._delta is not None:
             copy = self._base[1].copy_(buffer.flat) if self._base else buffer.flat.clone()
             self._base = version, copy
         self._published, self._version = True, version
 
-    def _difference(self, buffer: Buffer, layout: Layout) -> StoredDifference | None:
+    def _difference(self, buffer: Buffer, layout: Layout) -> bytes | None:
         if self._delta is None or self._base is None:
             return None
         version, base = self._base
-        content = self._delta.difference(base, version, buffer.flat, layout.width)
-        return None if content is None else StoredDifference(version, content)
+        return self._delta.difference(base, version, buffer.flat, layout.width)
 
     def carried_bytes(self, version: int) -> int:
         """See ``SendChannel``: what a reader of the version before reads."""

@@ -19,7 +19,6 @@ import secrets
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.store.manifest import MANIFEST_BYTES, Manifest
+from wsync.transforms.delta import base_of
 
 _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -38,19 +38,6 @@ _READ_ATTEMPTS = 5
 
 File = io.FileIO | io.BytesIO
 """A version's file, open for reading."""
-
-
-@dataclass(frozen=True)
-class StoredDifference:
-    """The difference between a version and an older one.
-
-    Attributes:
-        base: the older version.
-        content: see ``wsync.transforms.delta``.
-    """
-
-    base: int
-    content: bytes
 
 
 class VersionStore:
@@ -189,7 +176,7 @@ class VersionStore:
         tensors: Mapping[str, Tensor],
         layout: str,
         checksum: int,
-        difference: StoredDifference | None = None,
+        difference: bytes | None = None,
     ) -> None:
         """Write a version, then name it in the manifest; the oldest versions are deleted.
 
@@ -198,7 +185,7 @@ class VersionStore:
             tensors: contiguous, by name; no two in the same memory.
             layout: see ``Manifest``.
             checksum: see ``Manifest``.
-            difference: to an older version, for readers that have that one.
+            difference: to an older version, for readers that have that one: see ``wsync.transforms.delta``.
 
         Raises:
             WeightSyncError: it cannot be written (the disk is full), or another trainer writes to this store. Readers
@@ -211,11 +198,11 @@ class VersionStore:
             raise WeightSyncError(
                 f"another trainer has published version {newest.version} in the store {self.url}: give each its own url"
             )
-        manifest = Manifest(version, self.writer, layout, checksum, difference.base if difference else 0)
+        manifest = Manifest(version, self.writer, layout, checksum, base_of(difference) if difference else 0)
         try:
             self._write_version(manifest.file, tensors)
             if difference is not None:
-                self._write(manifest.delta, difference.content)
+                self._write(manifest.delta, difference)
             self._flush_folder()
             self._write_manifest(manifest.dump())
         except Exception as error:
