@@ -77,7 +77,7 @@ def feature_size(network: nn.Module, spec: SpecTree) -> int:
 
 
 class Flatten(nn.Module):
-    """All tensors of an observation as one vector of floats, ``[*B, size]``; images (uint8) divided by 255.
+    """All tensors of an observation as one vector of floats, ``[*B, size]``; uint8 divided by its upper bound.
 
     Args:
         paths: path and spec of each tensor, see `leaves`.
@@ -85,12 +85,12 @@ class Flatten(nn.Module):
 
     def __init__(self, paths: Sequence[tuple[tuple[str, ...], Spec]]) -> None:
         super().__init__()
-        self.paths = [(path, len(spec.shape)) for path, spec in paths]
+        self.paths = [(path, len(spec.shape), _divisor(spec)) for path, spec in paths]
         self.size = sum(spec.shape.numel() for _, spec in paths)
 
     def forward(self, observation: Observation) -> Tensor:
         """Return the vectors."""
-        parts = [_unit(_at(observation, path)).flatten(-dims) for path, dims in self.paths]
+        parts = [_unit(_at(observation, path), divisor).flatten(-dims) for path, dims, divisor in self.paths]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
@@ -123,6 +123,8 @@ class MLP(nn.Module):
 class NatureCNN(nn.Module):
     """Three convolutions and a linear layer for images, as in https://www.nature.com/articles/nature14236.
 
+    Pixels are divided by the upper bound of `spec`.
+
     Args:
         spec: the spec of an image for which `suits_convolutions` is true.
         features: width of the last layer.
@@ -132,6 +134,7 @@ class NatureCNN(nn.Module):
     def __init__(self, spec: Spec, features: int = 512) -> None:
         super().__init__()
         self.channels_last, channels, height, width = _image_layout(spec)
+        self.divisor = _divisor(spec)
         layers: list[nn.Module] = []
         for fan_in, fan_out, kernel, stride in ((channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)):
             convolution = nn.Conv2d(fan_in, fan_out, kernel, stride)
@@ -143,7 +146,7 @@ class NatureCNN(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Return features ``[*B, features]`` of images ``[*B, *spec.shape]``."""
-        flat = _unit(image.flatten(0, -4) if image.ndim > 3 else image.unsqueeze(0))
+        flat = _unit(image.flatten(0, -4) if image.ndim > 3 else image.unsqueeze(0), self.divisor)
         features = self.layers(flat.movedim(-1, 1) if self.channels_last else flat)
         return features.reshape(*image.shape[:-3], features.shape[-1])
 
@@ -205,5 +208,10 @@ def _at(observation: Observation, path: tuple[str, ...]) -> Tensor:
     return observation.get(path) if isinstance(observation, TensorDictBase) else observation
 
 
-def _unit(tensor: Tensor) -> Tensor:
-    return tensor.float() / 255 if tensor.dtype == torch.uint8 else tensor
+def _divisor(spec: Spec) -> float:
+    """Return the upper bound of a uint8 observation, at least 1; 255 if `spec` has none."""
+    return 255.0 if spec.high is None or not spec.high.numel() else max(1.0, spec.high.max().item())
+
+
+def _unit(tensor: Tensor, divisor: float) -> Tensor:
+    return tensor.float() / divisor if tensor.dtype == torch.uint8 else tensor

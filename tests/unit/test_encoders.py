@@ -102,6 +102,14 @@ def test_images_that_are_too_small_for_convolutions_are_vectors() -> None:
         assert isinstance(network.encoder, encoder)
 
 
+@pytest.mark.parametrize(("make", "shape"), [(MLP, (5,)), (CNN, (4, 40, 44))])
+@pytest.mark.parametrize(("high", "divisor"), [(255, 255), (4, 4), (0, 1)])
+def test_uint8_is_divided_by_its_upper_bound(make: Any, shape: tuple[int, ...], high: int, divisor: int) -> None:
+    network = make(observation_codec(spaces.Box(0, high, shape, "uint8")).spec)
+    observation = torch.randint(0, high + 1, shape, dtype=torch.uint8)
+    torch.testing.assert_close(network(observation), network(observation.float() / divisor))
+
+
 class DropsDimensions(MLP):
     def forward(self, observation: Any) -> Any:
         return super().forward(observation.reshape(-1, observation.shape[-1]))
