@@ -91,9 +91,11 @@ class RunFolders(Callback):
             raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from error
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             claim.close()
             raise refused from error
+        except OSError as error:  # a file system without locks
+            print(f"{folder} cannot be locked ({error.strerror}): start no other run in it now", file=sys.stderr)
         cls._claims.append(claim)
         if files is not None and any(folder.glob(files)):
             raise refused

@@ -180,7 +180,7 @@ def test_a_trained_policy_is_loaded(runs: dict[str, tuple[Path, str]], tmp_path:
     folder = runs["shared_mem"][0]
     policy, make_env = load_policy(folder)
     saved = checkpoint.load(folder)["learner"]["policy"]
-    assert all(tensor.equal(saved[name]) for name, tensor in policy.state_dict().items())
+    assert all(tensor.equal(saved[name]) for name, tensor in policy.state_dict().items()) and not policy.training
     with Collector(make_env, policy, frames_per_batch=10) as collector:
         assert next(collector).shape == (10,)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
