@@ -109,10 +109,11 @@ class Collector(BaseCollector):
                 if not isinstance(scheme, wsync.NoWeightSyncScheme):
                     scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))
             connect_hosted(self.weight_sync_schemes, lambda path: [self._actor.find(path)])
+            self._steps = -(-frames_per_batch // self.env.num_envs)
+            arguments.warn_if_rounded(frames_per_batch, self._steps * self.env.num_envs)
         except BaseException:  # also Ctrl-C: the environments are closed
             self.shutdown()
             raise
-        self._steps = -(-frames_per_batch // self.env.num_envs)
 
     def _source(self, model_id: str) -> nn.Module | None:
         """Return the trainer's model; None if only the acting side has one."""
