@@ -34,7 +34,7 @@ class TrainConfig:
 
     num_workers: int = 2
     num_envs: int = 16
-    frames_per_batch: int = 1024
+    frames_per_batch: int = 1536
     total_frames: int = MISSING
     stop_when_solved: bool = True
     staleness: int = 0
@@ -96,6 +96,7 @@ class RNNConfig(PolicyConfig):
     size: int = 128
     hidden: list[int] = field(default_factory=lambda: [64])
     activation: str = "tanh"
+    features: int = 512
     shared: bool = True
 
 

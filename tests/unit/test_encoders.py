@@ -97,9 +97,9 @@ def test_images_that_are_too_small_for_convolutions_are_vectors() -> None:
     small = spaces.Box(0, 255, (7, 7, 3), "uint8")
     spec = observation_codec(spaces.Dict({"large": IMAGE, "small": small})).spec
     assert feature_size(CNN(spec), spec) == 512 + 7 * 7 * 3
-    for alone, encoder in ((observation_codec(small).spec, MLP), (spec, CNN)):
-        network = RNN(alone, size=8)
-        assert isinstance(network.encoder, encoder)
+    for alone, encoder, size in ((observation_codec(small).spec, MLP, 64), (spec, CNN, 32 + 7 * 7 * 3)):
+        network = RNN(alone, size=8, features=32)
+        assert isinstance(network.encoder, encoder) and feature_size(network.encoder, alone) == size
 
 
 @pytest.mark.parametrize(("make", "shape"), [(MLP, (5,)), (CNN, (4, 40, 44))])
