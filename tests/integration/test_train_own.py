@@ -27,6 +27,9 @@ class Reach(gymnasium.Env):
         box = gymnasium.spaces.Box(-1, 1, (3,))
         self.observation_space, self.action_space = gymnasium.spaces.Dict(position=box), gymnasium.spaces.Discrete(2)
 
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
 class Unknown(nn.Module):
     def __init__(self, spec):
         super().__init__()
@@ -38,8 +41,8 @@ class Unknown(nn.Module):
 YAML = {"env/good": "mine.Reach", "env/bad": "mine.Reach\nstep_siz: 1", "policy/unknown": "mine.Unknown"}
 WRONG_ENV = "train.py: env=bad (mine.Reach): Reach.__init__() got an unexpected keyword argument 'step_siz'\n"
 WRONG_NETWORK = """train.py: policy=unknown with env=good: mine.Unknown(): KeyError: 'pos'
-  {file}, line 13, in __init__: self.layer = nn.Linear(self._size(spec), 8)
-  {file}, line 16, in _size: return spec["pos"].shape[0]
+  {file}, line 16, in __init__: self.layer = nn.Linear(self._size(spec), 8)
+  {file}, line 19, in _size: return spec["pos"].shape[0]
   observation: position [3]
 """
 

@@ -4,9 +4,11 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from gymnasium.envs.classic_control import CartPoleEnv
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
@@ -353,6 +355,35 @@ def test_an_environment_that_there_is_not_is_refused() -> None:
         sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
     with pytest.raises(ConfigError, match=r"env\.wrappers\[0\] has no _target_: name the class of the wrapper"):
         sample(config("env.wrappers=[{target: gymnasium.wrappers.TimeLimit}]").env)
+
+
+def test_an_atari_game_needs_the_module_that_registers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ale_py.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"env\.id=ALE/Pong-v5: .* imported: env\.id=ale_py:ALE/…$"):
+        sample(EnvConfig("ALE/Pong-v5"))
+
+
+class Unready(CartPoleEnv):
+    def reset(self, **_: Any) -> Any:
+        raise ValueError("the pole is not mounted")
+
+
+def test_an_environment_that_cannot_be_used_is_refused_before_workers_are_started() -> None:
+    def refused(target: str, *wrappers: str, **arguments: Any) -> ConfigError:
+        env = EnvConfig(
+            "mine", make={"_target_": target, **arguments}, wrappers=[{"_target_": one} for one in wrappers]
+        )
+        with pytest.raises(ConfigError, match=r"^env=mine \(mine\): ") as raised:
+            sample(env, "mine")
+        return raised.value
+
+    vector = refused("gymnasium.make_vec", id="CartPole-v1", num_envs=2)
+    assert "is a vector environment: return one environment; num_envs says how many" in str(vector)
+    unready = refused(f"{__name__}.Unready")
+    assert str(unready).endswith("the pole is not mounted") and "in reset: raise ValueError" in unready.__notes__[-1]
+    without_mask = refused("gymnasium.make", "collectors.ActionMask", id="CartPole-v1")
+    assert "has no 'action_mask' in its info" in str(without_mask)
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def test_a_mask_may_be_a_list(mask: Any) -> None:
 def test_a_mask_belongs_to_choices_and_has_to_be_there() -> None:
     with pytest.raises(TypeError, match="an action mask is for Discrete and MultiDiscrete actions"):
         ActionMask(gym.make("Pendulum-v1"))
-    with pytest.raises(KeyError, match="no 'action_mask' in its info"):
+    with pytest.raises(ValueError, match="no 'action_mask' in its info"):
         ActionMask(gym.make("CartPole-v1")).reset()
 
 
