@@ -57,6 +57,7 @@ import collectors.config
 from collectors.distributed import is_worker, join_trainer
 from collectors.env_config import env_config, env_factory, solved_at
 from collectors.errors import ConfigError
+from collectors.rollouts.rollout import seed_generators
 from learning.config import (
     choice_in_words,
     describe_error,
@@ -83,7 +84,7 @@ from learning.validation import actor_critic, check_parts, network_settings
 def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tuple[int, float]:
     """Run one training into `folder`; return the exit status, and the objective of a sweeper (``cfg.objective``)."""
     torch.set_num_threads(cfg.threads)
-    torch.manual_seed(cfg.seed)
+    seed_generators(cfg.seed)
     scheme = instantiate(cfg.weight_sync)
     collectors.config.check(cfg.collector, scheme, cfg.num_workers)
 
@@ -105,7 +106,7 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
     if cfg.resume is not None:
         training.resume(Path(cfg.resume))
     seed = resumed_seed(cfg.seed, training.progress.frames)
-    torch.manual_seed(seed)
+    seed_generators(seed)
     acting = delay.acting_policy(learner.policy)
     acting = acting if device.type == "cpu" else copy.deepcopy(acting).cpu()
     title = f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}"
