@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -13,7 +12,6 @@ from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
-from collectors.exploration import level_of_caller
 from collectors.factories import EnvMaker, check_maker
 from collectors.rollouts.wrapping import UnusablePolicy
 from collectors.staleness import check_count
@@ -29,17 +27,6 @@ def check_frames(frames_per_batch: Any, total_frames: Any) -> None:
     check_count("frames_per_batch", frames_per_batch, least=1)
     if total_frames != -1:
         check_count("total_frames", total_frames, least=1, otherwise=", or -1 for no end")
-
-
-def warn_if_rounded(frames_per_batch: int, *shares: int) -> None:
-    """Warn if the `shares` of the workers in a batch, whole steps of their environments, have more rows than asked."""
-    if (rows := sum(shares)) != frames_per_batch:
-        several = f"{len(shares)} × {shares[0]}" if len({*shares}) == 1 else " + ".join(map(str, shares))
-        warnings.warn(
-            f"frames_per_batch={frames_per_batch} is rounded up to {f'{several} = ' if len(shares) > 1 else ''}{rows}: "
-            "a worker's share is a whole number of steps of all its environments",
-            stacklevel=level_of_caller(),
-        )
 
 
 def check_limits(init_random_frames: Any, max_frames_per_traj: Any, threads: Any = 1) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
-from collectors.arguments import warn_if_rounded
+from collectors.batch_layout import warn_if_rounded
 from collectors.staleness import check_count
 from collectors.workers.group import WorkerGroup
 from collectors.workers.joining import JoinedBatch, Joiner, join
