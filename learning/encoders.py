@@ -99,6 +99,9 @@ class MLP(nn.Module):
 
     Weights are orthogonal with a gain of the square root of 2; biases are zero.
 
+    Attributes:
+        pixels: the number of inputs that belong to images for which `suits_convolutions` is true.
+
     Args:
         observation_spec: the spec of an observation.
         hidden: widths of the layers.
@@ -111,7 +114,9 @@ class MLP(nn.Module):
     def __init__(self, observation_spec: SpecTree, hidden: Sequence[int] = (64, 64), activation: str = "tanh") -> None:
         super().__init__()
         make = activation_of(activation)
-        flatten = Flatten([*leaves(observation_spec)])
+        paths = [*leaves(observation_spec)]
+        self.pixels = sum(spec.shape.numel() for _, spec in paths if suits_convolutions(spec))
+        flatten = Flatten(paths)
         layers = [layer for sizes in pairwise([flatten.size, *hidden]) for layer in (linear(*sizes), make())]
         self.layers = nn.Sequential(*([] if _is_vector(observation_spec) else [flatten]), *layers)
 

@@ -1,6 +1,7 @@
 """Every option composes; what cannot be is refused in one line; the dataclasses say what the classes take."""
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,8 +25,9 @@ from collectors.config import MultiSyncConfig
 from collectors.env_config import EnvConfig, env_factory, sample, solved_at
 from collectors.environments.specs import Spec
 from collectors.errors import ConfigError
-from learning import CNN, MLP, PPO, RNN, make_critic, make_policy, resuming
+from learning import CNN, MLP, PPO, RNN, make_actor_critic, make_critic, make_policy, resuming
 from learning.config_errors import one_line
+from learning.hints import hints
 from learning.options import CNNConfig, MLPConfig, PolicyConfig, RNNConfig, TrainConfig, WandbConfig
 from learning.reporting import Reporter
 from learning.reporting.wandb_logger import WandbLogger
@@ -384,6 +386,32 @@ def test_an_environment_that_cannot_be_used_is_refused_before_workers_are_starte
     assert str(unready).endswith("the pole is not mounted") and "in reset: raise ValueError" in unready.__notes__[-1]
     without_mask = refused("gymnasium.make", "collectors.ActionMask", id="CartPole-v1")
     assert "has no 'action_mask' in its info" in str(without_mask)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["env.id=CartPole-v1"], []),
+        (["env.id=MountainCar-v0"], []),
+        (["env.id=ale_py:ALE/Pong-v5"], ["env.id=ale_py:ALE/Pong-v5 has .* env=cartpole; env=atari/pong has settings"]),
+        (["env.id=Pendulum"], ["env=pendulum has settings for it"]),
+        (["env.rewards=normalized"], [r"algorithm\.reward_scale=0\.02 scales them again"]),
+        (["env.rewards=sign", "algorithm.reward_scale=1"], []),
+    ],
+)
+def test_a_setting_that_is_seldom_meant_is_answered_by_a_hint(overrides: list[str], said: list[str]) -> None:
+    cfg = config(*overrides)
+    learner = instantiate(cfg.algorithm, make_policy(4, Spec(torch.Size([2]), torch.int64, n=2)), make_critic(4))
+    given = [*hints(cfg.env, learner, "cartpole" if "env.id" in overrides[0] else None)]
+    assert len(given) == len(said) and all(re.search(*pair) for pair in zip(said, given, strict=True))
+
+
+def test_a_policy_that_takes_an_image_as_a_vector_is_answered_by_a_hint() -> None:
+    image = Spec(torch.Size([4, 84, 84]), torch.uint8, high=torch.tensor(255, dtype=torch.uint8))
+    for network, said in ((MLP, ["28,224 numbers: policy=cnn"]), (CNN, [])):
+        learner = PPO(*make_actor_critic(network, image, Spec(torch.Size([2]), torch.int64, n=2)))
+        given = [*hints(EnvConfig("Mine-v0"), learner)]
+        assert len(given) == len(said) and all(one in hint for one, hint in zip(said, given, strict=True))
 
 
 @pytest.mark.parametrize(
