@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -28,7 +27,7 @@ from collectors.errors import ConfigError
 from learning import CNN, MLP, PPO, RNN, make_actor_critic, make_critic, make_policy, resuming
 from learning.config_errors import one_line
 from learning.hints import hints
-from learning.options import CNNConfig, MLPConfig, PolicyConfig, RNNConfig, TrainConfig, WandbConfig
+from learning.options import TrainConfig
 from learning.reporting import Reporter
 from learning.reporting.wandb_logger import WandbLogger
 from learning.resuming import with_earlier_overrides
@@ -162,17 +161,23 @@ def test_settings_at_top_level_reach_the_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dataclass", "target"), [(learning.config.learner_config("learning.PPO"), PPO), (WandbConfig, WandbLogger)]
+    ("option", "target", "common"),
+    [
+        ("algorithm/base_ppo", PPO, {}),
+        ("logger/base_wandb", WandbLogger, {}),
+        ("policy/base_mlp", MLP, {"initial_std": 1.0, "shared": False}),
+        ("policy/base_cnn", CNN, {"initial_std": 1.0, "shared": True}),
+        ("policy/base_rnn", RNN, {"initial_std": 1.0, "shared": True}),
+    ],
 )
-def test_a_config_has_the_arguments_of_its_class(dataclass: type, target: Callable[..., object]) -> None:
-    arguments = {name for name, p in inspect.signature(target).parameters.items() if p.default is not p.empty}
-    assert {field.name for field in fields(dataclass)} - {"_target_"} == arguments
-
-
-@pytest.mark.parametrize(("dataclass", "target"), [(MLPConfig, MLP), (CNNConfig, CNN), (RNNConfig, RNN)])
-def test_a_policy_config_has_the_arguments_of_its_network(dataclass: type, target: Callable[..., object]) -> None:
-    arguments = set(list(inspect.signature(target).parameters)[1:])
-    assert {field.name for field in fields(dataclass)} - {field.name for field in fields(PolicyConfig)} == arguments
+def test_a_config_has_the_arguments_of_its_class(option: str, target: Any, common: dict[str, Any]) -> None:
+    """Those that have a default, which is that of the class."""
+    node = OmegaConf.to_container(ConfigStore.instance().load(f"{option}.yaml").node)
+    arguments = {
+        name: p.default for name, p in inspect.signature(target).parameters.items() if p.default is not p.empty
+    }
+    listed = {name: list(default) if isinstance(default, tuple) else default for name, default in arguments.items()}
+    assert get_object(node.pop("_target_")) is target and node == listed | common
 
 
 @pytest.mark.parametrize(
