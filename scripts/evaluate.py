@@ -40,8 +40,11 @@ def main(
         sys.exit(f"evaluate.py: {error}")
     returns: list[float] = []
     how = InteractionType.RANDOM if sample else InteractionType.DETERMINISTIC
-    limits = {"frames_per_batch": min(200, max_frames), "total_frames": max_frames}
-    with set_interaction_type(how), Collector(make_env, policy, **limits) as collector:
+    size = min(200, max_frames)
+    with (
+        set_interaction_type(how),
+        Collector(make_env, policy, frames_per_batch=size, total_frames=max_frames) as collector,
+    ):
         collector.set_seed(seed)
         for batch in collector:
             step = batch.get("next")
