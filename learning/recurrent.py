@@ -55,9 +55,9 @@ class RNN(RecurrentNetwork):
         observation_spec: the spec of an observation.
         cell: ``lstm`` or ``gru``.
         size: number of features.
-        hidden: widths of the layers of the `MLP`; without effect on a `CNN`.
-        activation: the activation of these layers; without effect on a `CNN`.
-        features: number of features of each image in the `CNN`; without effect on an `MLP`.
+        hidden: widths of the layers of the `MLP`: for observations without such an image.
+        activation: the activation of these layers.
+        features: number of features of each image in the `CNN`: for observations with such an image.
 
     Raises:
         ValueError: an unknown `cell` or `activation`.
