@@ -9,6 +9,7 @@ The settings are in ``conf/``; ``python train.py --help`` prints them.
 """
 
 import copy
+import logging
 import os
 import signal
 import sys
@@ -57,6 +58,7 @@ import collectors.config
 from collectors.distributed import is_worker, join_trainer
 from collectors.env_config import env_config, env_factory, solved_at
 from collectors.errors import ConfigError
+from collectors.rollouts.rollout import seed_generators
 from learning.config import (
     choice_in_words,
     describe_error,
@@ -68,6 +70,7 @@ from learning.config import (
     run_hydra,
 )
 from learning.delay import WeightDelay
+from learning.hints import hints
 from learning.loop import Goal, Training
 from learning.making import learner_device
 from learning.normalization import RewardNormalizer
@@ -79,11 +82,13 @@ from learning.run import reported_errors, resumed_seed, stop_requests
 from learning.summary import objective_of
 from learning.validation import actor_critic, check_parts, network_settings
 
+log = logging.getLogger(__name__)
+
 
 def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tuple[int, float]:
     """Run one training into `folder`; return the exit status, and the objective of a sweeper (``cfg.objective``)."""
     torch.set_num_threads(cfg.threads)
-    torch.manual_seed(cfg.seed)
+    seed_generators(cfg.seed)
     scheme = instantiate(cfg.weight_sync)
     collectors.config.check(cfg.collector, scheme, cfg.num_workers)
 
@@ -96,6 +101,8 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
     learner = instantiate(cfg.algorithm, policy.to(device), critic.to(device))
     logger, callbacks = instantiate(cfg.logger, _convert_="all"), instantiate(cfg.callbacks, _convert_="all")
     check_parts(learner, logger, callbacks)
+    for hint in hints(cfg.env, learner, HydraConfig.get().runtime.choices["env"] if env_option() is None else None):
+        log.warning(hint)
 
     goal = Goal(cfg.total_frames, solved_at(cfg.env), cfg.stop_when_solved)
     delay = WeightDelay(cfg.staleness)
@@ -105,18 +112,10 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
     if cfg.resume is not None:
         training.resume(Path(cfg.resume))
     seed = resumed_seed(cfg.seed, training.progress.frames)
-    torch.manual_seed(seed)
+    seed_generators(seed)
     acting = delay.acting_policy(learner.policy)
     acting = acting if device.type == "cpu" else copy.deepcopy(acting).cpu()
-    title = f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}"
-    console = ConsoleReporter(
-        title,
-        cfg.total_frames,
-        solved_at=goal.solved_at,
-        resumed=training.resumed_in_words,
-        resume_command=resume_command(__file__, HydraConfig.get()) if scheme.sends_weights else "",
-        prefix=line_prefix(HydraConfig.get()),
-    )
+    console = console_of(cfg, training)
     training.reporters = [
         RunFiles(training.resumed_from, training.progress.frames),
         settings_files,
@@ -143,6 +142,19 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
         collector.load_state_dict({"frames": training.progress.frames, "policy_version": training.progress.version})
         summary = training.run(collector, stop, OmegaConf.to_container(OmegaConf.structured(cfg)))
     return stop.exit_status, objective_of(summary, cfg.objective)
+
+
+def console_of(cfg: TrainConfig, training: Training) -> ConsoleReporter:
+    """Return what shows the run in the terminal."""
+    scheme, run = training.scheme, HydraConfig.get()
+    return ConsoleReporter(
+        f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}",
+        cfg.total_frames,
+        solved_at=training.goal.solved_at,
+        resumed=training.resumed_in_words,
+        resume_command=resume_command(__file__, run) if scheme.sends_weights else "",
+        prefix=line_prefix(run),
+    )
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import warnings
 from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+
+from collectors.exploration import level_of_caller
 
 _ALIGNMENT = 64  # bytes
 
@@ -16,6 +19,17 @@ def frames_of(batch: TensorDictBase) -> int:
     """Return the number of environment steps in ``batch``: all elements, or those at which its "mask" is true."""
     mask = batch.get("mask", None)
     return batch.numel() if mask is None else int(mask.sum())
+
+
+def warn_if_rounded(frames_per_batch: int, *shares: int) -> None:
+    """Warn if the ``shares`` of the workers, in whole steps of their environments, have more rows than asked for."""
+    if (rows := sum(shares)) != frames_per_batch:
+        several = f"{len(shares)} × {shares[0]}" if len({*shares}) == 1 else " + ".join(map(str, shares))
+        warnings.warn(
+            f"frames_per_batch={frames_per_batch} is rounded up to {f'{several} = ' if len(shares) > 1 else ''}{rows}: "
+            "a worker's share is a whole number of steps of all its environments",
+            stacklevel=level_of_caller(),
+        )
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import gymnasium
@@ -14,7 +16,7 @@ from omegaconf import MISSING
 from collectors.environments.vector import with_version
 from collectors.environments.wrappers import build
 from collectors.envs import GymEnv
-from collectors.errors import ConfigError
+from collectors.errors import ConfigError, lines_of_user
 
 SOLVED_AT = {"Pendulum-v1": -200.0}
 """Mean returns that count as solved, of environments without a reward threshold in Gymnasium."""
@@ -92,14 +94,15 @@ def env_factory(env: EnvConfig, num_envs: int | None) -> Callable[[], GymEnv]:
 
 
 def sample(env: EnvConfig, option: str | None = None) -> GymEnv:
-    """Make one environment, for its specs.
+    """Make one environment and reset it; for its specs, and so that its errors come before workers are started.
 
     Args:
         env: the environment.
         option: the option of the config group ``env``, for errors; None: the environment was chosen by ``env.id``.
 
     Raises:
-        ConfigError: there is no such environment, a package is missing, or it does not take the arguments.
+        ConfigError: there is no such environment, a package is missing, it does not take the arguments, or it cannot be
+            reset. The notes are the lines of the user's modules that were being executed.
     """
     for name in env.kwargs.keys() & _ARGUMENTS_OF_GYM_ENV.keys():
         raise ConfigError(f"env.kwargs.{name} would not reach gymnasium.make: {_ARGUMENTS_OF_GYM_ENV[name]}")
@@ -114,19 +117,29 @@ def sample(env: EnvConfig, option: str | None = None) -> GymEnv:
         )
     if env.rewards not in REWARDS:
         raise ConfigError(f"env.rewards={env.rewards}: it is one of {', '.join(REWARDS)}")
-    try:
-        return env_factory(env, None)()
-    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
-        detail = " ".join(str(error).split()).rstrip(".?")
-        chosen = f"env.id={env.id}" if option is None else f"env={option} ({env.id})"
-        raise ConfigError(f"{chosen}: {detail}{_extra(error)}") from error
+    with ExitStack() as opened:
+        try:
+            made = env_factory(env, None)()
+            opened.callback(made.close)
+            made.reset()
+        except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
+            detail = " ".join(str(error).split()).rstrip(".?")
+            chosen = f"env.id={env.id}" if option is None else f"env={option} ({env.id})"
+            refused = ConfigError(f"{chosen}: {detail}{_extra(error)}")
+            for line in lines_of_user(error):
+                refused.add_note(line)
+            raise refused from error
+        opened.pop_all()
+    return made
 
 
 def _extra(error: BaseException) -> str:
-    """Return what to install, if `error` is due to a missing package of an extra."""
+    """Return what to install, or to import, if `error` is due to a missing package of an extra."""
     causes = [error, *([error.__cause__] if error.__cause__ else [])]
     missing = {cause.name for cause in causes if isinstance(cause, ImportError)}
     if isinstance(error, gymnasium.error.NamespaceNotFound) and "ALE" in str(error):
+        if find_spec("ale_py"):
+            return ". The module ale_py registers it, and has to be imported: env.id=ale_py:ALE/…"
         missing.add("ale_py")
     extra = next((extra for module, extra in EXTRAS.items() if module in missing), None)
     return "" if extra is None else f". It needs the extra [{extra}]: pip install -e '.[{extra}]'"

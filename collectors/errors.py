@@ -1,7 +1,20 @@
-"""The error of settings that contradict each other."""
+"""The error of settings that contradict each other, and where in the user's modules an error was raised."""
 
 from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+_NOT_OF_THE_USER = (str(_ROOT / "learning"), str(_ROOT / "collectors"), sys.prefix, sys.base_prefix, "<")
 
 
 class ConfigError(ValueError):
     """Settings contradict each other, or there is no such environment; the message is one line."""
+
+
+def lines_of_user(error: BaseException) -> list[str]:
+    """Return the lines of the user's modules that were being executed when `error` was raised, the innermost last."""
+    called = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_NOT_OF_THE_USER)]
+    return [f"  {one.filename}, line {one.lineno}, in {one.name}: {one.line}" for one in called]

@@ -12,6 +12,7 @@ from torch import nn
 import wsync
 from collectors import arguments
 from collectors.base import BaseCollector, UpdaterOrFactory
+from collectors.batch_layout import warn_if_rounded
 from collectors.envs import GymEnv
 from collectors.exploration import warn_if_greedy
 from collectors.factories import EnvMaker, copy_of, make_env
@@ -109,10 +110,11 @@ class Collector(BaseCollector):
                 if not isinstance(scheme, wsync.NoWeightSyncScheme):
                     scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))
             connect_hosted(self.weight_sync_schemes, lambda path: [self._actor.find(path)])
+            self._steps = -(-frames_per_batch // self.env.num_envs)
+            warn_if_rounded(frames_per_batch, self._steps * self.env.num_envs)
         except BaseException:  # also Ctrl-C: the environments are closed
             self.shutdown()
             raise
-        self._steps = -(-frames_per_batch // self.env.num_envs)
 
     def _source(self, model_id: str) -> nn.Module | None:
         """Return the trainer's model; None if only the acting side has one."""

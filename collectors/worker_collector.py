@@ -190,7 +190,7 @@ class WorkerCollector(BaseCollector):
             self._group.build(sent, options)
             if self._tentative:
                 self._settle_tentative_scheme()
-            self._gathering.check_shapes(self.remote_workers)
+            self._gathering.check_shapes(self.remote_workers, self.frames_per_batch)
             connect_hosted(self.weight_sync_schemes, self._find_in_workers)
             self._group.connect()
         except BaseException:  # also Ctrl-C: the workers that have been started are ended

@@ -85,6 +85,14 @@ class ActorCritic(ABC):
         self.optimizer.param_groups[0]["lr"] = lr
         return lr, round(self._scheduled(self.epochs, self.epochs_final))
 
+    def _minibatch_sizes(self, rows: int, length: int) -> list[int]:
+        """Return the sizes of the minibatches of one pass over `rows` sequences of `length` frames.
+
+        There are as few as ``minibatch_size`` allows, with one sequence at least; the sizes differ by one at most.
+        """
+        count = max(1, math.ceil(rows / max(1, self.minibatch_size // length)))
+        return [(rows + i) // count for i in range(count)]
+
     def _descend(self, loss: Tensor) -> Tensor:
         """Do one gradient step on `loss`; return the norm of the gradient before it is scaled down."""
         for parameter in self.parameters:  # zero_grad() takes twenty times as long

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from learning.reporting.files import replace_file
 
 FILE = "checkpoint.pt"
 FORMAT = "wsync-checkpoint-1"
@@ -24,18 +24,12 @@ def save(folder: Path, state: dict[str, Any]) -> Path:
     Raises:
         CheckpointError: it could not be written (a full disk, for example); an older one is unchanged.
     """
-    path, unfinished = folder / FILE, folder / f"{FILE}.unfinished"
+    path = folder / FILE
     content = io.BytesIO()  # writing to disk, torch reports a full disk as a RuntimeError
     torch.save({"format": FORMAT, "state": state}, content)
     try:
-        with open(unfinished, "wb") as file:
-            file.write(content.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        replace_file(path, content.getbuffer())
     except OSError as error:
-        with suppress(OSError):  # a read-only file system
-            unfinished.unlink()
         older = "the older one is unchanged" if path.exists() else "there is no older one"
         raise CheckpointError(f"{path} could not be written: {error.strerror}; {older}") from error
     return path

@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -33,7 +33,7 @@ from learning.actor_critic import Diverged
 from learning.checkpoint import CheckpointError
 from learning.config_errors import CONF, Parameters, one_line
 from learning.help import print_help
-from learning.options import CNNConfig, MLPConfig, NoLoggerConfig, RNNConfig, TrainConfig, WandbConfig
+from learning.options import PolicyConfig, TrainConfig
 from learning.reporting.files import FolderError
 from learning.reporting.sweep import report
 from learning.resuming import (
@@ -91,9 +91,11 @@ class RunFolders(Callback):
             raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from error
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             claim.close()
             raise refused from error
+        except OSError as error:  # a file system without locks
+            print(f"{folder} cannot be locked ({error.strerror}): start no other run in it now", file=sys.stderr)
         cls._claims.append(claim)
         if files is not None and any(folder.glob(files)):
             raise refused
@@ -206,8 +208,8 @@ def resolved(composed: DictConfig, run: HydraConf) -> tuple[TrainConfig, Setting
     cfg = OmegaConf.to_object(merged)
     assert isinstance(cfg, TrainConfig)
     validation.check(cfg, settings())
-    if run.mode is RunMode.MULTIRUN and isinstance(cfg.logger, WandbConfig):
-        cfg.logger.group = cfg.logger.group or "-".join(Path(run.sweep.dir).parts[-2:])
+    if run.mode is RunMode.MULTIRUN and getattr(cfg.logger, "group", "another logger") is None:
+        cfg.logger.group = "-".join(Path(run.sweep.dir).parts[-2:])
     return cfg, SettingsFiles(merged, run)
 
 
@@ -259,11 +261,18 @@ def _as_typed(overrides: Sequence[str]) -> list[str]:
 
 
 @cache
-def learner_config(target: str) -> type:
-    """Return the structured config of a learner: the arguments of its class but for the networks."""
+def config_of(target: str, base: type = object, **defaults: Any) -> type:
+    """Return the structured config of a class: its arguments that have a default, and the fields of `base`.
+
+    Args:
+        target: dotted name of the class.
+        base: a dataclass, the config of what all classes of the group have.
+        **defaults: replace those of `base`.
+    """
     made = wsync.config.config_of(target)
-    options = [(one.name, one.type, field(default=one.default)) for one in fields(made)]
-    own = make_dataclass(made.__name__, [one for one in options if one[0] not in ("policy", "critic")])
+    options = [(one.name, one.type, field(default=one.default)) for one in fields(made) if one.default != MISSING]
+    options += [(name, type(value), field(default=value)) for name, value in defaults.items()]
+    own = make_dataclass(made.__name__, options, bases=(base,))
     own.__doc__, own.__module__ = f"See ``{target}``.", __name__
     return own
 
@@ -273,9 +282,10 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
     wsync.config.register_configs({"timeout": "${timeout}"}, folders=[CONF, *folders])
     collectors.config.register_configs()
     wsync.config.store_once(None, "base_train", TrainConfig)
-    for name, config in (("mlp", MLPConfig), ("cnn", CNNConfig), ("rnn", RNNConfig)):
-        wsync.config.store_once("policy", f"base_{name}", config)
-    for name, target in (("ppo", "learning.PPO"), ("impala", "learning.IMPALA")):
-        wsync.config.store_once("algorithm", f"base_{name}", learner_config(target))
-    wsync.config.store_once("logger", "base_wandb", WandbConfig)
-    wsync.config.store_once("logger", "base_none", NoLoggerConfig)
+    for name in ("mlp", "cnn", "rnn"):
+        made = config_of(f"learning.{name.upper()}", PolicyConfig, shared=name != "mlp")
+        wsync.config.store_once("policy", f"base_{name}", made)
+    for name in ("ppo", "impala"):
+        wsync.config.store_once("algorithm", f"base_{name}", config_of(f"learning.{name.upper()}"))
+    wsync.config.store_once("logger", "base_wandb", config_of("learning.reporting.wandb_logger.WandbLogger"))
+    wsync.config.store_once("logger", "base_none", config_of("learning.reporting.Reporter"))

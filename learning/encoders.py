@@ -77,7 +77,7 @@ def feature_size(network: nn.Module, spec: SpecTree) -> int:
 
 
 class Flatten(nn.Module):
-    """All tensors of an observation as one vector of floats, ``[*B, size]``; images (uint8) divided by 255.
+    """All tensors of an observation as one vector of floats, ``[*B, size]``; uint8 divided by its upper bound.
 
     Args:
         paths: path and spec of each tensor, see `leaves`.
@@ -85,12 +85,12 @@ class Flatten(nn.Module):
 
     def __init__(self, paths: Sequence[tuple[tuple[str, ...], Spec]]) -> None:
         super().__init__()
-        self.paths = [(path, len(spec.shape)) for path, spec in paths]
+        self.paths = [(path, len(spec.shape), _divisor(spec)) for path, spec in paths]
         self.size = sum(spec.shape.numel() for _, spec in paths)
 
     def forward(self, observation: Observation) -> Tensor:
         """Return the vectors."""
-        parts = [_unit(_at(observation, path)).flatten(-dims) for path, dims in self.paths]
+        parts = [_unit(_at(observation, path), divisor).flatten(-dims) for path, dims, divisor in self.paths]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
@@ -98,6 +98,9 @@ class MLP(nn.Module):
     """Linear layers, each followed by the activation, on all tensors of an observation as one vector.
 
     Weights are orthogonal with a gain of the square root of 2; biases are zero.
+
+    Attributes:
+        pixels: the number of inputs that belong to images for which `suits_convolutions` is true.
 
     Args:
         observation_spec: the spec of an observation.
@@ -111,7 +114,9 @@ class MLP(nn.Module):
     def __init__(self, observation_spec: SpecTree, hidden: Sequence[int] = (64, 64), activation: str = "tanh") -> None:
         super().__init__()
         make = activation_of(activation)
-        flatten = Flatten([*leaves(observation_spec)])
+        paths = [*leaves(observation_spec)]
+        self.pixels = sum(spec.shape.numel() for _, spec in paths if suits_convolutions(spec))
+        flatten = Flatten(paths)
         layers = [layer for sizes in pairwise([flatten.size, *hidden]) for layer in (linear(*sizes), make())]
         self.layers = nn.Sequential(*([] if _is_vector(observation_spec) else [flatten]), *layers)
 
@@ -123,6 +128,8 @@ class MLP(nn.Module):
 class NatureCNN(nn.Module):
     """Three convolutions and a linear layer for images, as in https://www.nature.com/articles/nature14236.
 
+    Pixels are divided by the upper bound of `spec`.
+
     Args:
         spec: the spec of an image for which `suits_convolutions` is true.
         features: width of the last layer.
@@ -132,6 +139,7 @@ class NatureCNN(nn.Module):
     def __init__(self, spec: Spec, features: int = 512) -> None:
         super().__init__()
         self.channels_last, channels, height, width = _image_layout(spec)
+        self.divisor = _divisor(spec)
         layers: list[nn.Module] = []
         for fan_in, fan_out, kernel, stride in ((channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)):
             convolution = nn.Conv2d(fan_in, fan_out, kernel, stride)
@@ -143,7 +151,7 @@ class NatureCNN(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Return features ``[*B, features]`` of images ``[*B, *spec.shape]``."""
-        flat = _unit(image.flatten(0, -4) if image.ndim > 3 else image.unsqueeze(0))
+        flat = _unit(image.flatten(0, -4) if image.ndim > 3 else image.unsqueeze(0), self.divisor)
         features = self.layers(flat.movedim(-1, 1) if self.channels_last else flat)
         return features.reshape(*image.shape[:-3], features.shape[-1])
 
@@ -205,5 +213,10 @@ def _at(observation: Observation, path: tuple[str, ...]) -> Tensor:
     return observation.get(path) if isinstance(observation, TensorDictBase) else observation
 
 
-def _unit(tensor: Tensor) -> Tensor:
-    return tensor.float() / 255 if tensor.dtype == torch.uint8 else tensor
+def _divisor(spec: Spec) -> float:
+    """Return the upper bound of a uint8 observation, at least 1; 255 if `spec` has none."""
+    return 255.0 if spec.high is None or not spec.high.numel() else max(1.0, spec.high.max().item())
+
+
+def _unit(tensor: Tensor, divisor: float) -> Tensor:
+    return tensor.float() / divisor if tensor.dtype == torch.uint8 else tensor

@@ -48,7 +48,8 @@ class IMPALA(ActorCritic):
         reward_scale: factor on rewards before anything is computed from them, so that returns are of the order of one.
         epochs: passes over each batch, at the start.
         epochs_final: the same, after `anneal_frames` frames; it falls linearly in between.
-        minibatch_size: frames per gradient step, rounded down to whole trajectories of the batch, but at least one.
+        minibatch_size: frames per gradient step, at most, but at least one trajectory of the batch: they are not cut. A
+            pass has the fewest minibatches that this allows; their numbers of trajectories differ by one at most.
         lr: learning rate of Adam, at the start.
         lr_end_factor: the learning rate at the end of the schedule, as a fraction of `lr`.
         anneal_frames: length of the schedules; after it the final values stay.
@@ -137,8 +138,8 @@ class IMPALA(ActorCritic):
         """Pass once over all trajectories in random order; return the statistics of each gradient step."""
         count, length = trajectories.mask.shape
         order = torch.randperm(count, device=trajectories.mask.device)
-        at_once = max(1, self.minibatch_size // length)
-        shuffled = (x[order].split(at_once) for x in trajectories)
+        sizes = self._minibatch_sizes(count, length)
+        shuffled = (x[order].split(sizes) for x in trajectories)
         return [self._step(Trajectories(*minibatch)) for minibatch in zip(*shuffled, strict=True)]
 
     def _step(self, x: Trajectories) -> Tensor:

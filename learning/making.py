@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
-from collectors.errors import ConfigError
+from collectors.errors import ConfigError, lines_of_user
 from learning.encoders import Observation, feature_size, leaves, linear
 from learning.networks import Critic, Network, Policy, policy_for
 from learning.normalization import ObservationNormalizer
@@ -103,10 +100,6 @@ class _FirstStep(nn.Module):
         return features
 
 
-_ROOT = Path(__file__).resolve().parents[1]
-_NOT_OF_THE_USER = (str(_ROOT / "learning"), str(_ROOT / "collectors"), sys.prefix, sys.base_prefix, "<")
-
-
 def network_error(error: Exception, made: str, observation_spec: SpecTree) -> ConfigError | None:
     """Return the error for a network that could not be made or called; None if it is no error of the network.
 
@@ -117,7 +110,7 @@ def network_error(error: Exception, made: str, observation_spec: SpecTree) -> Co
         made: the options and the network, for the message: "policy=wide with env=gate: mine.Wide(width=256)".
         observation_spec: what the network was made for.
     """
-    called = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_NOT_OF_THE_USER)]
+    called = lines_of_user(error)
     usual = type(error) in (RuntimeError, TypeError, ValueError)
     if not (called or isinstance(error, RuntimeError | TypeError | ValueError)):
         return None
@@ -129,8 +122,8 @@ def network_error(error: Exception, made: str, observation_spec: SpecTree) -> Co
     if of_uint8 and any(word in text for word in ("Byte", "unsigned char")):
         text += f"; {', '.join(of_uint8)} is uint8, and a network converts it: .float() / 255"
     described = ConfigError(f"{made}: {text}")
-    for one in called:
-        described.add_note(f"  {one.filename}, line {one.lineno}, in {one.name}: {one.line}")
+    for line in called:
+        described.add_note(line)
     if called:
         shapes = ", ".join(f"{name} {list(spec.shape)}".lstrip() for name, spec in specs.items())
         described.add_note(f"  observation: {shapes}")

@@ -62,7 +62,7 @@ class ObservationNormalizer(nn.Module):
         super().__init__()
         self.paths = [path for path, leaf in leaves(spec) if _is_measured(leaf)]
         shapes = [leaf.shape for _, leaf in leaves(spec) if _is_measured(leaf)]
-        self.moments = nn.ModuleList(Moments(*shape) for shape in shapes)
+        self.moments: Any = nn.ModuleList(Moments(*shape) for shape in shapes)
 
     def forward(self, observation: Observation) -> Observation:
         """Return normalised observations."""
@@ -75,20 +75,17 @@ class ObservationNormalizer(nn.Module):
 
     def update(self, observation: Observation, mask: Tensor | None = None) -> None:
         """Take observations ``[*B]`` into account; only those at which `mask` ``[*B]`` is true, if it is given."""
-        for path, moments in zip(self.paths, self._moments(), strict=True):
+        for path, moments in zip(self.paths, self.moments, strict=True):
             part = observation.get(path) if isinstance(observation, TensorDictBase) else observation
             moments.update(part.reshape(-1, *moments.mean.shape) if mask is None else part[mask])
 
     @property
     def is_new(self) -> bool:
         """Whether there was no update yet."""
-        return any(moments.count.item() == 0 for moments in self._moments())
-
-    def _moments(self) -> list[Moments]:
-        return [one for one in self.moments if isinstance(one, Moments)]
+        return any(moments.count.item() == 0 for moments in self.moments)
 
     def _normalized(self, i: int, part: Tensor) -> Tensor:
-        moments = self._moments()[i]
+        moments = self.moments[i]
         return ((part - moments.mean) * (moments.var + 1e-8).rsqrt()).clamp(-CLIP, CLIP)
 
 

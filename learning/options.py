@@ -1,4 +1,4 @@
-"""Structured configs of a training run, its policy and logger; ``learning.config`` makes those of algorithms."""
+"""Structured configs of a training run and its policy; ``learning.config`` makes those of classes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainConfig:
 
     num_workers: int = 2
     num_envs: int = 16
-    frames_per_batch: int = 1024
+    frames_per_batch: int = 1536
     total_frames: int = MISSING
     stop_when_solved: bool = True
     staleness: int = 0
@@ -67,54 +67,3 @@ class PolicyConfig:
     _target_: str = MISSING
     initial_std: float = 1.0
     shared: bool = False
-
-
-@dataclass
-class MLPConfig(PolicyConfig):
-    """See ``learning.MLP``."""
-
-    _target_: str = "learning.MLP"
-    hidden: list[int] = field(default_factory=lambda: [64, 64])
-    activation: str = "tanh"
-
-
-@dataclass
-class CNNConfig(PolicyConfig):
-    """See ``learning.CNN``."""
-
-    _target_: str = "learning.CNN"
-    features: int = 512
-    shared: bool = True
-
-
-@dataclass
-class RNNConfig(PolicyConfig):
-    """See ``learning.RNN``."""
-
-    _target_: str = "learning.RNN"
-    cell: str = "lstm"
-    size: int = 128
-    hidden: list[int] = field(default_factory=lambda: [64])
-    activation: str = "tanh"
-    shared: bool = True
-
-
-@dataclass
-class NoLoggerConfig:
-    """No dashboard, only the files in the run's folder."""
-
-    _target_: str = "learning.reporting.Reporter"
-
-
-@dataclass
-class WandbConfig:
-    """See ``learning.reporting.wandb_logger.WandbLogger``."""
-
-    _target_: str = "learning.reporting.wandb_logger.WandbLogger"
-    project: str = "wsync"
-    entity: str | None = None
-    group: str | None = None
-    tags: list[str] = field(default_factory=list)
-    mode: str | None = None
-    start_after: float = 10.0
-    close_within: float = 60.0

@@ -58,8 +58,9 @@ class PPO(ActorCritic):
         reward_scale: factor on rewards before anything is computed from them, so that returns are of the order of one.
         epochs: passes over each batch, at most; at the start.
         epochs_final: the same, after `anneal_frames` frames; it falls linearly in between.
-        minibatch_size: frames per gradient step; the last minibatch of a pass may be smaller. Sequences of a recurrent
-            policy (the frames of one environment in one batch) are not cut: at least one is a minibatch.
+        minibatch_size: frames per gradient step, at most. A pass has the fewest minibatches that this allows, and their
+            sizes differ by one at most. Sequences of a recurrent policy (the frames of one environment in one batch)
+            are not cut: at least one is a minibatch.
         lr: learning rate of Adam, at the start.
         lr_end_factor: the learning rate at the end of the schedule, as a fraction of `lr`.
         clip: the probability ratio counts between ``1 - clip`` and ``1 + clip``, at the start.
@@ -208,9 +209,9 @@ class PPO(ActorCritic):
         """Pass once over all frames in random order; return the statistics named by `STATS`, means over the pass."""
         order = torch.randperm(len(frames.value), device=frames.value.device)
         length = 1 if frames.state is None else frames.value.shape[1]  # sequences are not cut
-        minibatches = order.split(max(1, self.minibatch_size // length))
-        shuffled = frames.map(lambda x: x[order].split(len(minibatches[0])))
-        parts = [[None] * len(minibatches) if x is None else x for x in shuffled]
+        sizes = self._minibatch_sizes(len(order), length)
+        shuffled = frames.map(lambda x: x[order].split(sizes))
+        parts = [[None] * len(sizes) if x is None else x for x in shuffled]
         steps = [self._step(Frames(*minibatch), clip) for minibatch in zip(*parts, strict=True)]
         means, log_ratio = torch.stack([one for one, _ in steps]).mean(0), torch.cat([one for _, one in steps])
         clip_fraction = ((log_ratio.exp() - 1.0).abs() > clip).float().mean()

@@ -55,8 +55,9 @@ class RNN(RecurrentNetwork):
         observation_spec: the spec of an observation.
         cell: ``lstm`` or ``gru``.
         size: number of features.
-        hidden: widths of the layers of the `MLP`.
+        hidden: widths of the layers of the `MLP`: for observations without such an image.
         activation: the activation of these layers.
+        features: number of features of each image in the `CNN`: for observations with such an image.
 
     Raises:
         ValueError: an unknown `cell` or `activation`.
@@ -69,13 +70,14 @@ class RNN(RecurrentNetwork):
         size: int = 128,
         hidden: Sequence[int] = (64,),
         activation: str = "tanh",
+        features: int = 512,
     ) -> None:
         super().__init__()
         cells: dict[str, type[nn.LSTM | nn.GRU]] = {"lstm": nn.LSTM, "gru": nn.GRU}
         if cell not in cells:
             raise ValueError(f"unknown cell {cell!r}: one of {', '.join(cells)}")
         images = any(suits_convolutions(spec) for _, spec in leaves(observation_spec))
-        self.encoder = CNN(observation_spec) if images else MLP(observation_spec, hidden, activation)
+        self.encoder = CNN(observation_spec, features) if images else MLP(observation_spec, hidden, activation)
         self.cell = cells[cell](feature_size(self.encoder, observation_spec), size, batch_first=True)
         for name, weight in self.cell.named_parameters():
             nn.init.zeros_(weight) if "bias" in name else nn.init.orthogonal_(weight)

@@ -20,7 +20,7 @@ from learning.validation import actor_critic, network_settings
 def load_policy(folder: str | Path) -> tuple[nn.Module, Callable[[], GymEnv]]:
     """Return the policy of a run's checkpoint, on the CPU, and a function that makes one environment of the run.
 
-    The policy reads "observation" from a TensorDict and writes "action". It samples; inside
+    The policy is in evaluation mode. It reads "observation" from a TensorDict and writes "action". It samples; inside
     ``tensordict.nn.set_interaction_type(InteractionType.DETERMINISTIC)`` it takes the most likely action.
 
     Args:
@@ -43,4 +43,4 @@ def load_policy(folder: str | Path) -> tuple[nn.Module, Callable[[], GymEnv]]:
     except (KeyError, RuntimeError) as error:
         detail = " ".join(str(error).split())
         raise checkpoint.CheckpointError(f"{folder / checkpoint.FILE} does not fit config.yaml: {detail}") from error
-    return policy, env_factory(env, None)
+    return policy.eval(), env_factory(env, None)

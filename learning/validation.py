@@ -18,7 +18,7 @@ from learning.config_errors import Settings, unknown, unknown_parameter
 from learning.encoders import ACTIVATIONS
 from learning.making import make_actor_critic, network_error
 from learning.normalization import ObservationNormalizer
-from learning.options import MLPConfig, PolicyConfig, RNNConfig, TrainConfig, WandbConfig
+from learning.options import PolicyConfig, TrainConfig
 from learning.reporting import Reporter
 from learning.summary import check_objective
 
@@ -162,9 +162,9 @@ def check_combinations(config: TrainConfig) -> None:
         raise ConfigError(
             f"frames_per_batch={config.frames_per_batch} is less than one frame for each of {of} = {rows} environments"
         )
-    if isinstance(config.policy, MLPConfig | RNNConfig) and config.policy.activation not in ACTIVATIONS:
+    if getattr(config.policy, "activation", "tanh") not in ACTIVATIONS:
         raise ConfigError(f"policy.activation={config.policy.activation}: it is one of {', '.join(ACTIVATIONS)}")
-    if isinstance(config.logger, WandbConfig) and config.logger.mode not in (None, *WANDB_MODES):
+    if getattr(config.logger, "mode", None) not in (None, *WANDB_MODES):
         raise ConfigError(f"logger.mode={config.logger.mode}: it is one of {', '.join(WANDB_MODES)}, or null")
 
 

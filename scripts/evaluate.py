@@ -30,6 +30,7 @@ def main(
     episodes: Annotated[int, typer.Option(min=1, help="How many episodes")] = 20,
     sample: Annotated[bool, typer.Option(help="Sample actions instead of taking the most likely ones")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the environment, and of the samples")] = 0,
+    max_frames: Annotated[int, typer.Option(min=1, help="Ends here, also if fewer episodes have ended")] = 1_000_000,
 ) -> None:
     """Play episodes in one environment of the run, and print their returns."""
     torch.manual_seed(seed)
@@ -39,17 +40,24 @@ def main(
         sys.exit(f"evaluate.py: {error}")
     returns: list[float] = []
     how = InteractionType.RANDOM if sample else InteractionType.DETERMINISTIC
-    with set_interaction_type(how), Collector(make_env, policy, frames_per_batch=200) as collector:
+    size = min(200, max_frames)
+    with (
+        set_interaction_type(how),
+        Collector(make_env, policy, frames_per_batch=size, total_frames=max_frames) as collector,
+    ):
         collector.set_seed(seed)
         for batch in collector:
             step = batch.get("next")
             returns += step.get("episode_return")[step.get("done")].tolist()
             if len(returns) >= episodes:
                 break
+    if not returns:
+        sys.exit(f"evaluate.py: no episode ended in {max_frames:,} frames; --max-frames raises this limit")
     returns = returns[:episodes]
-    spread = statistics.stdev(returns) if episodes > 1 else 0.0
+    spread = statistics.stdev(returns) if len(returns) > 1 else 0.0
+    of = "" if len(returns) == episodes else f" of {episodes}"
     print(
-        f"return {statistics.mean(returns):,.1f} ± {spread:,.1f} over {episodes} episodes "
+        f"return {statistics.mean(returns):,.1f} ± {spread:,.1f} over {len(returns)}{of} episodes "
         f"(lowest {min(returns):,.1f}, highest {max(returns):,.1f}), {'sampled' if sample else 'most likely'} actions"
     )
 

@@ -135,7 +135,7 @@ def _options(scheme: Callable[..., Any]) -> Iterable[tuple[str, Any, Any]]:
             continue
         if parameter.default is parameter.empty:
             yield parameter.name, hints.get(parameter.name, Any), "???"
-        elif parameter.default is None or isinstance(parameter.default, _PLAIN):
+        elif parameter.default is None or isinstance(parameter.default, (*_PLAIN, tuple)):
             yield parameter.name, hints.get(parameter.name, Any), parameter.default
 
 
@@ -144,6 +144,8 @@ def _config_type(annotation: Any) -> Any:
         return str if all(isinstance(value, str) for value in get_args(annotation)) else Any
     if annotation in _PLAIN:
         return annotation
+    if get_origin(annotation) is Sequence and (item := get_args(annotation)[0]) in _PLAIN:
+        return list[item]
     if get_origin(annotation) in (Union, types.UnionType):
         inner = [one for one in get_args(annotation) if one is not type(None)]
         if len(inner) == 1 and _config_type(inner[0]) is not Any:

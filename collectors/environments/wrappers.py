@@ -51,7 +51,7 @@ class ActionMask(gym.Wrapper):
 
     def _with_mask(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
         if self._key not in info:
-            raise KeyError(f"{self.env} has no {self._key!r} in its info, only {sorted(info)}")
+            raise ValueError(f"{self.env} has no {self._key!r} in its info, only {sorted(info)}")
         mask = info[self._key]
         flat = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, tuple | list) else np.ravel(mask)
         entries = observation if self._nested else {"observation": observation}
@@ -82,6 +82,8 @@ class PartialObservation(gym.ObservationWrapper):
 def build(make: Callable[[], gym.Env], wrappers: Sequence[Callable[[gym.Env], gym.Env]]) -> gym.Env:
     """Make an environment and put each of `wrappers` around it, the first one innermost."""
     env = make()
+    if isinstance(env, gym.vector.VectorEnv):
+        raise ValueError(f"{env} is a vector environment: return one environment; num_envs says how many are made")
     for wrapper in wrappers:
         env = wrapper(env)
     return env

@@ -91,9 +91,7 @@ class Rollout:
     def seed(self, seed: int) -> None:
         """Seed the environments, the random actions, and the process's global generators."""
         seed = operator.index(seed)
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+        seed_generators(seed)
         self.stepper.seed(seed)
 
     def buffer(self, steps: int) -> TensorDict:
@@ -188,3 +186,10 @@ class Rollout:
             if in_parts and isinstance(self.policy, SampledPolicy):
                 return PolicyInParts(self.policy, self.stepper, self._batched, self._device, self._version)
             return CalledPolicy(self.policy, self.stepper, self._batched, self._device, self._version, self._gate, keys)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed this process's global generators: those of torch, of numpy and of Python."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
-from collectors.exploration import level_of_caller
+from collectors.batch_layout import warn_if_rounded
 from collectors.staleness import check_count
 from collectors.workers.group import WorkerGroup
 from collectors.workers.joining import JoinedBatch, Joiner, join
@@ -42,21 +41,13 @@ class SyncGathering:
         self._joiner: Joiner | None = None
 
     def share(self, frames: int, workers: int) -> int:
-        """Return the frames of each worker's batch, rounded up; warn if that makes more than ``frames`` in all.
+        """Return the frames of each worker's batch, rounded up."""
+        return -(-frames // workers)
 
-        Called once, before workers are started.
-        """
-        share = -(-frames // workers)
-        if share * workers != frames:
-            warnings.warn(
-                f"frames_per_batch={frames} does not divide by {workers} workers: each takes {share}, "
-                f"{share * workers} in all",
-                stacklevel=level_of_caller(),
-            )
-        return share
+    def check_shapes(self, workers: Collection[WorkerHandle], frames: int) -> None:
+        """Check that the batches of ``workers`` can be joined; warn if they have more than ``frames`` rows in all.
 
-    def check_shapes(self, workers: Collection[WorkerHandle]) -> None:
-        """Check that the batches of ``workers`` can be joined. Called once, when all workers are ready.
+        Called once, when all workers are ready.
 
         Raises:
             ValueError: they cannot.
@@ -72,6 +63,7 @@ class SyncGathering:
             raise ValueError(
                 f"cat_results={self._cat_results!r} cannot join workers' batches of shape {listed}: {error}"
             ) from error
+        warn_if_rounded(frames, *(batch.numel() for batch in batches))
 
     def gather(self, group: WorkerGroup, admits: Admits) -> TensorDictBase:
         """Return one batch, in memory that no worker writes to; what ``admits`` rejects is collected anew.
@@ -128,8 +120,9 @@ class AsyncGathering:
         """Return ``frames``: a batch comes from one worker."""
         return frames
 
-    def check_shapes(self, workers: Collection[WorkerHandle]) -> None:
-        """Accept any shapes: batches are not joined."""
+    def check_shapes(self, workers: Collection[WorkerHandle], frames: int) -> None:
+        """Warn if the largest batch has more than ``frames`` rows. Any shapes are accepted: they are not joined."""
+        warn_if_rounded(frames, max(worker.batches[0].numel() for worker in workers))
 
     def gather(self, group: WorkerGroup, admits: Admits) -> TensorDictBase:
         """See SyncGathering."""

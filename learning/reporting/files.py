@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields
 from io import TextIOWrapper
 from pathlib import Path
@@ -114,14 +114,22 @@ def to_json(value: Any, indent: int | None = None) -> str:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` as JSON, atomically; raises FolderError."""
     with writing(path):
-        replace_file(path, to_json(content, indent=2) + "\n")
+        replace_file(path, f"{to_json(content, indent=2)}\n".encode())
 
 
-def replace_file(path: Path, content: str) -> None:
-    """Write a file in one step: the former one is there until the new one is complete."""
+def replace_file(path: Path, content: bytes | memoryview) -> None:
+    """Write a file in one step: the former one is there until the new one is complete, and stays after an OSError."""
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(content, encoding="utf-8")
-    os.replace(unfinished, path)
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError:
+        with suppress(OSError):  # a read-only file system
+            unfinished.unlink()
+        raise
 
 
 class RunFiles(Reporter):
@@ -139,7 +147,7 @@ class RunFiles(Reporter):
         history = list(read_rows(earlier, self._frames)) if earlier and (earlier / METRICS).exists() else []
         self._folder = folder
         with writing(folder / METRICS):
-            replace_file(folder / METRICS, "".join(to_json(row) + "\n" for row in history))
+            replace_file(folder / METRICS, "".join(to_json(row) + "\n" for row in history).encode())
             self._metrics = open(folder / METRICS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (closed by finish)
 
     def update(self, row: Row) -> None:

@@ -275,9 +275,15 @@ def test_a_batch_is_never_written_again():
         assert (first == copy).all()
 
 
-def test_a_share_is_rounded_up_with_a_warning():
-    with pytest.warns(UserWarning, match="each takes 9"), multi(frames_per_batch=17) as collector:
-        assert next(collector).numel() == 20
+@pytest.mark.parametrize(
+    ("cls", "workers", "said"),
+    [(MultiSyncCollector, 2, "2 × 10 = 20"), (MultiAsyncCollector, 2, "18"), (Collector, 1, "18")],
+)
+def test_a_share_is_rounded_up_with_a_warning(cls, workers, said):
+    with pytest.warns(UserWarning) as warned, multi(cls, workers=workers, frames_per_batch=17) as collector:
+        assert next(collector).numel() == int(said.split()[-1])
+    (only,) = warned
+    assert f"frames_per_batch=17 is rounded up to {said}: " in str(only.message) and only.filename == __file__
 
 
 def test_asynchronous_collection_never_goes_back_in_version():

@@ -19,7 +19,7 @@ def test_a_sample_runs(program: Path, tmp_path: Path) -> None:
     done = run_program(program, folder=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout != ""
-    assert done.stderr == "" or "frames_per_batch=100 does not divide" in done.stderr
+    assert done.stderr == "" or "frames_per_batch=100 is rounded up" in done.stderr
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)

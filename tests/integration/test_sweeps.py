@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
 from programs import run_program
 from stopping import left_of
 
@@ -57,15 +59,39 @@ def test_a_used_folder_is_refused_before_anything_is_written(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_of_two_runs_or_sweeps_that_begin_at_once_in_one_folder_the_second_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until the first one ends; it has no metrics.jsonl yet."""
+@pytest.fixture
+def composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
+    """The config of a run in ``tmp_path/run``, or of a sweep in ``tmp_path/sweep``."""
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     register_configs()
-    callback, folders = RunFolders(), [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
+    folders = [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("train", overrides=folders, return_hydra_config=True)
+        return compose("train", overrides=folders, return_hydra_config=True)
+
+
+def test_a_file_system_without_locks_is_no_reason_to_refuse_a_run(
+    tmp_path: Path, composed: DictConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", without_locks)
+    callback = RunFolders()
+    callback.on_run_start(composed)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path}/run cannot be locked (No locks available): ")
+    callback.release()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    with pytest.raises(SystemExit, match="run has a run already"):
+        callback.on_run_start(composed)
+    callback.release()
+
+
+def test_of_two_runs_or_sweeps_that_begin_at_once_in_one_folder_the_second_is_refused(
+    tmp_path: Path, composed: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the first one ends; it has no metrics.jsonl yet."""
+    callback, config = RunFolders(), composed
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".claim").touch()  # of a process that was killed
     callback.on_run_start(config)

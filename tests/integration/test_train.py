@@ -180,7 +180,7 @@ def test_a_trained_policy_is_loaded(runs: dict[str, tuple[Path, str]], tmp_path:
     folder = runs["shared_mem"][0]
     policy, make_env = load_policy(folder)
     saved = checkpoint.load(folder)["learner"]["policy"]
-    assert all(tensor.equal(saved[name]) for name, tensor in policy.state_dict().items())
+    assert all(tensor.equal(saved[name]) for name, tensor in policy.state_dict().items()) and not policy.training
     with Collector(make_env, policy, frames_per_batch=10) as collector:
         assert next(collector).shape == (10,)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -194,13 +194,20 @@ def test_a_trained_policy_is_loaded(runs: dict[str, tuple[Path, str]], tmp_path:
 
 
 @pytest.mark.slow
-def test_a_trained_policy_plays(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
+def test_a_trained_policy_plays(
+    runs: dict[str, tuple[Path, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = runs["shared_mem"][0]
     played = run_program(ROOT / "scripts" / "evaluate.py", str(folder), "--episodes", "3", folder=tmp_path)
     assert played.returncode == 0, played.stderr
     assert re.match(r"return [\d.,]+ ± [\d.,]+ over 3 episodes \(lowest .*\), most likely actions", played.stdout)
     refused = run_program(ROOT / "scripts" / "evaluate.py", str(tmp_path), folder=tmp_path)
     assert refused.returncode == 1 and "config.yaml could not be read" in refused.stderr
+    evaluate = runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))["main"]
+    with pytest.raises(SystemExit, match=r"^evaluate\.py: no episode ended in 3 frames; --max-frames raises"):
+        evaluate(folder, max_frames=3)  # the pole falls after 8 steps at the earliest
+    evaluate(folder, episodes=500, max_frames=1000)
+    assert re.search(r" over [1-9]\d* of 500 episodes \(", capsys.readouterr().out)
 
 
 @pytest.mark.slow

@@ -1,8 +1,11 @@
 """The folder of docs/environments.md, with a policy and an environment of a user's own, in train.py."""
 
+import json
+import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from programs import run_program
 
@@ -27,6 +30,9 @@ class Reach(gymnasium.Env):
         box = gymnasium.spaces.Box(-1, 1, (3,))
         self.observation_space, self.action_space = gymnasium.spaces.Dict(position=box), gymnasium.spaces.Discrete(2)
 
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
 class Unknown(nn.Module):
     def __init__(self, spec):
         super().__init__()
@@ -38,8 +44,8 @@ class Unknown(nn.Module):
 YAML = {"env/good": "mine.Reach", "env/bad": "mine.Reach\nstep_siz: 1", "policy/unknown": "mine.Unknown"}
 WRONG_ENV = "train.py: env=bad (mine.Reach): Reach.__init__() got an unexpected keyword argument 'step_siz'\n"
 WRONG_NETWORK = """train.py: policy=unknown with env=good: mine.Unknown(): KeyError: 'pos'
-  {file}, line 13, in __init__: self.layer = nn.Linear(self._size(spec), 8)
-  {file}, line 16, in _size: return spec["pos"].shape[0]
+  {file}, line 16, in __init__: self.layer = nn.Linear(self._size(spec), 8)
+  {file}, line 19, in _size: return spec["pos"].shape[0]
   observation: position [3]
 """
 
@@ -81,6 +87,8 @@ def test_a_policy_and_an_environment_of_ones_own_train_and_resume_with_their_sta
 
 COPIED = """
 import copy
+import random
+import numpy
 import torch
 from learning import PPO
 
@@ -89,18 +97,23 @@ class Copied(PPO):
         super().__init__(copy.deepcopy(policy), critic, **settings)
 
     def update(self, batch):
+        draws = {"python": random.random(), "numpy": numpy.random.rand()}
         with torch.no_grad():
             now = self.policy.distribution(batch["observation"]).log_prob(batch["action"])
         assert torch.allclose(now, batch["action_log_prob"], atol=1e-3), "another policy has acted"
-        return super().update(batch)
+        return super().update(batch) | draws
 """
 
 
 @pytest.mark.slow
-def test_the_policy_of_an_algorithm_of_ones_own_acts_also_after_a_resume(tmp_path: Path) -> None:
+def test_an_algorithm_of_ones_own_draws_from_seeded_generators_and_its_policy_acts_also_after_a_resume(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "copied.py").write_text(COPIED)
     (tmp_path / "algorithm").mkdir()
     (tmp_path / "algorithm" / "copied.yaml").write_text("_target_: copied.Copied\nlr: 0.01\n")
     own = ("--config-dir", str(tmp_path))
-    train(tmp_path, *own, "algorithm=copied", *QUICK)
+    train(tmp_path, *own, "algorithm=copied", *QUICK, "seed=3")
+    first = json.loads((tmp_path / "first" / "metrics.jsonl").read_text().splitlines()[0])["learning"]
+    assert (first["python"], first["numpy"]) == (random.Random(3).random(), np.random.RandomState(3).rand())
     train(tmp_path, *own, "resume=first", "total_frames=1024", "hydra.run.dir=second")

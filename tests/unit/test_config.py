@@ -1,16 +1,18 @@
 """Every option composes; what cannot be is refused in one line; the dataclasses say what the classes take."""
 
 import inspect
-from collections.abc import Callable
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from gymnasium.envs.classic_control import CartPoleEnv
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -22,9 +24,10 @@ from collectors.config import MultiSyncConfig
 from collectors.env_config import EnvConfig, env_factory, sample, solved_at
 from collectors.environments.specs import Spec
 from collectors.errors import ConfigError
-from learning import CNN, MLP, PPO, RNN, make_critic, make_policy, resuming
+from learning import CNN, MLP, PPO, RNN, make_actor_critic, make_critic, make_policy, resuming
 from learning.config_errors import one_line
-from learning.options import CNNConfig, MLPConfig, PolicyConfig, RNNConfig, TrainConfig, WandbConfig
+from learning.hints import hints
+from learning.options import TrainConfig
 from learning.reporting import Reporter
 from learning.reporting.wandb_logger import WandbLogger
 from learning.resuming import with_earlier_overrides
@@ -158,17 +161,23 @@ def test_settings_at_top_level_reach_the_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dataclass", "target"), [(learning.config.learner_config("learning.PPO"), PPO), (WandbConfig, WandbLogger)]
+    ("option", "target", "common"),
+    [
+        ("algorithm/base_ppo", PPO, {}),
+        ("logger/base_wandb", WandbLogger, {}),
+        ("policy/base_mlp", MLP, {"initial_std": 1.0, "shared": False}),
+        ("policy/base_cnn", CNN, {"initial_std": 1.0, "shared": True}),
+        ("policy/base_rnn", RNN, {"initial_std": 1.0, "shared": True}),
+    ],
 )
-def test_a_config_has_the_arguments_of_its_class(dataclass: type, target: Callable[..., object]) -> None:
-    arguments = {name for name, p in inspect.signature(target).parameters.items() if p.default is not p.empty}
-    assert {field.name for field in fields(dataclass)} - {"_target_"} == arguments
-
-
-@pytest.mark.parametrize(("dataclass", "target"), [(MLPConfig, MLP), (CNNConfig, CNN), (RNNConfig, RNN)])
-def test_a_policy_config_has_the_arguments_of_its_network(dataclass: type, target: Callable[..., object]) -> None:
-    arguments = set(list(inspect.signature(target).parameters)[1:])
-    assert {field.name for field in fields(dataclass)} - {field.name for field in fields(PolicyConfig)} == arguments
+def test_a_config_has_the_arguments_of_its_class(option: str, target: Any, common: dict[str, Any]) -> None:
+    """Those that have a default, which is that of the class."""
+    node = OmegaConf.to_container(ConfigStore.instance().load(f"{option}.yaml").node)
+    arguments = {
+        name: p.default for name, p in inspect.signature(target).parameters.items() if p.default is not p.empty
+    }
+    listed = {name: list(default) if isinstance(default, tuple) else default for name, default in arguments.items()}
+    assert get_object(node.pop("_target_")) is target and node == listed | common
 
 
 @pytest.mark.parametrize(
@@ -353,6 +362,61 @@ def test_an_environment_that_there_is_not_is_refused() -> None:
         sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
     with pytest.raises(ConfigError, match=r"env\.wrappers\[0\] has no _target_: name the class of the wrapper"):
         sample(config("env.wrappers=[{target: gymnasium.wrappers.TimeLimit}]").env)
+
+
+def test_an_atari_game_needs_the_module_that_registers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ale_py.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"env\.id=ALE/Pong-v5: .* imported: env\.id=ale_py:ALE/…$"):
+        sample(EnvConfig("ALE/Pong-v5"))
+
+
+class Unready(CartPoleEnv):
+    def reset(self, **_: Any) -> Any:
+        raise ValueError("the pole is not mounted")
+
+
+def test_an_environment_that_cannot_be_used_is_refused_before_workers_are_started() -> None:
+    def refused(target: str, *wrappers: str, **arguments: Any) -> ConfigError:
+        env = EnvConfig(
+            "mine", make={"_target_": target, **arguments}, wrappers=[{"_target_": one} for one in wrappers]
+        )
+        with pytest.raises(ConfigError, match=r"^env=mine \(mine\): ") as raised:
+            sample(env, "mine")
+        return raised.value
+
+    vector = refused("gymnasium.make_vec", id="CartPole-v1", num_envs=2)
+    assert "is a vector environment: return one environment; num_envs says how many" in str(vector)
+    unready = refused(f"{__name__}.Unready")
+    assert str(unready).endswith("the pole is not mounted") and "in reset: raise ValueError" in unready.__notes__[-1]
+    without_mask = refused("gymnasium.make", "collectors.ActionMask", id="CartPole-v1")
+    assert "has no 'action_mask' in its info" in str(without_mask)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["env.id=CartPole-v1"], []),
+        (["env.id=MountainCar-v0"], []),
+        (["env.id=ale_py:ALE/Pong-v5"], ["env.id=ale_py:ALE/Pong-v5 has .* env=cartpole; env=atari/pong has settings"]),
+        (["env.id=Pendulum"], ["env=pendulum has settings for it"]),
+        (["env.rewards=normalized"], [r"algorithm\.reward_scale=0\.02 scales them again"]),
+        (["env.rewards=sign", "algorithm.reward_scale=1"], []),
+    ],
+)
+def test_a_setting_that_is_seldom_meant_is_answered_by_a_hint(overrides: list[str], said: list[str]) -> None:
+    cfg = config(*overrides)
+    learner = instantiate(cfg.algorithm, make_policy(4, Spec(torch.Size([2]), torch.int64, n=2)), make_critic(4))
+    given = [*hints(cfg.env, learner, "cartpole" if "env.id" in overrides[0] else None)]
+    assert len(given) == len(said) and all(re.search(*pair) for pair in zip(said, given, strict=True))
+
+
+def test_a_policy_that_takes_an_image_as_a_vector_is_answered_by_a_hint() -> None:
+    image = Spec(torch.Size([4, 84, 84]), torch.uint8, high=torch.tensor(255, dtype=torch.uint8))
+    for network, said in ((MLP, ["28,224 numbers: policy=cnn"]), (CNN, [])):
+        learner = PPO(*make_actor_critic(network, image, Spec(torch.Size([2]), torch.int64, n=2)))
+        given = [*hints(EnvConfig("Mine-v0"), learner)]
+        assert len(given) == len(said) and all(one in hint for one, hint in zip(said, given, strict=True))
 
 
 @pytest.mark.parametrize(

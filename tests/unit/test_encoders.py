@@ -97,9 +97,17 @@ def test_images_that_are_too_small_for_convolutions_are_vectors() -> None:
     small = spaces.Box(0, 255, (7, 7, 3), "uint8")
     spec = observation_codec(spaces.Dict({"large": IMAGE, "small": small})).spec
     assert feature_size(CNN(spec), spec) == 512 + 7 * 7 * 3
-    for alone, encoder in ((observation_codec(small).spec, MLP), (spec, CNN)):
-        network = RNN(alone, size=8)
-        assert isinstance(network.encoder, encoder)
+    for alone, encoder, size in ((observation_codec(small).spec, MLP, 64), (spec, CNN, 32 + 7 * 7 * 3)):
+        network = RNN(alone, size=8, features=32)
+        assert isinstance(network.encoder, encoder) and feature_size(network.encoder, alone) == size
+
+
+@pytest.mark.parametrize(("make", "shape"), [(MLP, (5,)), (CNN, (4, 40, 44))])
+@pytest.mark.parametrize(("high", "divisor"), [(255, 255), (4, 4), (0, 1)])
+def test_uint8_is_divided_by_its_upper_bound(make: Any, shape: tuple[int, ...], high: int, divisor: int) -> None:
+    network = make(observation_codec(spaces.Box(0, high, shape, "uint8")).spec)
+    observation = torch.randint(0, high + 1, shape, dtype=torch.uint8)
+    torch.testing.assert_close(network(observation), network(observation.float() / divisor))
 
 
 class DropsDimensions(MLP):
@@ -258,7 +266,7 @@ def test_a_mask_may_be_a_list(mask: Any) -> None:
 def test_a_mask_belongs_to_choices_and_has_to_be_there() -> None:
     with pytest.raises(TypeError, match="an action mask is for Discrete and MultiDiscrete actions"):
         ActionMask(gym.make("Pendulum-v1"))
-    with pytest.raises(KeyError, match="no 'action_mask' in its info"):
+    with pytest.raises(ValueError, match="no 'action_mask' in its info"):
         ActionMask(gym.make("CartPole-v1")).reset()
 
 

@@ -83,6 +83,10 @@ def test_minibatches_are_whole_trajectories() -> None:
         learner.update(batch_of(learner.policy, 2, 3, 10))
         assert len(taken) == 2 * steps
         assert learner.frames == 60
+    learner, sizes = learner_of(minibatch_size=50), []
+    learner.critic.register_forward_hook(lambda *call: sizes.append(len(call[-1])) if torch.is_grad_enabled() else None)
+    learner.update(batch_of(learner.policy, 2, 3, 10))
+    assert sizes == [3, 3]
 
 
 @pytest.mark.parametrize("spec", [CHOICE, TORQUES], ids=["discrete", "continuous"])

@@ -131,6 +131,13 @@ def test_experience_of_an_older_policy_is_clipped_around_the_newest_one_and_weig
     assert fresh["loss_policy"] != 0.0 and without_weight.update(batch)["loss_policy"] == 0.0
 
 
+def test_minibatches_of_a_pass_differ_by_one_frame_at_most() -> None:
+    learner, sizes = learner_of(epochs=1, minibatch_size=16, decoupled=False), []
+    learner.critic.register_forward_hook(lambda *call: sizes.append(len(call[-1])) if torch.is_grad_enabled() else None)
+    learner.update(batch_of(learner, 2, 17))
+    assert sizes == [11, 11, 12]
+
+
 def test_update_does_not_modify_the_batch() -> None:
     learner = learner_of(epochs=2, minibatch_size=10)
     batch = batch_of(learner, 4, 8)
