@@ -103,8 +103,12 @@ def replaced(draw: Any, value: Any) -> Any:
     return draw(json_values | st.integers(0, 9).map(lambda power: 64 << 7 * power))
 
 
+@pytest.fixture(autouse=True)
+def close_what_earlier_tests_have_left() -> None:
+    gc.collect()
+
+
 def descriptors() -> int:
-    gc.collect()  # closes what earlier tests have left
     return len(os.listdir("/proc/self/fd"))
 
 
