@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from backends import BuiltIn
+from tensordict import TensorDict
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import wsync
 from wsync.testing import WorkerError, commands
@@ -55,3 +61,27 @@ def test_overlapping_parameters_in_later_weights_are_refused(backend: BuiltIn) -
             session.scheme.send(fill(Overlapping(), 2))
         session.send(3)
         assert session.outputs() == [3]
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A group of one rank, for sharded models."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_sharded_weights_are_refused(backend: BuiltIn) -> None:
+    """By name, before anything is sent, also after updates by the fast path."""
+    with backend.connected(1, Small, init={}) as session:
+        sharded = fill(Small(), 9)
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        for value in (2, 3):
+            session.send(value)
+        for weights in (sharded, sharded.state_dict(), TensorDict.from_module(sharded)):
+            with pytest.raises(wsync.LayoutMismatch, match=r"a shard of 'weight'.*DTensor"):
+                session.scheme.send(weights)
+        assert session.outputs() == [3]
+        session.send(4)
+        assert session.outputs() == [4]

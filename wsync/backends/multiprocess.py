@@ -12,6 +12,7 @@ from wsync.deadlines import as_timeout, deadline_in, remaining
 from wsync.errors import SyncTimeout, WorkerFailed
 from wsync.legacy.names import weights_of
 from wsync.legacy.pipes import older_transport
+from wsync.loops.tensors import require_whole
 from wsync.options import SchemeOptions
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
@@ -71,6 +72,7 @@ class MPTransport:
     def send_weights_async(self, weights: Any, older_weights: Any = None) -> None:
         """Put a copy of ``weights``; ``wait_ack`` waits for the acknowledgement. Of the older API."""
         given = snapshot(weights_of(weights, older_weights))
+        require_whole(given.tensors, given.tensors.values())
         copy = {name: tensor.detach().clone() for name, tensor in given.tensors.items()}
         self._number += 1
         self._weights.put((self._number, {**copy, **(given.extra or {})}))

@@ -1,14 +1,23 @@
-"""Which tensors are plain bytes in main memory, which are tied, and copying."""
+"""Which tensors are plain bytes in main memory, which are sharded, which are tied, and copying."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from wsync.errors import LayoutMismatch
+
 PLAIN_TYPES = (nn.Parameter, Tensor)
 """Only these: a subclass of Tensor may keep its numbers elsewhere."""
+
+_SHOWN = 8  # names in an error
+_GATHER = (
+    "call torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, and send its result from rank 0"
+)
+_RECEIVE = "use a model that is not sharded, or a function (load=) that distributes the weights that it is given"
 
 
 def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -51,6 +60,31 @@ def tie_leaders(tensors: Sequence[Tensor]) -> list[int]:
         else index
         for index, tensor in enumerate(tensors)
     ]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor. Its class is not imported for this: that would take half a second."""
+    return type(tensor) not in PLAIN_TYPES and hasattr(type(tensor), "full_tensor")
+
+
+def require_whole(names: Iterable[str], tensors: Iterable[Tensor], receiving: str = "") -> None:
+    """Check that no tensor is sharded over ranks, as FSDP2 and tensor parallelism have it.
+
+    Args:
+        names: the names of the tensors.
+        tensors: weights to be sent, or those of ``receiving``.
+        receiving: what receives weights, for the error.
+
+    Raises:
+        LayoutMismatch: some are; names them.
+    """
+    sharded = [f"'{name}'" for name, tensor in zip(names, tensors, strict=True) if is_sharded(tensor)]
+    if sharded:
+        shown = ", ".join(sharded[:_SHOWN]) + (f" and {len(sharded) - _SHOWN} more" if len(sharded) > _SHOWN else "")
+        raise LayoutMismatch(
+            f"only whole tensors can be carried, and this rank has only a shard of {shown} of "
+            f"{receiving or 'these weights'} (DTensor): {_RECEIVE if receiving else _GATHER}"
+        )
 
 
 def is_plain(tensor: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wsync.loops.tensors import tie_leaders
+from wsync.loops.tensors import require_whole, tie_leaders
 
 
 class Buffered(ABC):
@@ -23,13 +23,18 @@ class Buffered(ABC):
         self._buffers: dict[str, Tensor] = {}
 
     def buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors to write into for ``weights``."""
+        """Return the tensors to write into for ``weights``.
+
+        Raises:
+            LayoutMismatch: some weights are sharded over ranks: PyTorch might then wait for the other ranks.
+        """
         ties = tie_leaders(list(weights.values()))
         like = [
             (name, tensor.shape, tensor.dtype, tensor.device, leader)
             for (name, tensor), leader in zip(weights.items(), ties, strict=True)
         ]
         if like != self._like:
+            require_whole(weights, weights.values())
             with torch.inference_mode(False):  # inference tensors could not be used in autograd later
                 self._buffers = self.allocate(weights)
             self._like = like

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
+from wsync.loops.tensors import require_whole
 from wsync.transforms.delta import Delta
 
 Transform = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -63,6 +64,9 @@ class Chain:
                     result = one(weights)
                 except LayoutMismatch as error:
                     raise LayoutMismatch(f"{self._side} {_name(one)}: {error}") from error
+                except RuntimeError:  # PyTorch's, perhaps because of a DTensor
+                    require_whole(weights, weights.values())
+                    raise
                 if not isinstance(result, Mapping):
                     raise TypeError(f"{self._side} {_name(one)} returned a {type(result).__name__}, not a mapping")
                 for name, tensor in result.items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.loops.tensors import copy_all
+from wsync.loops.tensors import copy_all, require_whole
 from wsync.transforms.buffers import Buffered
 from wsync.transforms.patterns import checked_groups, expand, require_unused, shown_names, stem_of
 
@@ -115,6 +115,7 @@ class Split:
         return result
 
     def _split(self, name: str, joined: Tensor, count: int) -> Sequence[Tensor]:
+        require_whole([name], [joined])  # PyTorch might wait for the other ranks
         if not -joined.dim() <= self.dim < joined.dim():
             raise LayoutMismatch(f"'{name}' has {joined.dim()} dimension(s): it cannot be split along {self.dim}")
         length = joined.shape[self.dim]

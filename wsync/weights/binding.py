@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wsync import loops
 from wsync.errors import LayoutMismatch
+from wsync.loops.tensors import is_sharded
 from wsync.weights.clean_thread import in_clean_thread
 from wsync.weights.layout import Layout
 from wsync.weights.overlaps import is_expanded, require_apart
@@ -65,7 +66,7 @@ def unshare(model: nn.Module) -> None:
     """
     copies: dict[int, torch.UntypedStorage] = {}
     for tensor in ModuleIndex(model).tensors().values():
-        if tensor.layout is not torch.strided or not tensor.is_cpu or not tensor.is_shared():
+        if tensor.layout is not torch.strided or is_sharded(tensor) or not tensor.is_cpu or not tensor.is_shared():
             continue
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in copies:  # several may lie in one
@@ -108,8 +109,8 @@ class Binding:
         installer: switches the model while it does not change; replaced when it has changed.
 
     Raises:
-        LayoutMismatch: the model has other names, shapes or dtypes; a tensor in it is sparse, quantised or without
-            memory; or two of them overlap partly in one memory.
+        LayoutMismatch: the model has other names, shapes or dtypes; a tensor in it is sharded, sparse, quantised or
+            without memory; or two of them overlap partly in one memory.
     """
 
     mixed = False  # a failed install is undone

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.loops.tensors import tie_leaders
+from wsync.loops.tensors import is_sharded, require_whole, tie_leaders
 from wsync.weights.overlaps import require_apart
 from wsync.weights.snapshot import Snapshot, describe
 
@@ -52,8 +52,8 @@ class Layout:
         """The plan of ``weights``.
 
         Raises:
-            LayoutMismatch: there is nothing in them; a tensor is sparse, quantised or without values; or two of them
-                overlap partly in one memory.
+            LayoutMismatch: there is nothing in them; a tensor is sharded, sparse, quantised or without values; or two
+                of them overlap partly in one memory.
         """
         names = sorted(weights.tensors, key=lambda name: str(weights.tensors[name].dtype))
         if not names:
@@ -63,6 +63,7 @@ class Layout:
             f"'{name}' {defect_of(tensor)}" for name, tensor in zip(names, tensors, strict=True) if defect_of(tensor)
         ]
         if odd:
+            require_whole(names, tensors)
             raise LayoutMismatch(describe(odd))
         require_apart(weights.tensors, "these weights")
         offsets: list[int] = []
@@ -156,6 +157,8 @@ class Layout:
         odd = [i for i, tensor in enumerate(tensors) if defect_of(tensor)]
         if fit and not odd and (receiving or not self.ties):
             return
+        if odd:
+            require_whole(self.names, tensors, receiving)
         problems = [f"'{self.names[i]}' {defect_of(tensors[i])}" for i in odd]
         problems += [
             f"'{self.names[i]}' is {_kind(tensor.shape, tensor.dtype)}, not {_kind(shapes[i], dtypes[i])}"
@@ -221,6 +224,8 @@ class Layout:
 
 def defect_of(tensor: Tensor) -> str:
     """Why a tensor cannot be carried, for an error message; empty if it can be."""
+    if is_sharded(tensor):
+        return "is a DTensor; only whole tensors are carried"
     if tensor.is_nested:
         return "is nested; only dense tensors are carried"
     if tensor.layout is not torch.strided:

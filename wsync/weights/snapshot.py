@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from wsync import loops
 from wsync.errors import LayoutMismatch
+from wsync.loops.tensors import is_sharded
 
 EXTRA = "_extra_state"
 
@@ -166,7 +167,9 @@ class ModuleIndex:
 
 def _memory(tensor: Tensor) -> tuple[str, int]:
     """Equal for tensors in the same memory, under whatever names."""
-    return ("at", tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else ("is", id(tensor))
+    if tensor.layout is not torch.strided or is_sharded(tensor):  # without memory, or with memory elsewhere
+        return "is", id(tensor)
+    return "at", tensor.untyped_storage().data_ptr()
 
 
 def _has_others(saved: Any, own: Collection[tuple[str, int]]) -> bool:
