@@ -6,7 +6,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *lock, *acquire, *release; /* a threading.RLock, and its methods */
     PyObject *hooks;                    /* a tuple */
-    PyObject *subject;                  /* None, or the model whose forward has entered from outside */
+    PyObject *subject;                  /* the model that was called from outside, or None */
     int depth;                          /* of the thread that has the lock */
 } GateState;
 

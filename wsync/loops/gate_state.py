@@ -41,7 +41,7 @@ class GateState:
         lock: as given.
         depth: how often the thread that has the lock has entered; 0 if no thread is inside.
         hooks: called in this order; the tuple is replaced as a whole, by a thread that has the lock.
-        subject: the model whose forward has entered the gate from outside; None if it was entered in another way.
+        subject: the model that was called, if its forward has entered the gate from outside; otherwise None.
     """
 
     def __init__(self, lock: Any, /) -> None:

@@ -54,7 +54,7 @@ class Target(Protocol):
 
 
 def mixed_weights(where: str, version: str) -> str:
-    """Return the text of the error of a forward whose weights are mixed, because ``version`` could not be loaded."""
+    """Return the text of the error for mixed weights: ``version`` could not be loaded."""
     return f"{where} may have weights of two versions, because its load function failed with {version}: send again"
 
 
