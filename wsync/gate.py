@@ -4,8 +4,8 @@ There is one re-entrant gate per process, for all synchronised models in it. A f
 model has a *hook*, the object that installs its updates (``GateHook``), or two (with ``register_shared_weights``). When
 a thread that does not hold the gate yet enters it, and only then, the gate has each hook install a pending update; so a
 forward sees one version from its first layer to its last. When the thread leaves the gate, each hook releases what the
-forward used (a slot of shared memory). Errors of hooks are raised in the caller of the forward; those which mean that a
-model must not be used, only if the forward may use that model (``is_for_forward_of``).
+forward used (a slot of shared memory). An error of a hook is raised in the caller of the forward. If it means that a
+model must not be used, it is raised only for forwards that may use that model (``is_for_forward_of``).
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
 soon as the running forward ends, even if no other forward follows. With
@@ -115,7 +115,7 @@ _thread_local = threading.local()  # has ``without_forward`` in a block of ``wit
 
 @contextmanager
 def without_forward() -> Iterator[None]:
-    """While the block runs, this thread enters the gate, but uses no model: ``is_for_forward_of`` is false.
+    """While the block runs, this thread enters the gate for no forward: ``is_for_forward_of`` is false.
 
     The receiver thread is always in such a block. It must not wait for a version in a hook: the version could arrive
     only by a message that this thread itself has to read. Threads that connect, or wait for a version, use it, too.
@@ -128,7 +128,7 @@ def without_forward() -> Iterator[None]:
 
 
 def is_for_forward_of(model: object) -> bool:
-    """Return whether the gate was entered for a forward that may use ``model``, or by a block, which may use any model.
+    """Return whether the gate was entered for a forward that may use ``model``, or by ``with wsync.gate()``.
 
     Called by hooks. A forward may use its own model, the models inside it, and those that it is a part of.
     """

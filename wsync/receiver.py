@@ -255,9 +255,9 @@ class Receiver:
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come before the deadline")
 
     def wake_only_for_receive(self) -> None:
-        """Have the sender wake this worker only while a thread waits in ``receive``, or if the update is acknowledged.
+        """Have the sender wake this worker only while a thread waits in ``receive``, or if an update needs an answer.
 
-        Called once after ``connect``, by the same thread.
+        Called once after ``connect``, by the same thread, if the scheme awaits no acknowledgements.
         """
         self._state.wake_only_for_receive()
 

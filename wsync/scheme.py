@@ -175,7 +175,7 @@ class WeightSyncScheme(SchemeBase):
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
         It gets the newest update that was sent to this index, and other workers are not affected. A worker that is
-        still connected under the index is disconnected first, unless it connected during a ``readmit`` of another one.
+        connected under the index is disconnected first, unless it is a replacement that came before this call.
         For ``process`` see ``connect``. ``timeout`` is in seconds; None for the scheme's.
 
         Raises:

@@ -275,7 +275,7 @@ class Sender:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Take the sender's lock and disable the fast path; the next send to all that waits enables it again.
+        """Take the sender's lock and disable the fast path, which the next waiting ``send`` to all enables again.
 
         Raises:
             NotConnected: this process is a forked child of the one that made the sender.

@@ -1,4 +1,4 @@
-"""How weights get from a sender to a worker: the interface that every backend implements.
+"""The interfaces of transports, which carry weights from a sender to a worker. ``TransportBackend`` is TorchRL's name.
 
 A custom backend is a class with the four methods of ``TransportBackend``, and a scheme that returns it from
 ``create_transport``::
@@ -93,7 +93,7 @@ class TransportBackend(Protocol):
 
         Raise ``ConnectionError`` (such as ``BrokenPipeError``) if nothing can be sent to this worker any more: it is
         then disconnected, and named in a ``WorkerDied`` in the trainer. After any other error the worker stays
-        connected, and ``WorkerFailed`` is raised in the trainer; ``WorkerDied`` if the worker is dead.
+        connected, and the trainer raises ``WorkerFailed``, or ``WorkerDied`` if the worker is found to have died.
 
         Args:
             weights: in the scheme's format (``strategy``): its leaves are views of the packed buffer, which stays

@@ -11,8 +11,8 @@ extra states::
     JSON   the files' descriptors in the sender's process, and the place, dtype, shape and strides of each tensor
 
 Every update is packed into a slot. If it was packed from the buffers, the sender stores its version in the word, and
-then publishes the update. Otherwise the sender publishes the update first, waits until every worker has acknowledged
-it, so that no forward uses the buffers, copies the weights into the buffers, and then stores the word.
+then publishes the update. Otherwise the sender publishes the update first, and waits until every worker has
+acknowledged it: no forward uses the buffers then. It copies the weights into the buffers, and then stores the word.
 
 A worker binds its model to the buffers again on the way into a forward, if the word names the version that the model
 has. ``send`` never changes the buffers during a forward of a connected worker; the user's own writes can.
