@@ -18,7 +18,7 @@ def hints(env: EnvConfig, learner: Any, replaced: str | None = None) -> Iterator
     Args:
         env: the environment.
         learner: of any class.
-        replaced: the option of ``env`` whose id is replaced by ``env.id``; None if that was not given.
+        replaced: the option of ``env`` that was chosen, if ``env.id`` names another environment; None otherwise.
     """
     if replaced is not None and env.make is None and (preset := _preset_of(env.id)) not in (None, replaced):
         yield f"env.id={env.id} has the settings of env={replaced}; env={preset} has settings for it"

@@ -48,7 +48,7 @@ class IMPALA(ActorCritic):
         reward_scale: factor on rewards before anything is computed from them, so that returns are of the order of one.
         epochs: passes over each batch, at the start.
         epochs_final: the same, after `anneal_frames` frames; it falls linearly in between.
-        minibatch_size: frames per gradient step, at most, but at least one trajectory of the batch: they are not cut. A
+        minibatch_size: frames per gradient step, at most. Trajectories are not cut: at least one is a minibatch. A
             pass has the fewest minibatches that this allows; their numbers of trajectories differ by one at most.
         lr: learning rate of Adam, at the start.
         lr_end_factor: the learning rate at the end of the schedule, as a fraction of `lr`.

@@ -135,8 +135,12 @@ def _options(scheme: Callable[..., Any]) -> Iterable[tuple[str, Any, Any]]:
             continue
         if parameter.default is parameter.empty:
             yield parameter.name, hints.get(parameter.name, Any), "???"
-        elif parameter.default is None or isinstance(parameter.default, (*_PLAIN, tuple)):
+        elif parameter.default is None or isinstance(parameter.default, _PLAIN) or _is_plain_tuple(parameter.default):
             yield parameter.name, hints.get(parameter.name, Any), parameter.default
+
+
+def _is_plain_tuple(default: object) -> bool:
+    return isinstance(default, tuple) and all(isinstance(one, _PLAIN) for one in default)
 
 
 def _config_type(annotation: Any) -> Any:

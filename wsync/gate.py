@@ -76,8 +76,16 @@ class Gate:
         with without_forward():
             return self.call(function, *args, **kwargs)
 
-    def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
-        """Wait for the gate until ``deadline``, and call ``function`` inside it. None if that was not in time.
+    def call_for(self, subject: object, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call ``function``, which uses the model ``subject`` and no other, inside the gate. None: it may use any."""
+        if subject is None:
+            return self.call(function, *args, **kwargs)
+        return self.gate_state.call_model(lambda _: function(*args, **kwargs), subject)
+
+    def call_with_deadline(
+        self, deadline: float | None, subject: object, function: Callable[..., Any], *args: Any
+    ) -> Any | None:
+        """Wait for the gate until ``deadline``, and do as ``call_for``. None if that was not in time.
 
         Called by the thread in ``receive()``, and never inside the gate. At the end ``release`` is always called, as a
         signal handler may raise just after ``acquire``; if the lock was not acquired, the error of ``release`` is
@@ -85,7 +93,8 @@ class Gate:
         """
         lock, left = self.gate_state.lock, remaining(deadline)
         try:
-            return self.call(function, *args) if lock.acquire(timeout=-1 if left is None else left) else None
+            in_time = lock.acquire(timeout=-1 if left is None else left)
+            return self.call_for(subject, function, *args) if in_time else None
         finally:
             try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
                 lock.release()
@@ -158,9 +167,10 @@ class MixedWeightsGuard:
 
     def set(self, why: str) -> None:
         """Refuse forwards, for the reason ``why``; with an empty one, allow them again. Called inside the gate."""
-        if not self.why and why:
+        attached = self in _gate.gate_state.hooks  # not in a forked child, which has another gate
+        if why and not attached:
             _gate.attach(self)
-        elif self.why and not why:
+        elif attached and not why:
             _gate.detach(self)
         self.why = why
 
@@ -178,6 +188,7 @@ def _reset_in_child() -> None:
     """Start anew: a child has no receivers, and the lock may be held by a thread that does not exist in the child."""
     global _gate
     _gate = Gate()
+    _thread_local.without_forward = False
 
 
 os.register_at_fork(after_in_child=_reset_in_child)

@@ -257,9 +257,8 @@ class ReceiverRole(Role):
 
     def weights(self, strategy: WeightStrategy) -> Any:
         """See ``Role``."""
-        receiver = self.receiver
-        subject = self if receiver.destination.model is None else receiver.destination.model
-        return process_gate().gate_state.call_model(lambda _: receiver.weights(), subject)
+        model = self.receiver.destination.model
+        return process_gate().call_for(self if model is None else model, self.receiver.weights)
 
     def make_writable(self) -> None:
         """See ``Role``."""
@@ -275,6 +274,7 @@ class ReceiverRole(Role):
         if self.background_connect is not None:
             self.background_connect.close()
         self.receiver.close()
+        process_gate().call_without_forward(self.receiver.updater.allow_forwards)
 
 
 def prepared_weights(role: Role, weights: Any, model_id: str, strategy: WeightStrategy, context: Any) -> Any:

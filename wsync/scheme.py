@@ -168,7 +168,7 @@ class WeightSyncScheme(SchemeBase):
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect(), also after shutdown()")
 
     def disconnect(self, worker_idx: int) -> None:
-        """On the sender: treat a worker as dead: a ``send`` in another thread stops waiting for it. See ``readmit``."""
+        """On the sender: treat a worker as dead; a ``send`` that waits for it raises. See ``readmit``."""
         self._role.as_sender("disconnect").sender.disconnect(worker_idx)
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:

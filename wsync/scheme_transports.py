@@ -121,7 +121,7 @@ class ReceiverTransport:
         self._connect(worker_idx=worker_idx)
         if not self._receiver.version:
             return None
-        return process_gate().call_without_forward(self._copy_to, weights, model, strategy)
+        return process_gate().call_for(self._receiver.destination.model, self._copy_to, weights, model, strategy)
 
     def _copy_to(self, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
         """Apply the model's weights to other destinations; inside the gate, so that they are of one version."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from wsync.deadlines import deadline_in
 from wsync.errors import in_forked_child
@@ -33,7 +33,7 @@ _PATIENCE = 0.1  # seconds in which another thread's call may end by itself, bef
 class Sender:
     """Sends one model's weights to all its workers. Any thread may call; one call runs at a time.
 
-    A call holds the *sender's lock*, and for each step the *channel's lock* inside ``SenderSideChannel``. So does the
+    A call holds the *sender's lock*, and for each step the *channel's lock* inside ``SenderSideChannel``, as does the
     *send-loop thread*, which sends what had to wait for a worker's answer (``sending/send_loop.py``).
 
     Args:
@@ -132,10 +132,7 @@ class Sender:
                 self._enable_fast(weights)
 
     def disconnect(self, worker: int) -> None:
-        """Treat a worker as dead; a call in another thread that waits for it raises ``WorkerDied``.
-
-        ValueError if there is no such worker.
-        """
+        """Treat a worker as dead; a ``send`` in another thread that waits for it raises. ValueError: there is none."""
         worker = single_worker(worker, self.num_workers)
         try:
             while not self._lock.acquire(timeout=_PATIENCE):
@@ -145,11 +142,13 @@ class Sender:
                 self._updates.unawaited.stop_waiting_for([worker])
                 self._members.remove([worker])
         finally:
-            with suppress(RuntimeError):  # a signal handler has raised before the lock was acquired
+            try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
                 self._lock.release()
+            except RuntimeError:  # it was not acquired
+                pass
 
     def readmit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
-        """Accept a replacement for a dead worker. It gets the newest update sent to this index, also if it was absent.
+        """Accept a replacement for a dead worker. The replacement gets the newest update sent to this index.
 
         Args:
             worker: the dead worker's index.

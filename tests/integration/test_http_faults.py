@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -273,6 +274,31 @@ def test_a_refused_switch_leaves_the_update_in_flight_alone() -> None:
         go_on.set()
         report = scheme.wait_async()
         assert report is not None and report.version == 2 and loaded == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_a_disconnect_ends_the_wait_for_an_engine_that_hangs(in_flight: int) -> None:
+    """Also for a version that waits behind one in flight."""
+    loading, go_on = threading.Event(), threading.Event()
+
+    def load(pairs: Any) -> None:
+        if any((tensor == 2).any() for _, tensor in pairs):
+            loading.set()
+            go_on.wait(30.0)
+
+    with serve(wsync.engine_app(load=load, token=None)) as url, trainer(url, timeout=None) as scheme:
+        if in_flight:
+            scheme.send_async(fill(Small(), 2))
+            assert loading.wait(30.0)
+        with ThreadPoolExecutor(1) as threads:
+            sending = threads.submit(scheme.send, fill(Small(), 3 if in_flight else 2))
+            assert loading.wait(30.0)
+            while scheme.version < 2 + in_flight:  # the send has begun, and holds the sender's lock until it ends
+                pass
+            scheme.disconnect(0)
+            go_on.set()
+            with pytest.raises(wsync.WorkerDied, match=r"(?s)worker 0.*disconnect"):
+                sending.result(30.0)
 
 
 @pytest.mark.parametrize(

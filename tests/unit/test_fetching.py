@@ -197,18 +197,18 @@ def test_a_worker_that_connects_anew_forgets_the_version_that_its_former_sender_
 
 
 def test_a_forward_waits_for_no_version_of_another_model() -> None:
-    """Nor does one by way of a model that contains it wait less."""
+    """It waits for its own, also if it is called by a model that contains it."""
     silent = Silent()
     with connected(silent, timeout=0.2, initiator="receiver", max_staleness=0) as (_, model):
         silent.name_a_version()
         with wsync.SharedMemWeightSyncScheme() as other, wsync.SharedMemWeightSyncScheme() as outer:
             other.init_in_process("other", Small(), fill(Small(), 1))
-            assert other.model()[0] == 1
             outer.init_in_process("outer", nn.Sequential(model), nn.Sequential(nn.Linear(2, 2)))
             for forward in (model, outer.model):
                 with pytest.raises(wsync.SyncTimeout, match="version 9"):
                     while True:  # the version is named when its message has arrived
                         forward(model.weight)
+                assert other.model()[0] == 1
 
 
 def refuse_2_and_3(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -137,8 +137,8 @@ def hold_briefly(gate: Gate) -> None:
     [
         lambda gate: gate.call(bool),
         hold_briefly,
-        lambda gate: gate.call_with_deadline(None, bool),
-        lambda gate: gate.call_with_deadline(time.perf_counter() + 20.0, bool),
+        lambda gate: gate.call_with_deadline(None, None, bool),
+        lambda gate: gate.call_with_deadline(time.perf_counter() + 20.0, None, bool),
         lambda gate: gate.held_here,
     ],
     ids=["call", "hold", "call_with_deadline", "call_with_deadline a deadline", "held_here"],

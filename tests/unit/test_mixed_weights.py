@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,3 +96,43 @@ def test_a_chunk_that_is_refused_after_another_was_loaded_leaves_mixed_weights()
             with pytest.raises(wsync.WeightSyncError, match="two versions"):
                 engine.forward()
         assert engine.forward() == set()  # the worker has left: nothing is refused any more
+
+
+def test_a_pull_from_a_store_loads_the_next_version_into_an_engine_that_is_refused(tmp_path: Path) -> None:
+    engine = Engine()
+    with wsync.StoreWeightSyncScheme(str(tmp_path)) as sender, ExitStack() as stack:
+        sender.init_on_sender("policy", model=model_of(1))
+        sender.connect()
+        reader = stack.enter_context(wsync.StoreWeightSyncScheme(str(tmp_path), initiator="receiver"))
+        reader.init_on_receiver("policy", load=engine.load, worker_idx=0)
+        reader.connect()
+        engine.failure = ArithmeticError("no memory")
+        sender.send(model_of(2))
+        reader.pull()
+        with pytest.raises(wsync.WeightSyncError, match="two versions"):
+            engine.forward()
+        engine.failure = None
+        sender.send(model_of(3))
+        assert reader.pull() == 3 and engine.forward() == {3.0}
+
+
+def test_mixed_weights_are_refused_while_the_worker_connects_again() -> None:
+    with ExitStack() as stack:
+        engine = Engine()
+        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT))
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        worker = stack.enter_context(make_worker(sender, 0, load=engine.load))
+        engine.failure = ArithmeticError("no memory")
+        connecting = stack.enter_context(ThreadPoolExecutor()).submit(worker.connect)
+        with pytest.raises(wsync.WorkerFailed, match="no memory"):
+            sender.connect()
+        with pytest.raises(wsync.WeightSyncError, match="no memory"):
+            connecting.result()
+        with pytest.raises(wsync.WeightSyncError, match="two versions"):
+            engine.forward()
+        engine.failure = None
+        connecting = stack.enter_context(ThreadPoolExecutor()).submit(worker.connect)
+        sender.readmit(0)
+        connecting.result()
+        sender.send(model_of(2))
+        assert engine.forward() == {2.0}

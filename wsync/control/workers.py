@@ -99,8 +99,8 @@ class WorkerConnections:
             if self._source.fileno() in ready:
                 missing.discard(self._accept(workers, deadline))
             # A dead worker that has answered is left out: wait_acks reports its answer, usually a traceback, instead.
-            others = {*missing, *self._connections, *self._answers}
-            gone = {one: death.error for one, death in self._deaths.items() if one in workers and one not in others}
+            ended = set(workers) - {*missing, *self._connections, *self._answers}
+            gone = {one: death.error for one, death in self._deaths.copy().items() if one in ended}
             if gone:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(gone.items()))
                 raise WorkerDied(f"worker(s) {join_indices(gone)} were lost after they had connected{causes}", gone)

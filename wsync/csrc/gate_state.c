@@ -133,12 +133,12 @@ static PyObject *call(GateState *self, PyObject *subject, PyObject *const *args,
     int depth = self->depth;
     PyObject *result = NULL;
     if (depth == 0)
-        Py_SETREF(self->subject, Py_NewRef(subject));
+        Py_XSETREF(self->subject, Py_NewRef(subject));
     if (enter(self, depth) == 0)
         result = count ? PyObject_Vectorcall(args[0], args + 1, (size_t)count - 1, keywords) : Py_NewRef(Py_None);
     int left = leave(self, depth);
     if (depth == 0)
-        Py_SETREF(self->subject, Py_NewRef(Py_None));
+        Py_XSETREF(self->subject, Py_NewRef(Py_None));
     if (unlock_gate(self) || left)
         Py_CLEAR(result);
     return result;

@@ -31,7 +31,7 @@ _PROBE = 2.0  # seconds for the first request to an engine, before the next engi
 class EngineSendChannel(ConnectionlessChannel):
     """A ``SendChannel`` to engines, its workers: HTTP servers that the user has started.
 
-    All methods are called under the sender's lock, except ``_done``, which the engines' threads call.
+    All methods are called under the sender's lock, except ``give_up``, and ``_done``, which the engines' threads call.
 
     Args:
         clients: one for each engine, by index.
@@ -124,6 +124,11 @@ class EngineSendChannel(ConnectionlessChannel):
 
     def give_up(self, worker: int) -> None:
         """See ``SendChannel``."""
+        with self._lock:
+            job = self._submitted.pop(worker, None)  # so that its outcome, which follows, does not count
+            if job is not None:
+                self._acks[worker] = Ack(worker, job.version, "disconnect() was called for it", died=True)
+                self._changed.notify_all()
         self._engines[worker].give_up()
 
     def disconnect(self, worker: int) -> None:
@@ -175,7 +180,7 @@ class EngineSendChannel(ConnectionlessChannel):
 
     def _done(self, job: Job, ack: Ack) -> None:
         with self._lock:
-            if self._submitted[ack.worker] is job:  # not the outcome of an attempt that was given up
+            if self._submitted.get(ack.worker) is job:  # not the outcome of an attempt that was given up
                 self._acks[ack.worker] = ack
                 self._changed.notify_all()
 

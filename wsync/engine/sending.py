@@ -45,7 +45,7 @@ class Job:
 class EngineThread:
     """Sends versions to one engine, one after the other; a newer one takes the place of one that waits.
 
-    All methods but the thread's own are called under the sender's lock.
+    All methods but ``give_up`` and the thread's own are called under the sender's lock.
 
     Args:
         worker: the engine's index.

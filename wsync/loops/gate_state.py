@@ -8,17 +8,17 @@ from typing import Any, Protocol
 class GateHook(Protocol):
     """What the gate calls before and after each forward: the object that installs one model's updates.
 
-    Implemented by ``ModelUpdater``, ``WorkerSlot``, ``InstallOnRequest`` (installs only when the worker asks for it)
-    and ``RegisteredBufferBinder``.
+    Implemented by ``ModelUpdater``, ``WorkerSlot``, ``InstallOnRequest`` (installs only when the worker asks for it),
+    ``RegisteredBufferBinder`` and ``MixedWeightsGuard``.
     """
 
     def poll_update(self) -> bool:
         """Install the newest version before a forward.
 
         Called each time a thread enters the gate from outside, with the lock held: by the acting thread before each
-        forward, by the receiver thread after a message. Returns True if the version belonged to a transaction
-        (``wsync.synchronize``), so that updates of other models were installed with it: ``poll_update`` of every hook
-        is then called again. An exception is raised in the caller of the forward.
+        forward, by the receiver thread after a message. Returns True if ``poll_update`` of every hook has to be called
+        again: the version belonged to a transaction (``wsync.synchronize``), so that updates of other models were
+        installed with it; or the install has failed. An exception is raised in the caller of the forward.
         """
         ...
 

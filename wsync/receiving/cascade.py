@@ -94,7 +94,7 @@ def cascade_of(context: object, model_id: str, model: object, strategy: WeightSt
         )
 
     def pass_on() -> None:
-        arguments, keywords = form(process_gate().call_without_forward(_copy_of, strategy.extract_weights, model))
+        arguments, keywords = form(process_gate().call_for(model, _copy_of, strategy.extract_weights, model))
         update(*arguments, **keywords)
 
     return Cascade(pass_on)

@@ -30,6 +30,7 @@ from wsync.weights.binding import Binding, load_extra, unshare
 from wsync.weights.layout import Layout
 from wsync.weights.targets import Destination, Target, mixed_weights
 
+_INTERRUPTED = "a signal handler has raised"
 MakeInstallPolicy = Callable[[VersionState], InstallOnArrival | InstallOnRequest]
 
 
@@ -71,7 +72,7 @@ class ModelUpdater:
         self.unbound_at_version = -1
         self.announced_at = 0.0
         self.error = ""
-        self.state = VersionState(self, channel)
+        self.state = VersionState(self, channel, self if destination.model is None else destination.model)
         self.install_policy = make_install_policy(self.state)
         self._channel = channel
         self._cascade = cascade
@@ -84,8 +85,8 @@ class ModelUpdater:
     def poll_update(self) -> bool:
         """Install the version that the next forward must use. Implements ``wsync.loops.gate_state.GateHook``.
 
-        Returns True, and the gate calls all hooks again, if it committed a transaction: other models have changed too;
-        or if the install has failed: the hook of mixed weights is called.
+        Returns True if the gate has to call all hooks again: after a transaction, which has changed other models, and
+        after a failed install, which may have attached a ``MixedWeightsGuard``.
         """
         update = self._channel.poll_update()
         if update is None:
@@ -108,10 +109,11 @@ class ModelUpdater:
         """
         started = time.perf_counter()
         wait = started - self.announced_at if self.announced_at else 0.0
+        self.error = _INTERRUPTED
         try:
             self.error = error_of(self._install, update)
         finally:  # also after a signal handler has raised
-            self._guard.set(self._mixed(update.version))
+            self._update_guard(update.version)
         self._channel.on_installed(update, self.error)
         arena, binding = self._channel.arena, self.binding
         if arena is not None and binding is not None and not (self.error or update.extra or self._cascade):
@@ -128,10 +130,15 @@ class ModelUpdater:
             apply = time.perf_counter() - started
             self._channel.answer(Ack(self.worker_idx, update.version, self.error, wait=wait, apply=apply))
 
-    def _mixed(self, version: int) -> str:
-        if self._target is None or not self._target.mixed:
-            return ""
-        return mixed_weights(f"worker {self.worker_idx}", f"version {version}")
+    def _update_guard(self, version: int) -> None:
+        if not self.error:
+            self.allow_forwards()
+        elif self._target is not None and self._target.mixed and not self._guard.why:
+            self._guard.set(mixed_weights(f"worker {self.worker_idx}", f"version {version}"))
+
+    def allow_forwards(self) -> None:
+        """Refuse forwards no longer because of mixed weights. Called inside the gate."""
+        self._guard.set("")
 
     @property
     def in_forward(self) -> bool:
@@ -183,7 +190,6 @@ class ModelUpdater:
     def release(self) -> None:
         """Drop what is prepared, and copy the model to memory of its own. Called by the thread that closes."""
         prepared_updates.forget(self)
-        self._guard.set("")
         try:
             self.copy_to_own_memory()
             self._target = None
@@ -217,7 +223,7 @@ class ModelUpdater:
             return False
         if event is not None:
             self.announced_at = time.perf_counter()
-            process_gate().call(self._process, event)
+            process_gate().call_without_forward(self._process, event)
             self.acknowledge_after_cascade()
         return True
 

@@ -43,6 +43,7 @@ class VersionState:
         updater: has the version that is installed, and is told how many threads wait. These are attributes of the
             updater because a ``WorkerSlot`` uses them in each update.
         channel: the connection to the sender.
+        subject: what ``wait_next`` reads: see ``Gate.call_for``.
 
     Attributes:
         phase: the phase of the connection.
@@ -51,8 +52,9 @@ class VersionState:
         on_change: called after each change: a version was installed or has failed, or the connection has ended.
     """
 
-    def __init__(self, updater: SlotUpdater, channel: ReceiveChannel) -> None:
+    def __init__(self, updater: SlotUpdater, channel: ReceiveChannel, subject: object) -> None:
         self._updater = updater
+        self._subject = subject
         self._channel = channel
         self.phase = Phase.NEW
         self.failed_version = 0
@@ -180,12 +182,12 @@ class VersionState:
         self._add_waiting(1)
         try:
             with without_forward():
-                process_gate().call_with_deadline(deadline, bool)  # a published version is installed on the way
-                while True:
-                    self._wait_for_change(deadline)
-                    taken = process_gate().call_with_deadline(deadline, self._take, take)
-                    if taken is not None or self.closed or remaining(deadline) == 0.0:
-                        break  # else another thread has taken that version
+                process_gate().call_with_deadline(deadline, None, bool)  # a published version is installed on the way
+            while True:
+                self._wait_for_change(deadline)
+                taken = process_gate().call_with_deadline(deadline, self._subject, self._take, take)
+                if taken is not None or self.closed or remaining(deadline) == 0.0:
+                    break  # else another thread has taken that version
         finally:
             self._add_waiting(-1)
         with self._guard:

@@ -67,7 +67,8 @@ class Loader:
         chunk_bytes: call ``load`` several times for a version, with at most so many bytes each (or one tensor).
 
     Attributes:
-        mixed: see ``Target``. False if ``load`` has raised ``LayoutMismatch``, or had not taken any pair.
+        mixed: see ``Target``. False if ``load`` had not taken any pair, or has raised ``LayoutMismatch`` for the first
+            chunk.
     """
 
     may_refuse = True
