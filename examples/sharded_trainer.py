@@ -49,7 +49,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> No
         optimizer.step()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Train in all ranks, and send from rank 0."""
     device = "cuda" if torch.cuda.device_count() >= WORLD_SIZE else "cpu"
     mesh = init_device_mesh(device, (WORLD_SIZE,))  # with gloo on CPUs, NCCL on GPUs
     torch.manual_seed(0)  # the same first weights in all ranks
@@ -85,4 +86,8 @@ if __name__ == "__main__":
             assert version == report.version
             assert all(torch.equal(weights[name], torch.from_numpy(own[name])) for name in weights)
         print(f"version {report.version}, {report.bytes} bytes: both workers have the gathered weights")
-    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()  # when the sharded model is gone
