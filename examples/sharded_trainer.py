@@ -1,4 +1,4 @@
-"""A trainer whose model is sharded by FSDP2: all ranks gather the weights, and rank 0 sends them to its workers.
+"""A trainer with a model that FSDP2 shards: all ranks gather the weights, and rank 0 sends them to the workers.
 
 torchrun --standalone --nproc-per-node 2 examples/sharded_trainer.py
 """
