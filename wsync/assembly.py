@@ -9,7 +9,7 @@ from weakref import WeakMethod
 
 from torch import nn
 
-from wsync.control.interfaces import ConnectionSource
+from wsync.control import Listener
 from wsync.in_process import InProcessChannel
 from wsync.paths import find_model, find_or_none
 from wsync.receiver import Receiver
@@ -49,14 +49,14 @@ def model_and_weights(
     return model, params_map or (model if weights is None else weights)
 
 
-def make_sender(scheme: SchemeBase, source: Source, num_workers: int, connections: ConnectionSource) -> Sender:
-    """Return the sender to ``num_workers`` workers, which connect through ``connections``.
+def make_sender(scheme: SchemeBase, source: Source, num_workers: int, listener: Listener) -> Sender:
+    """Return the sender to ``num_workers`` workers, which connect to ``listener``.
 
     Workers are accepted during ``connect`` and ``readmit``, by the calling thread.
     """
     on_request = scheme.initiator == "receiver"
     routes = Routes(
-        connections,
+        listener,
         num_workers,
         _transport_factory(scheme),
         scheme.strategy,

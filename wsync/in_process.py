@@ -127,10 +127,6 @@ class InProcessChannel(ConnectionlessChannel):
         """See ``ReceiveChannel``: there are no messages."""
         return None
 
-    def sender_is_alive(self) -> bool:
-        """See ``ReceiveChannel``: it is this process."""
-        return True
-
     def sender_has_ended(self) -> bool:
         """See ``ReceiveChannel``."""
         return False

@@ -5,7 +5,7 @@ pickled scheme. In a worker it makes the connection. A scheme names its rendezvo
 
     SocketRendezvous      the address in the pickled scheme: a Unix socket, or TCP
     TorchStoreRendezvous  TCP; without a pickled scheme, the sealed address is looked up in a torch.distributed store
-    RpcRendezvous         a torch.distributed.rpc call (backends/rpc.py)
+    RpcRendezvous         TCP; the address is asked for by a torch.distributed.rpc call (backends/rpc.py)
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch.distributed import (
 )
 
 from wsync.control import Address, Connection, Listener, connect, seal, unseal
-from wsync.control.interfaces import ConnectionSource
 from wsync.deadlines import remaining, time_until
 from wsync.errors import NotConnected, SyncTimeout
 
@@ -35,7 +34,7 @@ class Rendezvous(Protocol):
     By default, which is for classes that derive from this one, the address travels in the pickled scheme alone.
     """
 
-    def open(self) -> tuple[ConnectionSource, Any]:
+    def open(self) -> tuple[Listener, Any]:
         """On the sender: return where workers connect, and its picklable address. Called once, by ``init_on_sender``.
 
         Raises:
@@ -75,7 +74,7 @@ class SocketRendezvous(Rendezvous):
     def __init__(self, host: str | None = None) -> None:
         self.host = host
 
-    def open(self) -> tuple[ConnectionSource, Address]:
+    def open(self) -> tuple[Listener, Any]:
         """See ``Rendezvous``."""
         listener = Listener(self.host)
         return listener, listener.address

@@ -7,7 +7,7 @@ A backend is a subclass that names a transport (``create_transport``) and, where
 in the pickled scheme, a rendezvous (``create_rendezvous``). What it may override is in ``scheme_base.py``.
 
 In a worker the *acting thread* runs the forwards inside the *gate* (``wsync/gate.py``), where updates are installed;
-the *receiver thread*, one per process, reads the senders' messages; with RPC it is the thread of the incoming call.
+the *receiver thread*, one per process, reads the senders' messages.
 """
 
 from __future__ import annotations

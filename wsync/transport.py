@@ -155,8 +155,8 @@ class Transfer(Protocol):
     def wait(self, timeout: timedelta = ...) -> bool:
         """Return when the transfer is complete; raises RuntimeError if it failed, or at the timeout.
 
-        Called in the worker, once, with the scheme's timeout, by the thread that reads the sender's messages (with RPC
-        that of the incoming call). On the sender it is not called: the worker's answer shows that it is complete.
+        Called in the worker, once, with the scheme's timeout, by the thread that reads the sender's messages.
+        On the sender it is not called: the worker's answer shows that it is complete.
         """
         ...
 

@@ -21,7 +21,7 @@ from collectors.workers.connections import WorkerConnection
 from collectors.workers.pool import pollable
 from collectors.workers.processes import exit_reason
 from wsync import SyncTimeout, WorkerDied
-from wsync.control import Listener, Message, SocketConnection
+from wsync.control import Connection, Listener, Message
 
 Launcher = Literal["local", "join"]
 _log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class TcpPool(ConnectionPool):
 
     def __init__(self, count: int, *, host: str, port: int, launcher: Launcher, timeout: float) -> None:
         self._count = count
-        self._registered: dict[str, dict[str, SocketConnection]] = {}  # of workers with one connection so far
+        self._registered: dict[str, dict[str, Connection]] = {}  # of workers with one connection so far
         by_torchrun = launcher == "join" and torchrun.under_torchrun()
         token = None if launcher == "local" or by_torchrun else key_from_environment(os.environ)
         if by_torchrun and (started := int(os.environ["WORLD_SIZE"])) != count + 1:
@@ -151,7 +151,7 @@ class TcpPool(ConnectionPool):
         joined = {worker.worker_idx for worker in self.workers if worker.connection is not None}
         return sorted(set(range(self._count)) - joined)
 
-    def _register(self, connection: SocketConnection, greeting: Message) -> None:
+    def _register(self, connection: Connection, greeting: Message) -> None:
         """Register one connection; a worker in another program has joined with its second one."""
         if not greeting.payload.startswith(b"{"):
             super()._register(connection, greeting)

@@ -14,7 +14,7 @@ from collectors.distributed import torchrun
 from collectors.worker import exit_with_descriptors, serve, set_worker_signals
 from collectors.workers.connections import WorkerConnection
 from wsync import NotConnected
-from wsync.control import Address, SocketConnection, connect
+from wsync.control import Address, Connection, connect
 
 TRAINER, AUTHKEY = "WSYNC_TRAINER", "WSYNC_AUTHKEY"
 
@@ -91,7 +91,7 @@ def join(address: Address, worker_idx: int, timeout: float) -> None:
     """
     deadline, key = time.monotonic() + timeout, secrets.token_hex(16)
     name = f"(process {os.getpid()} on {socket.gethostname()})"
-    ends: dict[str, SocketConnection] = {}
+    ends: dict[str, Connection] = {}
     try:
         for purpose in ("liveness", "messages"):
             registration = json.dumps({"purpose": purpose, "key": key, "name": name})
@@ -108,7 +108,7 @@ def join(address: Address, worker_idx: int, timeout: float) -> None:
             end.close()
 
 
-def _require_accepted(end: SocketConnection, address: Address, deadline: float) -> None:
+def _require_accepted(end: Connection, address: Address, deadline: float) -> None:
     where = f"{address.host}:{address.port}"
     if not wait([end.fileno()], max(0.0, deadline - time.monotonic())):
         raise NotConnected(f"the trainer at {where} does not answer: is it stopped?")

@@ -16,7 +16,7 @@ from collectors.workers.pool import RAISED, SHUTDOWN_GRACE, Event, WorkerHandle,
 from collectors.workers.process_handle import ProcessHandle
 from collectors.workers.processes import exit_reason, join_or_kill, kill, start
 from wsync import NotConnected
-from wsync.control import Address, Listener, Message, SocketConnection, connect
+from wsync.control import Address, Connection, Listener, Message, connect
 
 
 class ConnectedWorker(WorkerHandle):
@@ -35,7 +35,7 @@ class ConnectedWorker(WorkerHandle):
         worker_idx: int,
         key: bytes,
         process: BaseProcess | None = None,
-        liveness: SocketConnection | None = None,
+        liveness: Connection | None = None,
         name: str = "",
     ) -> None:
         super().__init__(worker_idx)
@@ -165,7 +165,7 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         if (accepted := self.listener.accept()) is not None:
             self._register(*accepted)
 
-    def _register(self, connection: SocketConnection, greeting: Message) -> None:
+    def _register(self, connection: Connection, greeting: Message) -> None:
         """Give a connection to the worker that has made it; close one of a worker that was discarded meanwhile."""
         for worker in self.workers:
             if worker.connection is None and worker.key == greeting.payload:
@@ -173,7 +173,7 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
                 return
         connection.close()
 
-    def _attach(self, worker: ConnectedWorker, connection: SocketConnection) -> None:
+    def _attach(self, worker: ConnectedWorker, connection: Connection) -> None:
         worker.attach(WorkerConnection(connection))
 
     def _receive(self, worker: ConnectedWorker, readable: bool) -> tuple[str, Any]:

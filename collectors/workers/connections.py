@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from collectors.batch_layout import BatchLayout
-from wsync.control import Kind, Message, SocketConnection
+from wsync.control import Connection, Kind, Message
 
 _PAUSE = 50  # milliseconds without progress after which the trainer looks after its other workers
 
@@ -31,7 +31,7 @@ class WorkerConnection:
         shares_memory: whether it is a Unix socket. What one end has sent can then be read by the other at once.
     """
 
-    def __init__(self, connection: SocketConnection) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.shares_memory = connection.passes_descriptors
         self._unread = memoryview(b"")  # what is missing of the batch that is being received
@@ -68,7 +68,7 @@ class WorkerConnection:
 
     def wait_without_limit(self) -> None:
         """Let no read and no write fail because it makes no progress: the trainer may be busy for long."""
-        with socket.socket(fileno=socket.dup(self._connection.socket_fd)) as sock:
+        with socket.socket(fileno=socket.dup(self._connection.fileno())) as sock:
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
 
@@ -94,7 +94,7 @@ class WorkerConnection:
         self.send("batch", index)
         if not self.shares_memory:
             self._connection.flush()  # the bytes must not overtake a message
-            left, descriptor = _bytes_of(buffer), self._connection.socket_fd
+            left, descriptor = _bytes_of(buffer), self._connection.fileno()
             while left:
                 left = left[os.write(descriptor, left) :]
 
@@ -123,7 +123,7 @@ class WorkerConnection:
         """
         if self.shares_memory:
             return True
-        descriptor = self._connection.socket_fd
+        descriptor = self._connection.fileno()
         self._unread = self._unread or _bytes_of(buffer)
         readable = select.poll()
         readable.register(descriptor, select.POLLIN)

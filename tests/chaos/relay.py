@@ -23,9 +23,9 @@ HOLD = -1
 
 
 class RelayedConnection:
-    """The sender's end of a connection (a ``Connection``): messages arrive when the relay delivers them."""
+    """The sender's end of a ``Connection``: messages arrive when the relay delivers them."""
 
-    socket_fd = -1  # no socket carries the messages that this object returns
+    busy = True  # the fast path would read the socket itself
 
     def __init__(self, connection: Connection, relay: Relay) -> None:
         self._connection = connection
@@ -85,20 +85,20 @@ class RelayedConnection:
 
 
 class Relay:
-    """Where workers connect (a ``ConnectionSource``), in front of the real one. Applies ``rule`` to each message."""
+    """Where workers connect, in front of the real ``Listener``. Applies ``rule`` to each message."""
 
-    def __init__(self, source: Any) -> None:
-        self._source = source
+    def __init__(self, listener: Any) -> None:
+        self._listener = listener
         self._held: list[tuple[RelayedConnection, Message]] = []
         self._lock = threading.Lock()
         self.rule: Rule = lambda message: 1
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
+        return getattr(self._listener, name)
 
     def accept(self) -> tuple[Any, Message] | None:
-        """See ``ConnectionSource``."""
-        accepted = self._source.accept()
+        """See ``Listener``."""
+        accepted = self._listener.accept()
         return None if accepted is None else (RelayedConnection(accepted[0], self), accepted[1])
 
     def received(self, connection: RelayedConnection, message: Message | None) -> None:
@@ -121,13 +121,13 @@ class Relay:
 
 @contextmanager
 def intercept(scheme: wsync.WeightSyncScheme) -> Iterator[list[Relay]]:
-    """Around ``init_on_sender``: puts a relay in front of the scheme's source of connections, and into the list."""
+    """Around ``init_on_sender``: puts a relay in front of the scheme's listener, and into the list."""
     rendezvous, relays = scheme.create_rendezvous(), list[Relay]()
     real = rendezvous.open
 
     def open_relay() -> tuple[Any, Any]:
-        source, address = real()
-        relays.append(Relay(source))
+        listener, address = real()
+        relays.append(Relay(listener))
         return relays[0], address
 
     rendezvous.open = open_relay

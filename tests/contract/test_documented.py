@@ -261,17 +261,23 @@ def test_weights_mapped_for_a_worker_are_made_when_they_are_sent(pool: WorkerPoo
         assert mapped.alive == [0] * 6  # one worker's at a time
 
 
-def test_nothing_travels_at_the_connect_of_rpc_and_its_workers_have_no_thread() -> None:
+def test_nothing_travels_at_the_connect_of_rpc() -> None:
     Rpc.pool = Rpc.pool_type()
     try:
         with Rpc().workers(1) as workers, Rpc().make_scheme(timeout=TIMEOUT) as scheme:
+            with Rpc().make_scheme(trainer="chief") as other:
+                other.init_on_sender("policy", num_workers=1)
+                with pytest.raises(
+                    wsync.NotConnected, match="the trainer is 'trainer' in RPC, and workers call 'chief'"
+                ):
+                    other.connect()
             scheme.init_on_sender("policy", model=fill(Small(), 6), num_workers=1)
             workers[0].start(commands.join, scheme, Small, 0, "policy")
             scheme.connect()
             assert workers[0].result() == 0
             assert workers[0].call(commands.output)[0] == 0.0
             scheme.send()
-            assert workers[0].call(commands.output)[0] == 6.0 and workers[0].call(threads) == 0
+            assert workers[0].call(commands.output)[0] == 6.0
     finally:
         Rpc.pool.close()
 

@@ -23,7 +23,7 @@ from stopping import wait_until_asleep
 
 import wsync
 from wsync import listen_on
-from wsync.control import Address, Kind, Listener, Message, SocketConnection, WorkerConnections, connect
+from wsync.control import Address, Connection, Kind, Listener, Message, WorkerConnections, connect
 
 HOSTS = pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["unix", "tcp"])
 SECONDS = 10.0
@@ -39,7 +39,7 @@ def open_socket(address: Address) -> socket.socket:
     return opened
 
 
-def accept(listener: Listener) -> tuple[SocketConnection, Message]:
+def accept(listener: Listener) -> tuple[Connection, Message]:
     """Wait for an authenticated connection."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
@@ -51,7 +51,7 @@ def accept(listener: Listener) -> tuple[SocketConnection, Message]:
 
 
 @contextmanager
-def connected(host: str | None) -> Iterator[tuple[SocketConnection, SocketConnection]]:
+def connected(host: str | None) -> Iterator[tuple[Connection, Connection]]:
     """Both ends of a connection: the listener's, and worker 3's. The listener's has sent one message."""
     with closing(Listener(host)) as listener:
         worker = connect(listener.address, 3, time.monotonic() + SECONDS)

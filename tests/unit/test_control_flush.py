@@ -1,4 +1,4 @@
-"""``SocketConnection.flush``: raw bytes and a close may follow a message that a thread sends."""
+"""``Connection.flush``: raw bytes and a close may follow a message that a thread sends."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from wsync.control import Kind, Listener, Message, SocketConnection, connect
+from wsync.control import Connection, Kind, Listener, Message, connect
 
 SIZE = 8 << 20  # bytes; more than a socket takes at once
 
 
 @contextmanager
-def connected(host: str | None) -> Iterator[tuple[SocketConnection, SocketConnection]]:
+def connected(host: str | None) -> Iterator[tuple[Connection, Connection]]:
     """Yield the sender's end and the worker's."""
     listener = Listener(host)
     worker = connect(listener.address, 0, time.monotonic() + 20.0)
-    accepted: SocketConnection | None = None
+    accepted: Connection | None = None
     while accepted is None:
         assert wait([listener.fileno()], 20)
         found = listener.accept()

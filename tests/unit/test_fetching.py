@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from workers_here import connect, make_worker, model_of
 
 import wsync
 from wsync.control import Connection, Kind, Message
-from wsync.control.connection import SocketConnection
 from wsync.control.messages import REQUEST_NUMBER
 from wsync.control.settings import SenderSettings
 from wsync.deadlines import deadline_in, wait_readable
@@ -112,36 +110,9 @@ def test_a_shutdown_ends_a_pull_in_another_thread() -> None:
         assert ended == [wsync.NotConnected]
 
 
-@pytest.fixture
-def silent_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Senders are dead, and no message reports it: over RPC, only a call finds that out."""
-    monkeypatch.setattr(SocketConnection, "peer_is_alive", lambda _: False)
-
-
-@pytest.mark.usefixtures("silent_death")
-def test_a_pull_ends_with_a_sender_that_dies_silently() -> None:
-    with connected(Silent(), timeout=None, initiator="receiver") as (worker, _), ThreadPool(1) as threads:
-        outcome = threads.apply_async(worker.pull)
-        with pytest.raises(wsync.NotConnected, match="the sender died"):
-            outcome.get(TIMEOUT)
-
-
 def act(model: nn.Module, ended: threading.Event) -> None:
     while not ended.is_set():
         model(model.weight)
-
-
-@pytest.mark.usefixtures("silent_death")
-def test_a_forward_that_waits_goes_on_without_a_sender_that_dies_silently() -> None:
-    silent, requested = Silent(), threading.Event()
-    with connected(silent, timeout=None, initiator="receiver", max_staleness=0) as (_, model):
-        silent.name_a_version()
-        thread = threading.Thread(target=act, args=(model, requested), daemon=True)
-        thread.start()
-        silent.await_request()
-        requested.set()
-        thread.join(TIMEOUT)
-        assert not thread.is_alive()
 
 
 def test_each_thread_that_acts_waits_for_the_version_that_it_needs() -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import wsync
 from learning import checkpoint
-from wsync.control import Address, Kind, Listener, Message, SocketConnection, connect
+from wsync.control import Address, Connection, Kind, Listener, Message, connect
 from wsync.control.settings import SenderSettings
 from wsync.testing.models import Small, fill
 from wsync.weights.layout import Layout, same_bits
@@ -196,7 +196,7 @@ def test_other_connections_do_not_keep_a_worker_from_connecting(host: str) -> No
 
 
 @contextmanager
-def raw_socket(connection: SocketConnection) -> Iterator[socket.socket]:
+def raw_socket(connection: Connection) -> Iterator[socket.socket]:
     """The socket of an authenticated connection."""
     with socket.socket(fileno=os.dup(connection.fileno())) as raw:
         yield raw

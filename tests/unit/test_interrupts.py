@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import wsync
 from wsync.backends.none import NoTransport
-from wsync.control import Kind, SocketConnection
+from wsync.control import Connection, Kind
 from wsync.sending.channel import SenderSideChannel
 from wsync.testing.models import fill
 
@@ -61,9 +61,9 @@ def interrupt(
     patch: pytest.MonkeyPatch, method: str, when: Callable[..., bool] = lambda *_: True, after: bool = False
 ) -> None:
     """The next call of a connection's method, with arguments for which ``when`` is true, raises KeyboardInterrupt."""
-    original = getattr(SocketConnection, method)
+    original = getattr(Connection, method)
 
-    def interrupted(connection: SocketConnection, *args: Any, **kwargs: Any) -> Any:
+    def interrupted(connection: Connection, *args: Any, **kwargs: Any) -> Any:
         if not when(*args):
             return original(connection, *args, **kwargs)
         patch.undo()
@@ -71,7 +71,7 @@ def interrupt(
             original(connection, *args, **kwargs)
         raise KeyboardInterrupt
 
-    patch.setattr(SocketConnection, method, interrupted)
+    patch.setattr(Connection, method, interrupted)
 
 
 def test_a_decided_transaction_reaches_all_workers_and_models(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from collectors.workers.connections import WorkerConnection
-from wsync.control import Kind, Listener, Message, SocketConnection, connect
+from wsync.control import Connection, Kind, Listener, Message, connect
 
 FORK = multiprocessing.get_context("fork")
 SECONDS = 60.0
@@ -29,7 +29,7 @@ CLONE_NEWUSER, CLONE_NEWNET, SIOCSIFFLAGS = 0x10000000, 0x40000000, 0x8914
 
 
 @contextmanager
-def connected() -> Iterator[tuple[SocketConnection, SocketConnection]]:
+def connected() -> Iterator[tuple[Connection, Connection]]:
     """Both ends of a TCP connection: the listener's, and the worker's."""
     with closing(Listener("127.0.0.1")) as listener, closing(connect(listener.address, 0, None)) as worker:
         while (accepted := listener.accept()) is None:
@@ -40,7 +40,7 @@ def connected() -> Iterator[tuple[SocketConnection, SocketConnection]]:
             yield sender, worker
 
 
-def ended_within(seconds: float, *connections: SocketConnection) -> bool:
+def ended_within(seconds: float, *connections: Connection) -> bool:
     """Whether one of some connections ends, or brings a message, in that time."""
     poller = select.poll()
     for connection in connections:
@@ -129,7 +129,7 @@ def fail_while_unread() -> None:
             sender.flush()
 
 
-def sender_has_room(sender: SocketConnection) -> bool:
+def sender_has_room(sender: Connection) -> bool:
     return bool(select.select([], [sender], [], 0)[1])
 
 

@@ -1,56 +1,96 @@
-"""``torch.distributed.rpc`` announces updates; shared memory or process groups carry them.
+"""``torch.distributed.rpc`` brings a worker and its sender together; updates travel as by ``distributed``.
 
-Shared memory is used on the sender's machine, process groups between machines. A connected worker has no thread of its
-own.
+A worker asks the trainer by a call for the sender's address. After that, nothing is called: a call for each update
+would take several times as long as the update.
 """
 
 from __future__ import annotations
 
 import secrets
 from typing import Any, ClassVar, Unpack
+from weakref import WeakValueDictionary
 
 import torch
+from torch.distributed import rpc
 
-from wsync.backends.rpc_calls import own_name
-from wsync.backends.rpc_sender import RpcListener
-from wsync.backends.rpc_worker import RpcSenderConnection
-from wsync.control import Connection, listen_on
-from wsync.control.interfaces import ConnectionSource
+from wsync.control import Address, Connection, Listener, connect
 from wsync.control.processes import Processes
-from wsync.errors import NotConnected
+from wsync.deadlines import remaining
+from wsync.errors import NotConnected, SyncTimeout
 from wsync.legacy.names import OlderGroupTransport
 from wsync.options import SchemeOptions
 from wsync.process_group import check_backend, device_of
-from wsync.rendezvous import Rendezvous
+from wsync.rendezvous import SocketRendezvous
 from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
 
+_NO_TIMEOUT = 0.0  # in RPC's terms
+_TIMED_OUT = "RPCErr:1:"  # how torch begins the message of a call that has timed out
+_listeners: WeakValueDictionary[str, Listener] = WeakValueDictionary()  # of this process's senders, by key
 
-class RpcRendezvous(Rendezvous):
-    """A worker connects by a call to the trainer.
+
+def address_of(key: str) -> Address:
+    """Return the address of a sender. Called in the sender's process, by a worker, through RPC.
+
+    Raises:
+        NotConnected: there is no such sender.
+    """
+    listener = _listeners.get(key)
+    if listener is None:
+        raise NotConnected("there is no such sender here (any more)")
+    return listener.address
+
+
+def own_name() -> str:
+    """Return this process's name in RPC.
+
+    Raises:
+        NotConnected: RPC is not initialised here.
+    """
+    try:
+        return rpc.get_worker_info().name
+    except RuntimeError as error:
+        raise NotConnected(
+            "torch.distributed.rpc is not initialised in this process: call init_rpc(name, rank=…, world_size=…) first"
+        ) from error
+
+
+class RpcRendezvous(SocketRendezvous):
+    """Workers ask the trainer by an RPC call for the sender's address, and connect by TCP.
 
     Args:
-        host: the sender's address for process groups.
+        host: the sender's address.
         trainer: the sender's name in RPC.
     """
 
     def __init__(self, host: str, trainer: str) -> None:
-        self.host = host
-        self.trainer = trainer
+        super().__init__(host)
+        self._trainer = trainer
 
-    def open(self) -> tuple[ConnectionSource, str]:
-        """See ``Rendezvous``: workers find the sender by a key."""
-        listen_on(self.host).close()  # an address that this machine does not have is an error now
+    def open(self) -> tuple[Listener, str]:
+        """See ``Rendezvous``: workers ask for the address by a key."""
+        listener, _ = super().open()
         key = secrets.token_hex(16)
-        return RpcListener(key, self.host), key
+        _listeners[key] = listener
+        return listener, key
 
     def dial(self, address: str, model_id: str, worker: int, deadline: float | None) -> Connection:
         """See ``Rendezvous``."""
-        return RpcSenderConnection(address, self.trainer, self.host, worker, deadline)
+        own_name()
+        left = remaining(deadline)
+        timeout = _NO_TIMEOUT if left is None else max(left, 0.001)
+        try:
+            found = rpc.rpc_sync(self._trainer, address_of, args=(address,), timeout=timeout)
+        except RuntimeError as error:
+            sender = f"worker {worker}: the sender '{self._trainer}'"
+            if _TIMED_OUT in str(error):
+                raise SyncTimeout(f"{sender} did not answer in time: is it stopped, or busy?") from error
+            raise NotConnected(f"{sender} is gone, has been shut down, or has another name: {error}") from error
+        return connect(found, worker, deadline)
 
 
 class RPCTransport(OlderGroupTransport):
-    """Weights through ``torch.distributed``, to a worker that is reached by RPC.
+    """Weights through ``torch.distributed``, to a worker in an RPC group.
 
     Args:
         collector_info: the worker's ``WorkerInfo``, for reference.
@@ -75,13 +115,13 @@ class RPCTransport(OlderGroupTransport):
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
-    """Weight synchronization to workers that the trainer reaches by ``torch.distributed.rpc``.
+    """Weight synchronization between members of a ``torch.distributed.rpc`` group.
 
     ``init_rpc`` has been called in all of them. The first weights are delivered by the first ``send``.
 
     Args:
         backend, checksum, shared_memory: see ``DistributedWeightSyncScheme``.
-        host: the sender's address for process groups; loopback by default.
+        host: the sender's address, by which workers reach it; loopback by default.
         trainer: the sender's name in RPC.
         strategy, sync, timeout, bind, options: see ``WeightSyncScheme``.
     """

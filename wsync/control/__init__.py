@@ -12,9 +12,8 @@ Public: collectors use it too, for connections of their own.
 """
 
 from wsync.control.address import Address
-from wsync.control.connection import SocketConnection
+from wsync.control.connection import Connection
 from wsync.control.dialing import connect
-from wsync.control.interfaces import Connection
 from wsync.control.listener import Listener, listen_on
 from wsync.control.liveness import PeerProcess, own_identity
 from wsync.control.messages import Kind, Message
@@ -28,7 +27,6 @@ __all__ = [
     "Listener",
     "Message",
     "PeerProcess",
-    "SocketConnection",
     "WorkerConnections",
     "connect",
     "listen_on",

@@ -45,8 +45,15 @@ def close_socket(sock: socket.socket, opener: int) -> None:
     sock.close()
 
 
-class SocketConnection:
-    """A ``Connection`` over a stream socket. Each of the two processes has one, for its own side.
+class Connection:
+    """One side of the connection between a sender and one worker, over a stream socket.
+
+    Any thread may call ``send``, ``flush`` and ``interrupt``; a lock inside keeps messages whole. One thread at a time
+    calls ``receive``: on the sender the thread that holds the channel's lock (``SenderSideChannel``), or in a fast
+    update the sender's lock; in a worker the thread that connects, and afterwards the receiver thread.
+
+    The compiled fast path sends and receives whole messages on the socket (``fileno()``) itself: on the sender under
+    the sender's lock; in a worker the receiver thread receives, and the thread that installs answers, in the gate.
 
     Args:
         sock: connected; owned by this object.
@@ -88,7 +95,7 @@ class SocketConnection:
 
     @property
     def peer(self) -> str:
-        """See ``Connection``."""
+        """A description of the other process, for error messages."""
         return f"process {self._peer.pid}" if self._peer.pid >= 0 else self._where
 
     @property
@@ -98,30 +105,40 @@ class SocketConnection:
 
     @property
     def descriptors(self) -> Sequence[int]:
-        """See ``Connection``: the socket's, and the peer's pidfd if it runs on this machine."""
+        """Descriptors that become readable when a message arrives or the peer exits.
+
+        ``fileno()``, and the peer's pidfd if it runs on this machine.
+        """
         return (self._socket.fileno(), *self._peer.descriptors)
 
     @property
-    def socket_fd(self) -> int:
-        """See ``Connection``."""
-        return self._socket.fileno()
-
-    @property
     def busy(self) -> bool:
-        """See ``Connection``."""
+        """Whether a background thread is sending earlier messages, or has failed to: the fast path must not send."""
         return self._outbox.busy
 
     @property
     def local_host(self) -> str:
-        """See ``Connection``."""
+        """The IP address by which the peer reaches this side; loopback for a Unix socket."""
         return "127.0.0.1" if self.passes_descriptors else self._socket.getsockname()[0]
 
     def fileno(self) -> int:
-        """See ``Connection``."""
+        """Return the socket's descriptor: readable when ``receive`` has something to return; negative once closed."""
         return self._socket.fileno()
 
     def send(self, message: Message, *, may_drop: bool = False) -> None:
-        """See ``Connection``: if the socket is full, a background thread sends the rest and all later messages."""
+        """Send one message, without waiting for the peer to read it.
+
+        If the socket is full, a background thread sends the rest and all later messages.
+
+        Args:
+            message: the message.
+            may_drop: drop it if the peer reads too slowly. For an ``UPDATE`` that only wakes the peer, which then reads
+                the arena: earlier messages, which it has not read yet, wake it as well. Also for an ``ABORT``: without
+                a commit nothing is installed.
+
+        Raises:
+            ConnectionError: the peer has disconnected; or this is a forked child of the process that connected.
+        """
         self._require_opener()
         if len(message.payload) > _MAX_PAYLOAD:
             raise ValueError(f"a payload has at most {_MAX_PAYLOAD} bytes, not {len(message.payload)}: send parts")
@@ -137,12 +154,18 @@ class SocketConnection:
             raise
 
     def interrupt(self) -> None:
-        """See ``Connection``."""
+        """End the connection as if the peer had disconnected: ``receive`` returns None. Any thread may call it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def flush(self, deadline: float | None = None) -> None:
-        """See ``Connection``: the messages have then been written to the socket."""
+        """Wait until all messages of earlier calls are in the socket, so that ``close`` cannot lose them.
+
+        It returns at the deadline, whether or not they are.
+
+        Raises:
+            ConnectionError: the connection has broken.
+        """
         self._outbox.flush(deadline)
 
     def _require_opener(self) -> None:
@@ -160,7 +183,11 @@ class SocketConnection:
             raise ConnectionError(f"{self.peer} cannot be reached: {error}") from error
 
     def receive(self) -> Message | None:
-        """See ``Connection``.
+        """Return the next message, once ``fileno()`` is readable.
+
+        Returns:
+            None if the peer has disconnected, has sent something unreadable, or has sent nothing for five seconds in
+            the middle of a message.
 
         Raises:
             NotConnected: the peer did not prove that it has the token.
@@ -224,19 +251,21 @@ class SocketConnection:
         return data, [fd for _, _, some in ancillary for fd in struct.unpack(f"{len(some) // 4}i", some)]
 
     def attach(self, handler: MessageHandler) -> None:
-        """See ``Connection``: the process's receiver thread calls the handler."""
+        """In a worker: from now on ``handler.on_readable()`` is called for each message, and when the peer exits.
+
+        It is called by the process's receiver thread.
+        """
         receiver_thread().register(handler, self.fileno(), self.descriptors)
 
     def detach(self, handler: MessageHandler) -> None:
-        """See ``Connection``."""
+        """Undo ``attach``. On return no call of the handler is running, unless the handler itself called ``detach``."""
         receiver_thread().unregister(handler)
 
-    def peer_is_alive(self) -> bool:
-        """See ``Connection``. Always True: the receiver thread notices a death by itself."""
-        return True
-
     def has_ended(self) -> bool:
-        """See ``Connection``."""
+        """Return whether the peer has closed the connection or exited; what it sent before may not be read yet.
+
+        Called by ``connect`` in a worker that is connected already.
+        """
         descriptor = self._socket.fileno()
         if descriptor < 0:
             return True
@@ -245,7 +274,7 @@ class SocketConnection:
         return bool(poller.poll(0)) or bool(wait_readable(self._peer.descriptors, NOW))
 
     def close(self) -> None:
-        """See ``Connection``."""
+        """Close this side. Idempotent. Any thread may call it: on the sender a finalizer may do so in any thread."""
         if self._socket.fileno() >= 0:
             self._finalizer.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
             if os.getpid() == self._opener:  # a forked child has no such thread

@@ -6,7 +6,7 @@ import socket
 import struct
 
 from wsync.control.address import Address
-from wsync.control.connection import STALL_TIMEOUT, SocketConnection
+from wsync.control.connection import STALL_TIMEOUT, Connection
 from wsync.control.credentials import new_claim, proof_for
 from wsync.control.liveness import own_identity, peer_of
 from wsync.control.messages import MAX_HELLO, PROTOCOL, Kind, Message
@@ -14,7 +14,7 @@ from wsync.deadlines import milliseconds, remaining
 from wsync.errors import NotConnected, SyncTimeout
 
 
-def connect(address: Address, worker: int, deadline: float | None, payload: bytes = b"") -> SocketConnection:
+def connect(address: Address, worker: int, deadline: float | None, payload: bytes = b"") -> Connection:
     """Connect to a listener and send the ``HELLO`` of worker ``worker``; does not wait for an answer.
 
     Args:
@@ -38,7 +38,7 @@ def connect(address: Address, worker: int, deadline: float | None, payload: byte
     sock: socket.socket | None = None
     try:
         sock = _open_socket(address, deadline)
-        connection = SocketConnection(sock, peer_of(sock, b""), expected_proof=expected)
+        connection = Connection(sock, peer_of(sock, b""), expected_proof=expected)
         connection.send(Message(Kind.HELLO, worker, PROTOCOL, hello + payload))
         return connection
     except TimeoutError:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from wsync.control.address import Address
-from wsync.control.connection import SocketConnection, close_socket
+from wsync.control.connection import Connection, close_socket
 from wsync.control.credentials import CLAIM_SIZE, is_valid, new_token, proof_for
 from wsync.control.liveness import own_identity, peer_of
 from wsync.control.messages import HEADER_SIZE, MAX_HELLO, Kind, Message, payload_length, unpack
@@ -106,7 +106,7 @@ class Listener:
         """Return a descriptor that is readable when ``accept`` has something to do."""
         return self._epoll.fileno()
 
-    def accept(self) -> tuple[SocketConnection, Message] | None:
+    def accept(self) -> tuple[Connection, Message] | None:
         """Return an authenticated connection and its ``HELLO``, if there is one; never waits.
 
         The payload of the message is what the worker gave to ``connect``.
@@ -139,7 +139,7 @@ class Listener:
         self._pending[sock.fileno()] = _Pending(sock, time.monotonic() + _AUTH_TIMEOUT)
         self._epoll.register(sock.fileno(), select.EPOLLIN)
 
-    def _read(self, fd: int) -> tuple[SocketConnection, Message] | None:
+    def _read(self, fd: int) -> tuple[Connection, Message] | None:
         try:
             accepted = self._authenticate(self._pending[fd])
         except BlockingIOError:  # the rest has not arrived yet
@@ -154,7 +154,7 @@ class Listener:
         del self._pending[fd]
         return accepted
 
-    def _authenticate(self, pending: _Pending) -> tuple[SocketConnection, Message]:
+    def _authenticate(self, pending: _Pending) -> tuple[Connection, Message]:
         """Read what has arrived of the ``HELLO``; return the connection once it is complete.
 
         All that has arrived is read. Otherwise a connection could be dropped as late although its ``HELLO`` had arrived
@@ -197,14 +197,12 @@ class Listener:
     def _accepts(self, claim: bytes) -> bool:
         return claim not in self._used and is_valid(claim, self.address.token, self.address.public)
 
-    def _connection(
-        self, sock: socket.socket, hello: Message, claim: bytes, rest: bytes
-    ) -> tuple[SocketConnection, Message]:
+    def _connection(self, sock: socket.socket, hello: Message, claim: bytes, rest: bytes) -> tuple[Connection, Message]:
         size = int.from_bytes(rest[:2], "little")
         identity, payload = rest[2 : 2 + size], rest[2 + size :]
         own = own_identity()
         preamble = proof_for(claim, self.address.token, self.address.public) + struct.pack("<H", len(own)) + own
-        connection = SocketConnection(sock, peer_of(sock, identity), preamble=preamble)
+        connection = Connection(sock, peer_of(sock, identity), preamble=preamble)
         return connection, hello._replace(payload=payload)
 
     def _drop(self, fd: int) -> None:

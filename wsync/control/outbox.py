@@ -1,4 +1,4 @@
-"""Ordered sending that does not wait for a slow peer. Each ``SocketConnection`` has one outbox."""
+"""Ordered sending that does not wait for a slow peer. Each ``Connection`` has one outbox."""
 
 from __future__ import annotations
 

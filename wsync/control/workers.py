@@ -8,7 +8,9 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from wsync.control.interfaces import Connection, ConnectionCallbacks, ConnectionSource
+from wsync.control.callbacks import ConnectionCallbacks
+from wsync.control.connection import Connection
+from wsync.control.listener import Listener
 from wsync.control.messages import Kind, Message, why_ended, why_not_connected, why_refused
 from wsync.deadlines import NOW, deadline_in, milliseconds, wait_readable
 from wsync.errors import SyncTimeout, WorkerDied, join_indices
@@ -28,13 +30,13 @@ class WorkerConnections:
     A finalizer that cannot get the lock within some seconds calls ``close`` without it.
 
     Args:
-        source: where workers connect; closed with this object.
+        listener: where workers connect; closed with this object.
         num_workers: the number of workers.
         callbacks: notified as workers connect, answer and disconnect.
     """
 
-    def __init__(self, source: ConnectionSource, num_workers: int, callbacks: ConnectionCallbacks) -> None:
-        self._source = source
+    def __init__(self, listener: Listener, num_workers: int, callbacks: ConnectionCallbacks) -> None:
+        self._listener = listener
         self._num_workers = num_workers
         self._callbacks = callbacks
         self._connections: dict[int, Connection] = {}
@@ -54,11 +56,11 @@ class WorkerConnections:
 
     @property
     def descriptor_array(self) -> bytes:
-        """All stream sockets, then all pidfds, as the bytes of an ``array("i")``, for the fast path.
+        """All sockets, then all pidfds, as the bytes of an ``array("i")``, for the fast path.
 
-        Empty if a worker is missing, has no stream socket or pidfd, or has a busy connection.
+        Empty if a worker is missing, runs on another machine, or has a busy connection.
         """
-        each = [one.descriptors for _, one in sorted(self._connections.items()) if one.socket_fd >= 0 and not one.busy]
+        each = [one.descriptors for _, one in sorted(self._connections.items()) if not one.busy]
         if len(each) < self._num_workers or any(len(both) != 2 for both in each):
             return b""
         return array("i", [fd for column in zip(*each, strict=True) for fd in column]).tobytes()
@@ -89,14 +91,14 @@ class WorkerConnections:
         missing = set(workers) - self._connections.keys()
         while missing:
             worker_of = {sentinels[worker]: worker for worker in missing if worker in sentinels}
-            ready = wait_readable([self._source.fileno(), *worker_of, *self.awaited_descriptors], deadline)
+            ready = wait_readable([self._listener.fileno(), *worker_of, *self.awaited_descriptors], deadline)
             if not ready:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 causes = dict.fromkeys(missing, "never connected")
                 raise SyncTimeout(why_not_connected(missing, worker_of.values()), causes)
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)
-            if self._source.fileno() in ready:
+            if self._listener.fileno() in ready:
                 missing.discard(self._accept(workers, deadline))
             # A dead worker that has answered is left out: wait_acks reports its answer, usually a traceback, instead.
             ended = set(workers) - {*missing, *self._connections, *self._answers}
@@ -105,7 +107,7 @@ class WorkerConnections:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(gone.items()))
                 raise WorkerDied(f"worker(s) {join_indices(gone)} were lost after they had connected{causes}", gone)
             dead = {worker_of[fd]: "died before it had connected" for fd in ready if fd in worker_of}
-            if dead and self._source.fileno() not in ready:  # accept first: it may have connected before it ended
+            if dead and self._listener.fileno() not in ready:  # accept first: it may have connected before it ended
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
 
     def pop_early_join(self, worker: int) -> int | None:
@@ -118,7 +120,7 @@ class WorkerConnections:
 
     def _accept(self, awaited: Collection[int], deadline: float | None) -> int:
         """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""
-        if (arrival := self._source.accept()) is None:
+        if (arrival := self._listener.accept()) is None:
             return -1
         connection, hello = arrival
         worker = hello.worker
@@ -297,4 +299,4 @@ class WorkerConnections:
             self.disconnect(worker)
         while self._callback_of:
             self._poll.unregister(self._callback_of.popitem()[0])
-        self._source.close()
+        self._listener.close()

@@ -84,13 +84,13 @@ class ArenaReader:
         Called after each installed update, inside the gate, by the thread that has installed it.
         """
         connection = self._connection
-        if binding.installer is self._installer or not self._has_layout or connection.busy or connection.socket_fd < 0:
+        if binding.installer is self._installer or not self._has_layout or connection.busy:
             return
         self._installer = binding.installer
         self._slot.disable_fast_path()
         if not self._checksum and not self._slot.hold:
             self._slot.install_fast_path(
-                binding.installer, self._arena.plans, updates_by_transaction, connection.socket_fd, self.binds
+                binding.installer, self._arena.plans, updates_by_transaction, connection.fileno(), self.binds
             )
 
     def on_sent(self) -> None:

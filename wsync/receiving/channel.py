@@ -153,10 +153,6 @@ class WorkerSideChannel:
         self._send(Message(Kind.REQUEST, self._worker, self._requests))
         return self._requests
 
-    def sender_is_alive(self) -> bool:
-        """See ``ReceiveChannel``."""
-        return self._connection is None or self._connection.peer_is_alive()
-
     def sender_has_ended(self) -> bool:
         """See ``ReceiveChannel``."""
         return self._connection is not None and self._connection.has_ended()
@@ -253,7 +249,7 @@ class WorkerSideChannel:
     def close(self) -> None:
         """See ``ReceiveChannel``."""
         if self._pending is not None:
-            _leave(self._pending)  # over RPC the sender has no other way to notice
+            self._pending.close()
             self._pending = None
         if self._connection is not None:
             _leave(self._connection)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from wsync.deadlines import deadline_in, remaining
 from wsync.errors import SyncTimeout, WeightSyncError
 from wsync.gate import process_gate
 from wsync.loops.gate_state import GateHook
 from wsync.receiving.protocols import RequestChannel
-from wsync.receiving.versions import CHECK_INTERVAL, VersionState
+from wsync.receiving.versions import VersionState
 
 
 class InstallOnArrival:
@@ -168,31 +167,15 @@ class InstallOnRequest:
 
     def _await(self, request: int, timeout: float | None) -> bool:
         """Wait until a request is answered and its version installed, or the sender is gone; False at the timeout."""
-        deadline = deadline_in(timeout)
         self._waiting += 1
         try:
-            while True:
-                left = remaining(deadline)
-                pause = CHECK_INTERVAL if left is None else min(left, CHECK_INTERVAL)
-                if self._changed.wait_for(partial(self._has_come, request), pause):
-                    return True
-                if left == 0.0:
-                    return False
-                self._check_sender()
+            return self._changed.wait_for(partial(self._has_come, request), timeout)
         finally:
             self._waiting -= 1
 
     def _has_come(self, request: int) -> bool:
         answered, version = self._answered
         return self._state.closed or (answered >= request and self._state.tried >= version)
-
-    def _check_sender(self) -> None:
-        lock = self._gate_state.lock
-        depth = lock._release_save()  # as in Condition.wait: asking the sender may take seconds
-        try:
-            self._state.check_sender()
-        finally:
-            lock._acquire_restore(depth)
 
     def on_newest(self, version: int, request: int) -> None:
         """See ``InstallOnArrival``."""

@@ -16,8 +16,8 @@ class ReceiveChannel(Protocol):
     """A worker's channel to its sender: ``WorkerSideChannel``, ``InProcessChannel`` or ``StoreReceiveChannel``.
 
     It is called by the thread that connects or shuts down, by the acting thread (which runs the model's forward) and by
-    the receiver thread (with RPC: the thread of the incoming call). Each method states by which of them, and whether
-    the gate is held. A method without a ``Raises`` section does not raise.
+    the receiver thread. Each method states by which of them, and whether the gate is held. A method without a
+    ``Raises`` section does not raise.
     """
 
     @property
@@ -84,13 +84,6 @@ class ReceiveChannel(Protocol):
         """Read one message; return its event, or None if there is nothing to do.
 
         Called when the connection is readable, by the receiver thread, outside the gate.
-        """
-        ...
-
-    def sender_is_alive(self) -> bool:
-        """Return False if the sender is known to be gone.
-
-        Called every few seconds by a thread that waits for a version, outside the gate.
         """
         ...
 

@@ -2,8 +2,7 @@
 
     message (receiver thread) ─→ gate ─→ channel.poll_update ─→ target.install ─→ acknowledgement
 
-Acting thread: the worker thread that runs the model's forward. Receiver thread: reads the sender's messages (with RPC:
-the thread of the incoming call).
+Acting thread: the worker thread that runs the model's forward. Receiver thread: reads the sender's messages.
 
 An update is installed by the one that enters the gate first: the acting thread before a forward, or the receiver thread
 after it has read the message. The same thread acknowledges it, unless there is a cascade.

@@ -14,8 +14,6 @@ from wsync.gate import process_gate, without_forward
 from wsync.loops.worker_slot import SlotUpdater
 from wsync.receiving.protocols import ReceiveChannel
 
-CHECK_INTERVAL = 2.0  # seconds between checks that the sender is alive, in case no message reports its end
-
 
 class Phase(Enum):
     """How far the connection of a worker is: ``CONNECTING``, ``OPEN``, then ``FINISHED`` or ``LOST``, for each one."""
@@ -35,7 +33,7 @@ class VersionState:
     - ``begin``, ``set_open`` and ``wake_only_for_receive``: the thread that connects, outside the gate.
     - ``set_version`` and ``set_failed``: the thread that has installed, inside the gate.
     - ``close``: the receiver thread, or the thread that shuts down, outside the gate.
-    - ``wait_next``: the worker's own threads, outside the gate; while they wait, they call ``check_sender``.
+    - ``wait_next``: the worker's own threads, outside the gate.
     - ``close_in_forked_child``: the fork hook in ``receiving/gated_models.py``, before the child's own code runs.
     - the rest: any thread.
 
@@ -153,11 +151,6 @@ class VersionState:
         self._reset_lock()
         self.phase = Phase.LOST
 
-    def check_sender(self) -> None:
-        """Close if the sender has died and no message has reported it."""
-        if not self._channel.sender_is_alive():
-            self.close(finished=False)
-
     # --- waiting ---
 
     def wait_next(self, timeout: float | None, take: Callable[[], Any]) -> Any | None:
@@ -231,13 +224,8 @@ class VersionState:
 
     def _wait_for_change(self, deadline: float | None) -> None:
         """Wait until there is a newer version, the connection has ended, or the deadline has passed."""
-        while True:
-            left = remaining(deadline)
-            with self._guard:
-                pause = CHECK_INTERVAL if left is None else min(left, CHECK_INTERVAL)
-                if self._changed.wait_for(self._has_changed, pause) or left == 0.0:
-                    return
-            self.check_sender()
+        with self._guard:
+            self._changed.wait_for(self._has_changed, remaining(deadline))
 
     def _has_changed(self) -> bool:
         return self.version > self.last_returned or self.closed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from wsync.control.interfaces import ConnectionSource
+from wsync.control import Listener
 from wsync.control.messages import Kind, Message
 from wsync.control.settings import SenderSettings
 from wsync.control.workers import WorkerConnections
@@ -27,7 +27,7 @@ class Routes:
     Implements ``ConnectionCallbacks``. All methods are called under the channel's lock.
 
     Args:
-        source: where workers connect.
+        listener: where workers connect.
         num_workers: the number of workers.
         create_transport: makes the transport of a worker that cannot use the arena; None if every worker must use it.
         strategy: the format of the weights that transports are given.
@@ -46,7 +46,7 @@ class Routes:
 
     def __init__(
         self,
-        source: ConnectionSource,
+        listener: Listener,
         num_workers: int,
         create_transport: TransportFactory | None,
         strategy: WeightStrategy,
@@ -66,8 +66,8 @@ class Routes:
         self._delta = delta
         self._on_request = on_request
         self._has_transports = create_transport is not None
-        self._passes_descriptors = source.passes_descriptors
-        connections = self.connections = WorkerConnections(source, num_workers, self)
+        self._passes_descriptors = listener.passes_descriptors
+        connections = self.connections = WorkerConnections(listener, num_workers, self)
         # With on_request, a worker may still be copying an older slot while the newest is published: one slot more.
         spare = 2 if binds_arena or on_request else 1
         self.slots = Slots(connections, num_workers, spare=spare, checksum=checksum) if arena else None

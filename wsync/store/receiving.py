@@ -232,10 +232,6 @@ class StoreReceiveChannel:
         """See ``RequestChannel``: readers read."""
         return 0
 
-    def sender_is_alive(self) -> bool:
-        """See ``ReceiveChannel``: a store outlives its trainer."""
-        return True
-
     def sender_has_ended(self) -> bool:
         """See ``ReceiveChannel``."""
         return False
