@@ -1,21 +1,22 @@
 """The gate: no model changes while its forward runs.
 
 There is one re-entrant gate per process, for all synchronised models in it. A forward of a gated model holds it. Each
-model has a *hook*, the object that installs its updates (``GateHook``), or two (with ``register_shared_weights``). When
-a thread that does not hold the gate yet enters it, and only then, the gate has each hook install a pending update; so a
-forward sees one version from its first layer to its last. When the thread leaves the gate, each hook releases what the
-forward used (a slot of shared memory). An error of a hook is raised in the caller of the forward. If it means that a
-model must not be used, it is raised only for forwards that may use that model (``is_for_forward_of``).
+model has a *hook*, the object that installs its updates (``GateHook``). Further hooks serve registered buffers
+(``register_shared_weights``), and refuse the forwards of a model whose weights may be mixed (``MixedWeightsGuard``).
+When a thread that does not hold the gate yet enters it, and only then, the gate has each hook install a pending update;
+so a forward sees one version from its first layer to its last. When the thread leaves the gate, each hook releases what
+the forward used (a slot of shared memory). An error of a hook is raised in the caller of the forward. If it means that
+a model must not be used, it is raised only for forwards that may use that model (``entered_for_forward_of``).
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
 soon as the running forward ends, even if no other forward follows. With
 ``SharedMemWeightSyncScheme(acknowledge="published")`` the receiver thread is woken only while some thread of the worker
 waits in ``receive``, or if the update has to be acknowledged; otherwise the next forward installs it.
 
-What bypasses the gate: ``model.forward(...)`` called directly; a submodule called on its own; a copy made by
-``torch.jit.trace`` or ``torch.export``, which has the model's parameters, but not its gate; and plain reads of
-parameters or of an output that is a view of one. Such a forward or read may see two versions. Hold the gate explicitly
-for them, and around forward *and* backward in a worker that trains::
+Among what bypasses the gate (docs/lifecycle.md has all): ``model.forward(...)`` called directly; a submodule called on
+its own; a copy made by ``torch.jit.trace`` or ``torch.export``, which has the model's parameters, but not its gate; and
+plain reads of parameters or of an output that is a view of one. Such a forward or read may see two versions. Hold the
+gate explicitly for them, and around forward *and* backward in a worker that trains::
 
     with wsync.gate():
         loss = model(x).sum()
@@ -119,29 +120,29 @@ class Gate:
 
 
 _gate = Gate()
-_thread_local = threading.local()  # has ``without_forward`` in a block of ``without_forward``
+_thread_local = threading.local()  # ``enters_for_no_forward``: true inside a block of ``without_forward``
 
 
 @contextmanager
 def without_forward() -> Iterator[None]:
-    """While the block runs, this thread enters the gate for no forward: ``is_for_forward_of`` is false.
+    """While the block runs, this thread enters the gate for no forward: ``entered_for_forward_of`` is false.
 
     The receiver thread is always in such a block. It must not wait for a version in a hook: the version could arrive
     only by a message that this thread itself has to read. Threads that connect, or wait for a version, use it, too.
     """
-    before, _thread_local.without_forward = getattr(_thread_local, "without_forward", False), True
+    before, _thread_local.enters_for_no_forward = getattr(_thread_local, "enters_for_no_forward", False), True
     try:
         yield
     finally:
-        _thread_local.without_forward = before
+        _thread_local.enters_for_no_forward = before
 
 
-def is_for_forward_of(model: object) -> bool:
+def entered_for_forward_of(model: object) -> bool:
     """Return whether the gate was entered for a forward that may use ``model``, or by ``with wsync.gate()``.
 
     Called by hooks. A forward may use its own model, the models inside it, and those that it is a part of.
     """
-    if getattr(_thread_local, "without_forward", False):
+    if getattr(_thread_local, "enters_for_no_forward", False):
         return False
     subject = _gate.gate_state.subject
     if subject is None or subject is model:
@@ -176,7 +177,7 @@ class MixedWeightsGuard:
 
     def poll_update(self) -> bool:
         """See ``GateHook``. Raises WeightSyncError if the weights are mixed."""
-        if self.why and is_for_forward_of(self._model):  # it is called once more after ``set("")``
+        if self.why and entered_for_forward_of(self._model):  # it is called once more after ``set("")``
             raise WeightSyncError(self.why)
         return False
 
@@ -188,7 +189,7 @@ def _reset_in_child() -> None:
     """Start anew: a child has no receivers, and the lock may be held by a thread that does not exist in the child."""
     global _gate
     _gate = Gate()
-    _thread_local.without_forward = False
+    _thread_local.enters_for_no_forward = False
 
 
 os.register_at_fork(after_in_child=_reset_in_child)

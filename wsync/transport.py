@@ -51,9 +51,9 @@ class TransportBackend(Protocol):
 
         Called once per connection, before any ``send_weights``, in a dedicated thread of the trainer (another thread
         calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it raises anything,
-        the worker counts as not connected: ``connect`` in the trainer raises ``WorkerFailed``, or ``WorkerDied`` if
-        the error was ``NotConnected``. Either names the worker and the error. If the call has not returned by the
-        deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
+        the worker is not connected: ``connect`` in the trainer raises ``WorkerFailed``; ``WorkerDied`` if the error was
+        ``NotConnected``, and ``SyncTimeout`` if it was that. Each names the worker and the error. If the call has not
+        returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
         """
         ...
 
@@ -70,7 +70,7 @@ class TransportBackend(Protocol):
         Called once per connection, before any ``receive_weights``, in a dedicated thread of the worker (another thread
         calls ``receive_weights``). Under a scheme the result is ignored, and the first weights arrive by
         ``receive_weights`` like all others. A standalone transport may deliver the first weights here. May raise
-        anything: ``connect`` then raises ``NotConnected``.
+        anything: ``connect`` in the worker raises ``NotConnected`` with that error, or a ``WeightSyncError`` unchanged.
 
         Args:
             worker_idx: the worker's index.
@@ -155,8 +155,8 @@ class Transfer(Protocol):
     def wait(self, timeout: timedelta = ...) -> bool:
         """Return when the transfer is complete; raises RuntimeError if it failed, or at the timeout.
 
-        Called in the worker, once, with the scheme's timeout, by the thread that reads the sender's messages.
-        On the sender it is not called: the worker's answer shows that it is complete.
+        Called in the worker, once, with the scheme's timeout, by the thread that reads the sender's messages; the
+        result is not used. On the sender it is not called: the worker's answer shows that it is complete.
         """
         ...
 
@@ -184,8 +184,8 @@ class FlatTransport(Protocol):
         call. Whatever else this method waits for has to end by ``deadline``. After a failure, ``close`` is called.
 
         Args:
-            store: a ``torch.distributed`` store that only these two processes use, for as long as this call runs. Its
-                messages go over their authenticated control connection.
+            store: a ``torch.distributed`` store that only these two processes use, for as long as this call runs at
+                both ends. Its messages go over their authenticated control connection.
             rank: 0 on the sender, 1 in the worker.
             connection_number: 1 for the first connection with this worker's index, more for each later one.
             host: the address of this end by which the other end reaches it.
@@ -292,7 +292,7 @@ def require_transport(made: object) -> TransportBackend | FlatTransport:
     lacking = [name for name, value in vars(TransportBackend).items() if name[0] != "_" and callable(value)]
     lacking = [name for name in lacking if not callable(getattr(made, name, None))]
     what = f"create_transport() returned {made!r}, which lacks the method(s) {', '.join(lacking)}"
-    raise TypeError(f"{what}: the class at each end needs all methods; SenderEnd has those of the worker's end")
+    raise TypeError(f"{what}; a class for the sender's end derives from SenderEnd, which has the worker's methods")
 
 
 TransportFactory = Callable[[int], TransportBackend | FlatTransport]

@@ -63,10 +63,11 @@ class RelayStore(Store):
             self._changed.notify_all()
 
     def set(self, key: str, value: bytes | str) -> None:
-        """See ``torch.distributed.Store``."""
+        """See ``torch.distributed.Store``. What is set after ``abandon`` is not sent."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self.put(key, data)
-        self._relay(key, data)
+        if not self._abandoned:
+            self._relay(key, data)
 
     def get(self, key: str) -> bytes:
         """See ``torch.distributed.Store``; waits for the key."""
@@ -197,7 +198,7 @@ class TransportSetup:
         try:
             return self._wait()
         except BaseException:
-            self._give_up()
+            self._abandon()
             raise
         finally:
             self._store.abandon()
@@ -206,7 +207,7 @@ class TransportSetup:
                 self._done = -1
             self._error = None  # its traceback would keep the group's descriptors
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         """Close the transport. One with a method ``connect`` is closed by the set-up thread, unless that has ended."""
         with self._lock:
             self._given_up = True

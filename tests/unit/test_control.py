@@ -310,12 +310,12 @@ def test_a_payload_that_no_listener_accepts_is_refused() -> None:
 class NoCallbacks:
     """Of ``WorkerConnections``."""
 
-    def accept_message(self, worker: int, rejoined: bool) -> Message:
+    def accepted_message(self, worker: int, rejoined: bool) -> Message:
         return Message(Kind.ACCEPTED, worker)
 
     def on_accepted(self, worker: int, deadline: float | None) -> None: ...
 
-    def on_answer(self, worker: int, message: Message) -> None: ...
+    def on_message(self, worker: int, message: Message) -> None: ...
 
     def on_disconnected(self, worker: int) -> None: ...
 

@@ -14,7 +14,7 @@ class ConnectionCallbacks(Protocol):
     ``WorkerConnections.close`` may run without it.
     """
 
-    def accept_message(self, worker: int, rejoined: bool) -> Message:
+    def accepted_message(self, worker: int, rejoined: bool) -> Message:
         """Return the ``ACCEPTED`` message for a worker, e.g. with the layout of the weights.
 
         Called once per connection, by ``wait_for_workers``, before the message is sent.
@@ -37,11 +37,11 @@ class ConnectionCallbacks(Protocol):
         """
         ...
 
-    def on_answer(self, worker: int, message: Message) -> None:
+    def on_message(self, worker: int, message: Message) -> None:
         """Process a message of a worker, e.g. send the next version after an answer.
 
-        Called once per message, by ``WorkerConnections.process``, after an ``ACK``, ``PREPARED`` or ``FAILED`` was
-        stored for ``wait_acks``.
+        Called once per message, by ``WorkerConnections.process``. An ``ACK``, ``PREPARED`` or ``FAILED`` has been
+        stored for ``wait_acks`` before.
         """
         ...
 

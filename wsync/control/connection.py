@@ -133,8 +133,7 @@ class Connection:
         Args:
             message: the message.
             may_drop: drop it if the peer reads too slowly. For an ``UPDATE`` that only wakes the peer, which then reads
-                the arena: earlier messages, which it has not read yet, wake it as well. Also for an ``ABORT``: without
-                a commit nothing is installed.
+                the arena: earlier messages, which it has not read yet, wake it as well.
 
         Raises:
             ConnectionError: the peer has disconnected; or this is a forked child of the process that connected.

@@ -17,7 +17,7 @@ from wsync.errors import WorkerDied
 
 
 @runtime_checkable
-class Sentinel(Protocol):
+class HasFileno(Protocol):
     """An object with a descriptor that becomes readable when a process ends."""
 
     def fileno(self) -> int:
@@ -25,7 +25,7 @@ class Sentinel(Protocol):
         ...
 
 
-Process = BaseProcess | subprocess.Popen[Any] | Sentinel | int
+Process = BaseProcess | subprocess.Popen[Any] | HasFileno | int
 """A process of ``multiprocessing`` or ``subprocess``, a sentinel, or an integer. An integer is a sentinel
 (``Process.sentinel``, a pidfd) if it is the descriptor of an open pipe, socket, eventfd or pidfd; otherwise it is the
 id of a process on this machine. It is refused if it is such a descriptor and also the id of a child of this process."""
@@ -90,7 +90,7 @@ def _as_process(worker: int, process: Process) -> Process:
 
     The id of a direct child is returned as it is: its exit code is read by a pidfd.
     """
-    if isinstance(process, BaseProcess | subprocess.Popen | Sentinel):
+    if isinstance(process, BaseProcess | subprocess.Popen | HasFileno):
         return process
     if not isinstance(process, Integral) or isinstance(process, bool):
         raise TypeError(
@@ -98,7 +98,7 @@ def _as_process(worker: int, process: Process) -> Process:
             f"id, not {process!r}"
         )
     number = int(process)
-    is_open, is_child = _is_open(number), _is_child(number)
+    is_open, is_child = _may_be_sentinel(number), _is_child(number)
     if is_open and is_child:
         raise ValueError(
             f"worker {worker}: {number} is an open descriptor and also the id of a child process: pass the Process or "
@@ -112,7 +112,7 @@ def _as_process(worker: int, process: Process) -> Process:
     return number
 
 
-def _is_open(descriptor: int) -> bool:
+def _may_be_sentinel(descriptor: int) -> bool:
     """Return whether an integer is an open pipe, socket, eventfd or pidfd of this process."""
     try:
         target = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -137,9 +137,9 @@ def _sentinel(worker: int, process: Process, opened: ExitStack) -> int:
             raise ValueError(f"the process of worker {worker} has not been started: call its start() before connect()")
         # Not Process.sentinel: that is a pipe, which a child of the worker may keep open after the worker has ended.
         ended, pid = _exit_code(process) is not None, process.pid
-    elif isinstance(process, Sentinel):
+    elif isinstance(process, HasFileno):
         return process.fileno()
-    elif _is_open(process):
+    elif _may_be_sentinel(process):
         return process
     else:
         ended, pid = False, process
@@ -168,7 +168,7 @@ def _exit_code(process: BaseProcess | subprocess.Popen[Any]) -> int | None:
 
 def _describe_end(process: Process, sentinel: int) -> str:
     """Return how a process has ended, as far as it can be known here; or that it is still running."""
-    if isinstance(process, int | Sentinel):
+    if isinstance(process, int | HasFileno):
         by_id = isinstance(process, int) and process != sentinel
         name = f"process {process}" if by_id else f"descriptor {sentinel}"
         code = _exit_code_by_pidfd(sentinel)

@@ -99,18 +99,18 @@ def layout_in(data: bytes) -> Layout:
     return layout
 
 
-def dump_tensor_layout(layout: Layout, past_participle: str) -> str:
+def dump_tensor_layout(layout: Layout, verb: str) -> str:
     """Return dumped settings with the layout alone, for weights that travel without a control connection.
 
     Args:
         layout: the layout of the weights.
-        past_participle: for the error message: extra state cannot be ``"stored"``, …
+        verb: for the error message: extra state cannot be … (``"stored"``)
 
     Raises:
         LayoutMismatch: there is extra state, which is pickled; or a dtype that safetensors files cannot have.
     """
     if layout.extra:
-        raise LayoutMismatch(f"extra state cannot be {past_participle}: {', '.join(sorted(layout.extra))}")
+        raise LayoutMismatch(f"extra state cannot be {verb}: {', '.join(sorted(layout.extra))}")
     check_dtypes(layout)
     return SenderSettings(layout, checksum=True).dump().decode()
 

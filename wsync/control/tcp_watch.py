@@ -31,14 +31,15 @@ class TcpWatch:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may call ``remove`` inside any of the methods
-        self._silent: WeakKeyDictionary[socket.socket, int] = WeakKeyDictionary()  # successive checks without an answer
+        # successive checks without an answer, of all sockets that are watched
+        self._silent_checks: WeakKeyDictionary[socket.socket, int] = WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     def add(self, sock: socket.socket) -> None:
         """Watch a connected TCP socket until ``remove``: if the peer's machine fails, shut the socket down."""
         with self._lock:
-            self._silent[sock] = 0
+            self._silent_checks[sock] = 0
             if self._thread is None:
                 stop = threading.Event()
                 thread = threading.Thread(target=self._run, args=(stop,), name="wsync-tcp-watch", daemon=True)
@@ -48,9 +49,9 @@ class TcpWatch:
     def remove(self, sock: socket.socket) -> None:
         """Stop watching a socket; with the last one, wait for the end of the thread. Idempotent."""
         with self._lock:
-            self._silent.pop(sock, None)
+            self._silent_checks.pop(sock, None)
             thread = self._thread
-            if self._silent or thread is None:
+            if self._silent_checks or thread is None:
                 return
             self._thread = None
             self._stop.set()
@@ -65,7 +66,7 @@ class TcpWatch:
             try:
                 if stop.is_set():
                     return
-                if not self._silent:  # all were dropped without ``remove``
+                if not self._silent_checks:  # all were dropped without ``remove``
                     self._thread = None
                     return
                 self._check()
@@ -73,15 +74,15 @@ class TcpWatch:
                 self._lock.release()
 
     def _check(self) -> None:
-        for reference in self._silent.keyrefs():
+        for reference in self._silent_checks.keyrefs():
             sock = reference()
-            if sock is None or (checks := self._silent.get(sock)) is None:  # removed by a finalizer
+            if sock is None or (checks := self._silent_checks.get(sock)) is None:  # removed by a finalizer
                 continue
             try:
                 info = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
             except OSError:  # it has been closed
                 continue
-            self._silent[sock] = checks = checks + 1 if info[_RETRANSMITS] or info[_PROBES] else 0
+            self._silent_checks[sock] = checks = checks + 1 if info[_RETRANSMITS] or info[_PROBES] else 0
             # Whether the peer's kernel has answered since the first of these checks, i.e. was not silent all the time.
             answered_since = info[_LAST_ACK] < 1000 * _INTERVAL * (_CHECKS - 1)
             if checks >= _CHECKS and not answered_since:

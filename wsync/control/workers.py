@@ -17,17 +17,16 @@ from wsync.errors import SyncTimeout, WorkerDied, join_indices
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
-# Other kinds end the connection. ROUTE and STORE are read by ``on_accepted``, inside ``reading_directly``.
-_EXPECTED_KINDS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED, Kind.REQUEST))
+_ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED))
+_EXPECTED_KINDS = _ANSWERS | {Kind.SLOT_FREED, Kind.REQUEST}  # others end the connection
 _LEAVE_TIMEOUT = 5.0  # seconds to get the queued messages, and then a LEAVE, into the sockets of all workers
 
 
 class WorkerConnections:
     """The connections to all workers of one sender.
 
-    This object has no thread: messages are read only while one of its methods runs. Its methods are called by a thread
-    inside a method of the scheme, or by the send-loop thread (``sending/send_loop.py``); both hold the channel's lock.
-    A finalizer that cannot get the lock within some seconds calls ``close`` without it.
+    Messages are read only while a method of this object runs: in a method of the scheme, or in the send-loop thread
+    (``sending/send_loop.py``); both hold the channel's lock. A finalizer may call ``close`` without it.
 
     Args:
         listener: where workers connect; closed with this object.
@@ -56,10 +55,7 @@ class WorkerConnections:
 
     @property
     def descriptor_array(self) -> bytes:
-        """All sockets, then all pidfds, as the bytes of an ``array("i")``, for the fast path.
-
-        Empty if a worker is missing, runs on another machine, or has a busy connection.
-        """
+        """All sockets, then all pidfds, as an ``array("i")``; empty if a worker is missing, busy, or elsewhere."""
         each = [one.descriptors for _, one in sorted(self._connections.items()) if not one.busy]
         if len(each) < self._num_workers or any(len(both) != 2 for both in each):
             return b""
@@ -139,7 +135,7 @@ class WorkerConnections:
         self._answers.pop(worker, None)
         death = self._deaths.pop(worker, None)  # of the worker that it replaces; may be unreported
         try:
-            accepted = self._callbacks.accept_message(worker, rejoined)
+            accepted = self._callbacks.accepted_message(worker, rejoined)
             self._connections[worker] = connection  # not before: the callback may send, and ACCEPTED has to be first
             for fd in connection.descriptors:
                 self._worker_of[fd] = worker
@@ -275,16 +271,17 @@ class WorkerConnections:
 
     def process(self, worker: int, message: Message | None) -> None:
         """Process what ``read`` or ``reading_directly`` received from a worker; None: its connection has ended."""
-        if (connection := self._connections.get(worker)) is None:
+        connection = self._connections.get(worker)
+        if connection is None or (message is not None and message.kind is Kind.STORE):  # STORE: after the set-up
             return
         if message is None or message.kind not in _EXPECTED_KINDS:
             self.mark_dead(worker, why_ended(connection.peer, message))
             return
-        known = self._answers.get(worker)  # an answer that the worker repeats may arrive after a newer one
-        if message.kind not in (Kind.SLOT_FREED, Kind.REQUEST) and (known is None or known.version <= message.version):
+        known = self._answers.get(worker)
+        if message.kind in _ANSWERS and (known is None or known.version <= message.version):  # older: a repeated one
             error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
             self._answers[worker] = Ack(worker, message.version, error, wait=message.wait, apply=message.apply)
-        self._callbacks.on_answer(worker, message)
+        self._callbacks.on_message(worker, message)
 
     def close(self, *, finished: bool = False) -> None:
         """Close all connections, and accept no more. Idempotent. If ``finished``, send ``LEAVE`` to all before."""

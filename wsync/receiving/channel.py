@@ -211,7 +211,7 @@ class WorkerSideChannel:
         elif kind is Kind.RESEND and isinstance(reader, TransportReader):
             if reader.last_answer is not None:
                 self._open().send(reader.last_answer)
-        else:
+        elif kind is not Kind.STORE:  # one that arrives after the set-up of the transport has no effect
             raise ValueError(f"an unexpected message {kind.name}")
         return None
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from wsync.errors import WeightSyncError, error_of
-from wsync.gate import MixedWeightsGuard, is_for_forward_of, process_gate
+from wsync.gate import MixedWeightsGuard, entered_for_forward_of, process_gate
 from wsync.receiving import prepared_updates
 from wsync.receiving.cascade import Cascade
 from wsync.receiving.events import CheckLayout, Closed, Decision, Dropped, Event, Failed, Newest, Prepare
@@ -142,7 +142,7 @@ class ModelUpdater:
     @property
     def in_forward(self) -> bool:
         """See ``SlotUpdater``."""
-        return is_for_forward_of(self.destination.model)
+        return entered_for_forward_of(self.destination.model)
 
     def _install(self, update: Update) -> None:
         _require_undamaged(update)

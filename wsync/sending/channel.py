@@ -118,10 +118,10 @@ class SenderSideChannel:
             return self._routes.carried_bytes(version)
 
     def share_registered(self, tensors: Mapping[str, Tensor]) -> RegisteredBuffers | None:
-        """Tell the workers of the arena where registered buffers lie; None if they do not lie in shared memory."""
+        """Describe to the workers where registered buffers lie; None if that is not in shared memory."""
         slots = self._routes.slots
         with self._lock:
-            return None if slots is None else RegisteredBuffers.share(slots.arena, tensors)
+            return None if slots is None else RegisteredBuffers.describe(slots.arena, tensors)
 
     def published_views(self) -> list[Sequence[Tensor]]:
         """Return each slot that workers are pointed to, as new tensors."""
@@ -148,7 +148,7 @@ class SenderSideChannel:
             slots, num_workers = self._routes.slots, self._routes.num_workers
             if self._reserved or self._routes.layout is None:
                 return None
-            if slots is not None and len(slots.workers) == num_workers:
+            if slots is not None and len(slots.workers) == num_workers and not self._routes.transfers.busy_slots:
                 calls = slots.fast_calls(acknowledge=acknowledge)
                 beside_thread = self._loop.running or self._routes.needs_send_loop()
                 return self._locked(calls) if calls is not None and beside_thread else calls
@@ -221,7 +221,7 @@ class SenderSideChannel:
                 acks = self._connections.wait_acks(workers, version, deadline)
                 answered.update(ack.worker for ack in acks)
                 if len(answered) < len(workers):
-                    self._routes.transfers.give_up(set(workers) - answered)
+                    self._routes.transfers.disconnect_unfinished(set(workers) - answered)
                 return acks
             finally:  # also if a signal handler raised: a message may have been read and not processed
                 self._routes.transfers.mark_overdue(set(workers) - answered)

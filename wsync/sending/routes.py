@@ -129,7 +129,7 @@ class Routes:
 
     # --- ConnectionCallbacks ---
 
-    def accept_message(self, worker: int, rejoined: bool) -> Message:
+    def accepted_message(self, worker: int, rejoined: bool) -> Message:
         """See ``ConnectionCallbacks``: the message names the version that the worker is given first."""
         queue = self.transfers.queues[worker]
         queue.connection_number += 1
@@ -169,7 +169,7 @@ class Routes:
             if latest is not None:
                 self.slots.point(worker, latest.version, latest.buffer.slot, acknowledge=False)
 
-    def on_answer(self, worker: int, message: Message) -> None:
+    def on_message(self, worker: int, message: Message) -> None:
         """See ``ConnectionCallbacks``."""
         queue = self.transfers.queues[worker]
         if message.kind is Kind.REQUEST:
@@ -222,8 +222,8 @@ class Routes:
     def abort(self, workers: Collection[int], transaction: int) -> None:
         """Have ``workers`` drop what they have prepared."""
         in_arena, others = self._split(workers)
-        for worker in in_arena:  # the message may be lost: only a commit installs
-            self.connections.send(worker, Message(Kind.ABORT, worker, transaction), may_drop=True)
+        for worker in in_arena:
+            self.connections.send(worker, Message(Kind.ABORT, worker, transaction))
         for worker in others:
             self.transfers.queues[worker].abort(transaction)
 

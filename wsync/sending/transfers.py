@@ -161,7 +161,7 @@ class Transfers:
             for queue in self.queues:
                 queue.report_failure()
 
-    def give_up(self, workers: Collection[int]) -> None:
+    def disconnect_unfinished(self, workers: Collection[int]) -> None:
         """Called at an update's deadline: disconnect those of ``workers`` with ``send_weights`` still running.
 
         The others stay connected. ``mark_overdue`` follows.

@@ -41,9 +41,10 @@ How long a worker uses a slot depends on how its model takes the weights:
 - *The worker was disconnected while it was alive.* From then on its words belong to its replacement. Before each store
   the disconnected worker compares, under the mutex, the number of the connection in the words with its own; if they
   differ, it stores nothing. If it was stopped while it held the mutex, it has compared already, and stores its words
-  once more when it is continued. While no worker is connected under its index, the sender ignores these words. After a
-  replacement has connected, they only keep the slots that they name from being written, until the first forward of the
-  replacement overwrites them; that forward needs the mutex, so it comes after the disconnected worker's stores.
+  once more when it is continued. While no worker is connected under its index, the sender ignores these words. Once a
+  replacement has connected, these stale words can only delay the reuse of the slots that they name, until the first
+  forward of the replacement overwrites them; that forward needs the mutex, so it comes after the disconnected worker's
+  stores.
 - *An install has failed, and the model is bound to a slot that it does not hold.* A model with
   installs that may fail holds its slot (see above). An install of any other model fails only if its structure was
   changed in the worker.
@@ -98,7 +99,7 @@ EXTRA_END = MAX_SLOTS * _EXTRA_SPAN
 
 
 class Arena:
-    """One process's mapping of the shared slots: what the sender and its workers have in common.
+    """One process's mapping of the slots. Base class of ``SenderArena`` and ``WorkerArena``.
 
     Args:
         workers: the number of workers.

@@ -93,8 +93,8 @@ class RegisteredBuffers:
         self._word = memoryview(mmap.mmap(arena.fds[1], mmap.PAGESIZE, offset=EXTRA_END)).cast("q")
 
     @classmethod
-    def share(cls, arena: SenderArena, tensors: Mapping[str, Tensor]) -> RegisteredBuffers | None:
-        """Tell the workers of ``arena`` where ``tensors`` lie; None if not all lie in shared memory files."""
+    def describe(cls, arena: SenderArena, tensors: Mapping[str, Tensor]) -> RegisteredBuffers | None:
+        """Describe to the workers of ``arena`` where ``tensors`` lie; None if not all lie in shared memory files."""
         mappings = _shared_mappings() if all(tensor.is_cpu for tensor in tensors.values()) else []
         files: dict[tuple[int, int], int] = {}  # descriptors
         places: dict[str, Any] = {}
