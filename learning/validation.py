@@ -36,11 +36,11 @@ SHARE: Limit = ("between 0 and 1", lambda x: 0 <= x <= 1)
 FINITE: Limit = ("finite", math.isfinite)
 NUMBER: Limit = ("a number", lambda x: not math.isnan(x))
 
-NOT_FOR_WORKERS = {
+NOT_FOR_WORKERS = {  # what schemes are for that no collector carries
+    "CudaWeightSyncScheme": "sends to models on the trainer's GPU, and workers act on the CPU here",
     "HTTPWeightSyncScheme": "sends to inference engines, in a program of yours (docs/engines.md)",
     "RayModuleTransformScheme": "sends to modules in environments, by a collector (docs/tutorials/collectors.md)",
 }
-"""What schemes are for that no collector carries."""
 
 WANDB_MODES = ("online", "offline", "disabled")
 

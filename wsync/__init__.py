@@ -1,6 +1,7 @@
 """Weight synchronization for reinforcement learning: a trainer's weights, in every worker, whole and in order."""
 
 from wsync import transforms
+from wsync.backends.cuda import CudaWeightSyncScheme
 from wsync.backends.distributed import DistributedTransport, DistributedWeightSyncScheme
 from wsync.backends.http import HTTPTransport, HTTPWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
@@ -42,6 +43,7 @@ __all__ = [
     "CascadingContext",
     "Closable",
     "CollectorContext",
+    "CudaWeightSyncScheme",
     "DistributedTransport",
     "DistributedWeightSyncScheme",
     "FlatTransport",

@@ -17,6 +17,7 @@ ENTRY_POINTS = "wsync.backends"
 _BACKENDS = {
     "shared_mem": "wsync.backends.shared_mem:SharedMemWeightSyncScheme",
     "multiprocess": "wsync.backends.multiprocess:MultiProcessWeightSyncScheme",
+    "cuda": "wsync.backends.cuda:CudaWeightSyncScheme",
     "distributed": "wsync.backends.distributed:DistributedWeightSyncScheme",
     "rpc": "wsync.backends.rpc:RPCWeightSyncScheme",
     "ray": "wsync.backends.ray:RayWeightSyncScheme",

@@ -14,7 +14,7 @@ import wsync
 from collectors.config import BUNDLED
 from wsync import registered_backends
 
-_OTHERS = ("none", "ray_module_transform", "store", "http")
+_OTHERS = ("none", "ray_module_transform", "store", "http", "cuda")
 BACKENDS = tuple(name for name in registered_backends() if name not in _OTHERS)
 """Backends that send a policy's weights to workers that connect."""
 

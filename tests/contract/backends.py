@@ -68,6 +68,10 @@ class DistributedGloo(BuiltIn):
     variant: ClassVar = {"shared_memory": False}
 
 
+class Cuda(BuiltIn):
+    name = "cuda"
+
+
 PROCESS_BACKENDS: dict[str, type[BuiltIn]] = {
     "shared_mem": SharedMemory,
     "shared_mem-published": SharedMemoryPublished,

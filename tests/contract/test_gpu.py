@@ -10,10 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from backends import BuiltIn
+from backends import BuiltIn, Cuda
 from torch import Tensor, nn
 
 import wsync
+from wsync.testing import BackendContract, WorkerPool
 from wsync.testing.models import Small, fill
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -29,6 +30,18 @@ def test_updates_between_gpus(backend: BuiltIn) -> None:
         for value in (2.0, 3.0):
             session.send(value)
             assert session.outputs() == [value] * len(session.workers)
+
+
+def test_updates_on_one_gpu(pool: WorkerPool) -> None:
+    Cuda.pool = pool
+    with Cuda().connected(make=on_gpu) as session:
+        for value in (2.0, 3.0, 4.0, 5.0):
+            session.send(value)
+            assert session.outputs() == [value] * len(session.workers)
+
+
+class TestCuda(Cuda, BackendContract):
+    """The contract suite, with models in main memory at both ends."""
 
 
 class Slow(nn.Module):

@@ -23,9 +23,9 @@ _RECEIVE = "use a model that is not sharded, or a function (load=) that distribu
 def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its destination by PyTorch, without recording it for autograd.
 
-    Between a GPU and main memory, all copies are started at once, on the current stream; on return they have ended.
+    With a GPU, all copies are started at once, on the current stream; on return they have ended.
     """
-    gpus = _gpus(destinations) ^ _gpus(sources)  # not those with copies from one GPU to itself alone
+    gpus = _gpus(destinations) | _gpus(sources)
     with torch.no_grad():
         torch._foreach_copy_(list(destinations), list(sources), bool(gpus))  # pyright: ignore[reportPrivateImportUsage]
     for gpu in gpus:

@@ -115,7 +115,7 @@ def refuse_next(state: WorkerState) -> None:
 def loaded(state: WorkerState) -> dict[str, Any]:
     """Return what the worker has been given."""
     with wsync.gate():
-        return {name: tensor.clone() for name, tensor in state.kept["loaded"].items()}
+        return {name: tensor.cpu().clone() for name, tensor in state.kept["loaded"].items()}
 
 
 def calls(state: WorkerState) -> list[int]:
