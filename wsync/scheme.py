@@ -133,8 +133,6 @@ class WeightSyncScheme(SchemeBase):
         self._role.require_uninitialised()
         self._role = assembly.connect_in_process(self, model_id, model, source)
 
-    # --- connect, update, shut down ---
-
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
     ) -> None:
@@ -153,17 +151,19 @@ class WeightSyncScheme(SchemeBase):
             SyncTimeout: the other end did not come within ``timeout``; names the missing workers.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch: on the receiver, if its model is not like the sender's.
-            TypeError, ValueError: ``processes`` has another form or is ambiguous; a receiver has no ``worker_idx``.
+            TypeError, ValueError: a wrong form of ``processes``; no ``worker_idx``; an argument of the other end.
             RuntimeError: on a receiver that is connected already, or inside the gate.
         """
         role = self._role
         role.require_not_forked()
         if isinstance(role, SenderRole):
+            role.refuse(worker_idx=worker_idx)
             if self._address is not None and not role.sender.connected:
                 self.create_rendezvous().announce(self._address, str(role.model_id), deadline_in(self.timeout))
             role.connect(weights, processes)
         elif isinstance(role, ReceiverRole):
-            role.connect(worker_idx, processes, self.timeout, acknowledges=self.acknowledges)
+            role.refuse(weights=weights, processes=processes)
+            role.connect(worker_idx, self.timeout, acknowledges=self.acknowledges)
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect(), also after shutdown()")
 
