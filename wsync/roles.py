@@ -59,6 +59,11 @@ class Role:
             where = f"on the {self.side}" + (", in the parent of this forked process" if self.inherited else "")
             raise RuntimeError(f"this scheme is already initialised {where}, for model '{self.model_id}'")
 
+    def refuse(self, **given: object) -> None:
+        """Raise ``ValueError`` if one of these arguments of ``connect``, which the other end takes, is not None."""
+        if names := [f"{name}=" for name, value in given.items() if value is not None]:
+            raise ValueError(f"connect() takes no {' and no '.join(names)} on the {self.side}")
+
     def as_sender(self, what: str) -> SenderRole:
         """Return this role if it is a sender's: ``SenderRole`` overrides this method. ``what`` is the method called.
 
@@ -70,11 +75,7 @@ class Role:
         raise NotConnected(f"{what}() needs init_on_sender() first; after shutdown(), initialise the scheme again")
 
     def as_receiver(self, what: str) -> ReceiverRole:
-        """Return this role if it is a receiver's: ``ReceiverRole`` overrides this method.
-
-        Raises:
-            NotConnected: it is no receiver's; or this is a forked child of the process that initialised the scheme.
-        """
+        """Return this role if it is a receiver's; raises as ``as_sender`` does."""
         if self.model_id:
             raise NotConnected(f"{what}() can only be called on a receiver; this scheme is initialised on the sender")
         raise NotConnected(f"{what}() needs init_on_receiver() first; after shutdown(), initialise the scheme again")
@@ -220,22 +221,20 @@ class ReceiverRole(Role):
         self.require_not_forked()
         return self
 
-    def connect(
-        self, worker_idx: int | None, processes: Processes | None, timeout: float | None, *, acknowledges: bool
-    ) -> None:
-        """Connect to the sender, see the scheme.
+    def connect(self, worker_idx: int | None, timeout: float | None, *, acknowledges: bool) -> None:
+        """Connect to the sender, see the scheme. If ``init_on_worker`` has begun to connect, wait for that instead.
 
-        Args:
-            worker_idx: this worker's index; None: as given at init.
-            processes: must be None: only the sender's ``connect`` takes them.
-            timeout: seconds; None for no limit.
-            acknowledges: whether the sender waits for this worker to install each update.
+        ``timeout``: seconds; None for no limit. ``acknowledges``: whether the sender awaits acknowledgements.
         """
-        if processes is not None:
-            raise ValueError("processes= are the workers' processes: the sender is given them, not a worker")
         index = self.given_idx if worker_idx is None else worker_idx
         if index is None:
             raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
+        if (joining := self.background_connect) is not None and joining.pending:
+            if index != self.given_idx:
+                raise ValueError(f"init_on_worker() has begun to connect worker {self.given_idx}, not {index}")
+            joining.finish(timeout)
+            if self.receiver.connected:
+                return
         self.receiver.connect(index, timeout)
         if not acknowledges:  # the next forward installs an update: only a thread in receive() has to be woken
             self.receiver.wake_only_for_receive()

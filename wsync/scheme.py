@@ -121,8 +121,9 @@ class WeightSyncScheme(SchemeBase):
         )
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
-        """Set up and connect both ends in this process. The thread that calls ``send`` installs, inside the gate.
+        """Set up and connect both ends in this process.
 
+        An update is installed inside the gate before ``send`` returns: by its thread, or by one that begins a forward.
         If ``source`` is given, its weights are installed in ``model`` at once, and ``send()`` reads it again; otherwise
         the first ``send(weights)`` brings weights.
 
@@ -132,8 +133,6 @@ class WeightSyncScheme(SchemeBase):
         """
         self._role.require_uninitialised()
         self._role = assembly.connect_in_process(self, model_id, model, source)
-
-    # --- connect, update, shut down ---
 
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
@@ -153,29 +152,36 @@ class WeightSyncScheme(SchemeBase):
             SyncTimeout: the other end did not come within ``timeout``; names the missing workers.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch: on the receiver, if its model is not like the sender's.
-            TypeError, ValueError: ``processes`` has another form or is ambiguous; a receiver has no ``worker_idx``.
+            TypeError, ValueError: a wrong form of ``processes``; no ``worker_idx``; an argument of the other end.
             RuntimeError: on a receiver that is connected already, or inside the gate.
         """
         role = self._role
         role.require_not_forked()
         if isinstance(role, SenderRole):
+            role.refuse(worker_idx=worker_idx)
             if self._address is not None and not role.sender.connected:
                 self.create_rendezvous().announce(self._address, str(role.model_id), deadline_in(self.timeout))
             role.connect(weights, processes)
         elif isinstance(role, ReceiverRole):
-            role.connect(worker_idx, processes, self.timeout, acknowledges=self.acknowledges)
+            role.refuse(weights=weights, processes=processes)
+            role.connect(worker_idx, self.timeout, acknowledges=self.acknowledges)
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect(), also after shutdown()")
 
     def disconnect(self, worker_idx: int) -> None:
-        """On the sender: treat a worker as dead; a ``send`` that waits for it raises. See ``readmit``."""
+        """On the sender: treat a worker as dead. See ``readmit``.
+
+        A call in another thread takes it for dead, too: a ``send`` that waits for it raises. This call blocks until
+        that one has ended, which with ``timeout=None`` may be never if it waits for another worker.
+        """
         self._role.as_sender("disconnect").sender.disconnect(worker_idx)
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
         It gets the newest update that was sent to this index, and other workers are not affected. A worker that is
-        connected under the index is disconnected first, unless it is a replacement that came before this call.
+        connected under the index is disconnected first. Exception: a replacement that connected while another worker
+        was awaited is kept, unless ``process`` was started later or has ended (``disconnect`` it before, if in doubt).
         For ``process`` see ``connect``. ``timeout`` is in seconds; None for the scheme's.
 
         Raises:
@@ -187,11 +193,7 @@ class WeightSyncScheme(SchemeBase):
             sender.readmit(worker_idx, sentinels.get(worker_idx), timeout)
 
     def continue_from(self, version: int) -> None:
-        """On the sender, in a resumed run: number the next update ``version + 1``, unless a newer one was sent.
-
-        Raises:
-            ValueError: it is not a version: negative, or too large.
-        """
+        """On the sender of a resumed run: number the next update at least ``version + 1``. ValueError: out of range."""
         self._role.as_sender("continue_from").sender.continue_from(version)
 
     def send(
@@ -247,13 +249,16 @@ class WeightSyncScheme(SchemeBase):
         return self._role.as_receiver("receive").receiver.receive(timeout)
 
     def pull(self, timeout: float | None = None) -> int:
-        """On a receiver: install the version that is the newest at the time of the call; return the model's version.
+        """On a receiver: install the version that is the newest at the time of the call; return its number.
 
-        Waits up to ``timeout`` seconds (None: no limit) until it has arrived; if none was sent yet, for the first one.
+        With ``initiator="receiver"`` it waits up to ``timeout`` seconds (None: no limit) for that version. By default
+        versions are installed as they arrive, and it waits only for the first one; a ``store`` is read in any case.
 
         Raises:
             NotConnected: before ``connect``; or the sender is gone and there has been no version.
-            SyncTimeout, WeightSyncError: there is no version yet; it did not come in time; a store cannot be read.
+            SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
+            WeightSyncError: the newest version was refused or could not be sent; has its number and the cause, and is
+                raised again until there is a newer one. Or a store cannot be read.
             RuntimeError: called inside a forward, or ``wsync.gate()``.
         """
         return self._role.as_receiver("pull").receiver.pull(timeout)
@@ -287,14 +292,9 @@ class WeightSyncScheme(SchemeBase):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Shut down."""
         self.shutdown()
 
     @classmethod
     def from_backend(cls, name: str, **options: Any) -> WeightSyncScheme:
-        """Return the scheme of the backend called ``name`` (``wsync.registry``), with ``options``.
-
-        Raises:
-            ValueError: there is no such backend; lists those that there are.
-        """
+        """Return the scheme of the backend ``name`` (``wsync.registry``); ``ValueError`` lists those that there are."""
         return load_backend(name)(**options)

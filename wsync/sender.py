@@ -27,14 +27,14 @@ from wsync.sending.updates import Updates
 from wsync.types import LAST_VERSION, SyncReport
 from wsync.weights.layout import Layout
 
-_PATIENCE = 0.1  # seconds in which another thread's call may end by itself, before ``disconnect`` ends it
+_PATIENCE = 0.1  # seconds that ``disconnect`` waits before it has another thread's call take the worker for dead
 
 
 class Sender:
     """Sends one model's weights to all its workers. Any thread may call; one call runs at a time.
 
-    A call holds the *sender's lock*, and for each step the *channel's lock* inside ``SenderSideChannel``, as does the
-    *send-loop thread*, which sends what had to wait for a worker's answer (``sending/send_loop.py``).
+    A call holds the *sender's lock* throughout, and in each step also the *channel's lock* (of ``SenderSideChannel``).
+    The *send-loop thread* (``sending/send_loop.py``) sends what had to wait for an answer, and takes only the latter.
 
     Args:
         channel: the channel to the workers: connections, and memory or transports for weights; kept as an attribute.
@@ -132,7 +132,7 @@ class Sender:
                 self._enable_fast(weights)
 
     def disconnect(self, worker: int) -> None:
-        """Treat a worker as dead; a ``send`` in another thread that waits for it raises. ValueError: there is none."""
+        """Treat a worker as dead; see ``WeightSyncScheme``. ValueError: there is no such worker."""
         worker = single_worker(worker, self.num_workers)
         try:
             while not self._lock.acquire(timeout=_PATIENCE):
@@ -162,18 +162,19 @@ class Sender:
         with self.exclusive():
             worker = single_worker(worker, self.num_workers)
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            first_version = self.channel.pop_early_join(worker)
+            # None: the worker has to connect in this call. Otherwise it has connected before, and this is the version
+            # that it was given then, if it has not answered yet; 0 if it has, or was given none.
+            unanswered = self.channel.pop_early_join(worker, sentinel)
             try:
-                if first_version is None:
+                if unanswered is None:
                     self.disconnect(worker)
                     sentinels = {} if sentinel is None else {worker: sentinel}
                     self.channel.wait_for_workers([worker], sentinels, deadline)
             finally:
                 self._members.add(self.channel.workers)
             expected = self._members.expected_version.get(worker)
-            # `first_version`: None if it connected in this call, 0 if it owes no answer, else the version to answer. If
-            # `expected` is newer, the call that sent it waits for the answer, or `wait` does.
-            if expected and first_version in (None, expected):
+            # If it was sent a newer version since, the answer is awaited by the `send` that sent it, or by `wait`.
+            if expected and unanswered in (None, expected):
                 self._updates.acks.require([worker], expected, deadline)
 
     def continue_from(self, version: int) -> None:

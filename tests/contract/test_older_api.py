@@ -8,12 +8,14 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from stopping import wait_until_asleep
 from tensordict import TensorDict
 from torch import nn
 
@@ -277,6 +279,67 @@ def test_the_end_of_the_sender_ends_a_receive(make: Make, late: bool) -> None:
         worker.get_receiver().receive(TIMEOUT)
     worker.shutdown()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("wsync")]
+
+
+def test_connect_after_init_on_worker_waits_for_the_connection_that_it_has_begun(make: Make) -> None:
+    sender, worker, model = both_ends(make)
+    with sender, worker, ThreadPoolExecutor() as pool:
+        waiting = threading.Thread(target=worker.connect)
+        waiting.start()
+        assert waiting.native_id is not None
+        wait_until_asleep(waiting.native_id)
+        sent = pool.submit(sender.get_sender().send, policy_of(1.0))
+        waiting.join()
+        assert sent.result(TIMEOUT) is not None
+        assert worker.receive(TIMEOUT) is not None
+        sender.send(policy_of(2.0))
+        assert torch.equal(model.weight, policy_of(2.0).weight)
+        with pytest.raises(RuntimeError, match="connected already"):
+            worker.connect()
+
+
+def test_connect_after_init_on_worker_leaves_the_connection_to_it_also_if_it_raises(make: Make) -> None:
+    sender, worker, model = both_ends(make)
+    with sender, worker:
+        worker.timeout = 0.01
+        with pytest.raises(wsync.SyncTimeout, match=r"did not answer within 0.01 s: does it call connect\(\) too"):
+            worker.connect()
+        with pytest.raises(ValueError, match="has begun to connect worker 0, not 1"):
+            worker.connect(worker_idx=1)
+        with wsync.gate(), pytest.raises(RuntimeError, match="outside any forward"):
+            worker.connect()
+        worker.timeout = TIMEOUT
+        sender.get_sender().send(policy_of(1.0))
+        worker.connect()
+        assert torch.equal(model.weight, policy_of(1.0).weight)
+
+
+def test_connect_after_the_connection_of_init_on_worker_is_made_returns_once(make: Make) -> None:
+    sender, worker, model = both_ends(make)
+    with sender, worker:
+        sender.get_sender().send(policy_of(1.0))
+        worker.connect()
+        with pytest.raises(RuntimeError, match="connected already"):
+            worker.connect()
+        assert torch.equal(model.weight, policy_of(1.0).weight)
+
+
+def test_a_worker_of_init_on_worker_that_has_lost_its_sender_connects_anew(make: Make) -> None:
+    with make() as sender:
+        sender.init_on_sender("policy", num_workers=1)
+        model = nn.Linear(4, 2)
+        with pickle.loads(pickle.dumps(sender)) as worker, ThreadPoolExecutor() as pool:
+            worker.init_on_worker("policy", model=model, worker_idx=0)
+            sender.get_sender().send(policy_of(1.0))
+            sender.disconnect(0)
+            with pytest.raises(wsync.NotConnected):
+                worker.receive(TIMEOUT)
+                worker.receive(TIMEOUT)  # the first call may return version 1
+            connecting = pool.submit(worker.connect)
+            sender.readmit(0)
+            connecting.result(TIMEOUT)
+            sender.send(policy_of(2.0))
+            assert torch.equal(model.weight, policy_of(2.0).weight)
 
 
 def test_a_worker_may_shut_down_before_it_was_admitted(make: Make) -> None:

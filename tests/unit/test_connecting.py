@@ -290,3 +290,18 @@ class Outer:
 def test_load_in_a_context_that_needs_weights_to_pass_on_is_refused() -> None:
     with Scripted(lambda _: None) as worker, pytest.raises(ValueError, match="give model="):
         worker.init_on_receiver("policy", Outer(), load=lambda pairs: None)
+
+
+@pytest.mark.parametrize("given", [{"weights": nn.Linear(2, 2)}, {"processes": [os.getpid()]}])
+def test_arguments_of_the_senders_connect_are_refused_in_a_worker(given: dict[str, Any]) -> None:
+    with Scripted(lambda _: None) as worker:
+        worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=0)
+        with pytest.raises(ValueError, match=f"takes no {next(iter(given))}= on the receiver"):
+            worker.connect(**given)
+
+
+def test_a_workers_index_is_refused_by_the_senders_connect() -> None:
+    with wsync.SharedMemWeightSyncScheme() as sender:
+        sender.init_on_sender("policy", model=nn.Linear(2, 2), num_workers=1)
+        with pytest.raises(ValueError, match="takes no worker_idx= on the sender"):
+            sender.connect(worker_idx=0)

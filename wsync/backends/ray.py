@@ -203,6 +203,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if self._actors is None or not isinstance(role, SenderRole):
             super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
             return
+        role.refuse(worker_idx=worker_idx)
         if processes is not None:
             raise ValueError("Ray reports the end of its actors: leave processes= out")
         with role.sender.exclusive():  # else this could take the acknowledgement that another thread's send waits for

@@ -179,7 +179,7 @@ class WeightReceiver:
         role = self._scheme._role
         role.require_not_forked()
         connecting = role.background_connect if isinstance(role, ReceiverRole) else None
-        if connecting is not None and not connecting.wait(remaining(deadline)):
+        if connecting is not None and connecting.pending and not connecting.wait(remaining(deadline)):
             return False
         received = self._scheme.receive(remaining(deadline))
         if received is None and self._scheme.finished:
@@ -228,6 +228,8 @@ def init_on_worker(
 ) -> None:
     """Set up and begin to connect a worker, without waiting for the sender; the receiver thread does the rest.
 
+    ``connect`` need not be called. If it is called, it waits until the receiver thread has connected the worker.
+
     Args:
         scheme: a worker's own, if there is a pipe; else the sender's, pickled.
         model_id: the model's name, and its path in ``context``.
@@ -266,4 +268,8 @@ def init_on_worker(
     except Exception:
         scheme._role = Role()
         raise
-    scheme._role = replace(role, background_connect=BackgroundConnect(descriptors, scheme.connect))
+
+    def complete() -> None:  # ``role``, not ``scheme.connect``: that waits for the end of this call
+        role.connect(None, scheme.timeout, acknowledges=scheme.acknowledges)
+
+    scheme._role = replace(role, background_connect=BackgroundConnect(descriptors, complete))

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from wsync.control.receiver_thread import receiver_thread
-from wsync.errors import NotConnected
+from wsync.errors import NotConnected, SyncTimeout
+from wsync.gate import process_gate
 
 
 class BackgroundConnect:
@@ -17,9 +18,13 @@ class BackgroundConnect:
     Args:
         descriptors: one of them is readable when the sender has answered, or has gone.
         connect: completes the connection; called once, by the receiver thread.
+
+    Attributes:
+        pending: whether ``wait`` has not yet returned True or raised.
     """
 
     def __init__(self, descriptors: Sequence[int], connect: Callable[[], None]) -> None:
+        self.pending = True
         self._connect = connect
         self._finished = threading.Event()
         self._error: BaseException | None = None
@@ -46,13 +51,27 @@ class BackgroundConnect:
 
         Raises:
             NotConnected: ``close`` was called first.
-            BaseException: whatever ``WeightSyncScheme.connect`` raised.
+            BaseException: whatever ``connect`` raised.
         """
         if not self._finished.wait(timeout):
             return False
+        self.pending = False
         if self._error is not None:
             raise self._error
         return True
+
+    def finish(self, timeout: float | None) -> None:
+        """``wait``, for a call of ``connect``.
+
+        Raises:
+            SyncTimeout: the sender has not accepted the worker within ``timeout`` seconds; the attempt goes on.
+            RuntimeError: called inside the gate, which the receiver thread needs to connect.
+            BaseException: see ``wait``.
+        """
+        if process_gate().held_here:
+            raise RuntimeError("call connect() outside any forward and any wsync.gate() block")
+        if not self.wait(timeout):
+            raise SyncTimeout(f"the sender did not answer within {timeout} s: does it call connect() too?")
 
     def close(self) -> None:
         """Stop waiting for the sender, and end ``wait`` in other threads. On return no ``connect`` is running."""
