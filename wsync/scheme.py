@@ -181,8 +181,8 @@ class WeightSyncScheme(SchemeBase):
 
         It gets the newest update that was sent to this index, and other workers are not affected. A worker that is
         connected under the index is disconnected first. Exception: a replacement that connected while another worker
-        was awaited is kept, unless ``process`` was started later or has ended (``disconnect`` it before, if in doubt).
-        For ``process`` see ``connect``. ``timeout`` is in seconds; None for the scheme's.
+        was awaited, or in an earlier call that ended by ``SyncTimeout``, is kept, unless ``process`` was started later
+        or has ended. For ``process`` see ``connect``. ``timeout`` is in seconds; None for the scheme's.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.

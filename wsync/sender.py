@@ -2,8 +2,7 @@
 
     source ─→ packed ─→ channel.publish ─→ acknowledgements ─→ report, or one error that names the workers that lack it
 
-The weights are packed into a free buffer. These steps are in ``sending/updates.py``. Most updates take the fast path
-instead: one call does these steps for all workers (``fast_path.py``).
+These steps are in ``sending/updates.py``. Most updates take the fast path: one call does them all (``fast_path.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from wsync.deadlines import deadline_in
-from wsync.errors import in_forked_child
+from wsync.errors import SyncTimeout, in_forked_child
 from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.sending.channel import SenderSideChannel
 from wsync.sending.forking import fork_aware
@@ -42,8 +41,7 @@ class Sender:
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
-        finishes_on_publish: whether a send is finished once the update is published: every forward that starts later
-            uses it. Acknowledgements are awaited only in the cases that ``Updates.publish`` names.
+        finishes_on_publish: whether a send does not wait for acknowledgements, except where ``Updates.publish`` says.
         on_request: with ``initiator="receiver"``: workers request versions. A send is finished once it is published.
         record: called with the report of each finished update but that of ``connect``, under the sender's lock.
     """
@@ -117,8 +115,7 @@ class Sender:
         with self.exclusive():
             everyone, update = range(self.num_workers), None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
-                # Each worker gets the update as it connects. The update's deadline also limits the two waits below.
-                update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)
+                update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)  # sent as they connect
             elif self.source.weights is not None:
                 self._updates.define_layout(None)  # workers check it as they connect; the first send brings weights
             deadline = update.deadline if update else deadline_in(self.timeout)
@@ -168,14 +165,17 @@ class Sender:
             try:
                 if unanswered is None:
                     self.disconnect(worker)
-                    sentinels = {} if sentinel is None else {worker: sentinel}
-                    self.channel.wait_for_workers([worker], sentinels, deadline)
+                    self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
             finally:
                 self._members.add(self.channel.workers)
             expected = self._members.expected_version.get(worker)
             # If it was sent a newer version since, the answer is awaited by the `send` that sent it, or by `wait`.
             if expected and unanswered in (None, expected):
-                self._updates.acks.require([worker], expected, deadline)
+                try:
+                    self._updates.acks.require([worker], expected, deadline)
+                except SyncTimeout:  # the next call goes on waiting
+                    self.channel.keep_early_join(worker, expected)
+                    raise
 
     def continue_from(self, version: int) -> None:
         """Skip the version numbers up to ``version``; ValueError if it is out of range."""

@@ -321,6 +321,36 @@ def test_a_process_that_has_ended_is_not_the_worker_that_joined_early(backend: B
         session.send(2, worker_ids=0)
 
 
+def hold_gate(state: WorkerState) -> None:
+    """Hold the gate in a thread until SIGUSR1: nothing is installed meanwhile."""
+    held, leave = threading.Event(), threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: leave.set())
+
+    def hold() -> None:
+        with wsync.gate():
+            held.set()
+            leave.wait()
+
+    threading.Thread(target=hold, daemon=True).start()
+    held.wait()
+
+
+def test_a_replacement_that_was_not_ready_in_time_is_kept_by_the_next_readmit(backend: BuiltIn) -> None:
+    with backend.connected(timeout=20.0) as session:
+        session.workers[1].kill()
+        second = session.workers.spare()
+        second.call(hold_gate)
+        session.begin_join(second, 1)
+        with pytest.raises(wsync.SyncTimeout):
+            session.scheme.readmit(1, timeout=1.0)
+        os.kill(second.pid, signal.SIGUSR1)
+        session.scheme.readmit(1)
+        second.result()
+        session.workers.replace(1, second)
+        session.send(3)
+        assert session.outputs() == [3, 3]
+
+
 def test_weights_that_were_sent_before_the_disconnection_are_not_installed_after_it(backend: BuiltIn) -> None:
     with backend.connected(timeout=20.0) as session:
         session.workers[1].stop()

@@ -112,6 +112,11 @@ class WorkerConnections:
         self.process_arrived_messages()  # notices its death
         return self._early_joins.pop(worker, sentinel)
 
+    def keep_early_join(self, worker: int, version: int) -> None:
+        """See ``SendChannel``."""
+        if worker in self._connections:
+            self._early_joins.add(worker, version)
+
     def _accept(self, awaited: Collection[int], deadline: float | None) -> int:
         """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""
         if (arrival := self._listener.accept()) is None:
@@ -206,10 +211,7 @@ class WorkerConnections:
             pass
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
-        """Return for each of ``workers`` its acknowledgement of ``version`` or newer, its error, or its death.
-
-        Waits for them until ``deadline``; workers that have neither answered nor died by then are left out.
-        """
+        """Return each worker's answer to ``version`` or newer, or its death; without those that miss ``deadline``."""
         while True:
             acks = [ack for worker in workers if (ack := self._answer_of(worker, version))]
             if len(acks) == len(workers) or not self.read(deadline):

@@ -80,6 +80,11 @@ class SenderSideChannel:
         with self._lock:
             return self._connections.pop_early_join(worker, sentinel)
 
+    def keep_early_join(self, worker: int, version: int) -> None:
+        """See ``SendChannel``."""
+        with self._lock:
+            self._connections.keep_early_join(worker, version)
+
     def give_up(self, worker: int) -> None:
         """See ``SendChannel``."""
         self._connections.give_up(worker)

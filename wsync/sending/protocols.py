@@ -57,6 +57,13 @@ class SendChannel(Protocol):
         """
         ...
 
+    def keep_early_join(self, worker: int, version: int) -> None:
+        """Have the next ``pop_early_join`` return ``version`` for a worker that has connected, and has not answered it.
+
+        Called by a ``readmit`` that ends at its timeout, so that the next one does not disconnect the worker.
+        """
+        ...
+
     def give_up(self, worker: int) -> None:
         """Have a call in another thread that waits for a worker take it for dead, so that the call ends.
 
@@ -129,6 +136,9 @@ class SendChannel(Protocol):
 
 class ConnectionlessChannel:
     """Base of a ``SendChannel`` without connections to workers: these methods have nothing to do."""
+
+    def keep_early_join(self, worker: int, version: int) -> None:
+        """See ``SendChannel``."""
 
     def pop_early_join(self, worker: int, sentinel: int | None) -> int | None:
         """See ``SendChannel``: a worker is only connected when it is awaited."""
