@@ -26,18 +26,19 @@ def make_policy() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
 
 
-def play(env: gym.Env, policy: nn.Module, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Play one episode; return its observations, actions and rewards."""
-    observations, actions, rewards, done = [], [], [], False
+def play(env: gym.Env, policy: nn.Module, scheme: wsync.WeightSyncScheme, seed: int) -> tuple[Tensor, ...]:
+    """Play one episode; return for each step the version that acted, the observation, the action and the reward."""
+    versions, observations, actions, rewards, done = [], [], [], [], False
     observation, _ = env.reset(seed=seed)
     while not done:
         observations.append(torch.as_tensor(observation))
-        with torch.no_grad():
-            actions.append(Categorical(logits=policy(observations[-1])).sample())  # a new version may be used from here
+        with torch.no_grad(), wsync.gate():  # a new version may be used from here on, and not before the next step
+            versions.append(scheme.version)
+            actions.append(Categorical(logits=policy(observations[-1])).sample())
         observation, reward, terminated, truncated, _ = env.step(actions[-1].item())
         rewards.append(float(reward))
         done = terminated or truncated
-    return torch.stack(observations), torch.stack(actions), torch.tensor(rewards)
+    return torch.tensor(versions), torch.stack(observations), torch.stack(actions), torch.tensor(rewards)
 
 
 def work(scheme: wsync.WeightSyncScheme, index: int, episodes: Connection) -> None:
@@ -49,7 +50,7 @@ def work(scheme: wsync.WeightSyncScheme, index: int, episodes: Connection) -> No
     seed = index
     with scheme, suppress(BrokenPipeError):
         while True:
-            episodes.send((scheme.version, *(part.numpy() for part in play(env, policy, seed))))
+            episodes.send([part.numpy() for part in play(env, policy, scheme, seed)])  # waits while the pipe is full
             seed += WORKERS
 
 
@@ -103,7 +104,11 @@ if __name__ == "__main__":
         report = scheme.send()  # every forward that starts from now on uses the new weights
         if update % 10 == 0:
             length = sum(len(rewards) for *_, rewards in played) / len(played)
-            print(f"update {update}: mean return {length:.0f}, sent in {report.seconds * 1e6:.0f} µs")
+            first, last = (choose(choose(episode[0]) for episode in played) for choose in (min, max))
+            print(
+                f"update {update}: mean return {length:.0f} by versions {first} to {last}, "
+                f"sent in {report.seconds * 1e6:.0f} µs"
+            )
 
     for pipe in episodes:
         pipe.close()

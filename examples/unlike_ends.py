@@ -143,7 +143,7 @@ def main(name, precision):
         report = scheme.send()
         pipe.send(report.version)
         version, tokens, logits = pipe.recv()
-        weights = Chain(send, "reference")(dict(model.named_parameters()))
+        weights = Chain(send, "reference")(model.state_dict())
         quantised = narrow(weights)
         reference.load_state_dict(Chain(receive, "reference")(quantised))
         with torch.no_grad():

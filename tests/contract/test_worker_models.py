@@ -230,6 +230,13 @@ def test_a_model_that_a_worker_has_converted_refuses_updates_and_stays_converted
         assert set(failed.value.workers) == {1} and failed.value.version == 4
         assert session.workers[1].call(dtype_of_weight) == "torch.float16"
         assert session.outputs() == [4, 3]
+        session.workers[0].call(convert_to_half)
+        with pytest.raises(wsync.WorkerFailed) as failed:
+            session.update(5)
+        first, second, *_ = str(failed.value).splitlines()
+        assert first.startswith("version 5 is missing on workers 0, 1: wsync.errors.LayoutMismatch: the worker's model")
+        assert "'weight' is float16[4], not float32[4] (send_transform=wsync.transforms.Cast('float16')" in first
+        assert second == "workers that have it: none" and set(failed.value.workers) == {0, 1}
 
 
 def test_a_model_that_cannot_be_gated_is_an_error_at_both_ends(backend: BuiltIn) -> None:

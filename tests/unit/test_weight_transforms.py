@@ -99,6 +99,125 @@ def test_groups_that_mean_nothing(groups: dict[str, list[str]]) -> None:
         Split({"x": ["y", "y"]})
 
 
+class ActorCritic(nn.Module):
+    """Two layers that an actor has, too, and the critic's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.pi, self.v = (nn.Linear(2, 2) for _ in range(3))
+
+
+class Actor(ActorCritic):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        del self.v
+        self.to(dtype)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        Select("bodi", "pi"),
+        Exclude("v", "bodi"),
+        Cast("bfloat16", only=["pi", "bodi"]),
+        QuantizeInt8(only="bodi"),
+        Rename({"bodi": "other"}),
+        Fuse({"x": ["bodi"]}),
+        Split({"bodi": ["x"]}),
+    ],
+)
+@pytest.mark.parametrize("side", ["send_transform", "receive_transform"])
+def test_a_pattern_or_name_that_no_weight_has_is_an_error(side: str, transform: Any) -> None:
+    options: dict[str, Any] = {side: transform}
+    said = rf"{side} {type(transform).__name__}.*no .*'bodi'; there are .*'pi\.weight'"
+    with (
+        pytest.raises(wsync.LayoutMismatch, match=said),
+        wsync.SharedMemWeightSyncScheme(timeout=10.0, **options) as scheme,
+    ):
+        scheme.init_in_process("policy", ActorCritic(), ActorCritic())
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        [Exclude("v"), Cast("bfloat16", only=["body", "pi"])],
+        [Select(["body", "pi"]), Cast("bfloat16")],
+        [Exclude("v"), Fuse({"pi.weight": ["pi.weight"]}), Cast("bfloat16")],
+        [Exclude("v"), Rename({"pi.weight": "x"}), Split({"x": ["pi.weight"]}), Cast("bfloat16")],
+    ],
+)
+def test_a_partial_update_need_not_have_weights_for_every_pattern(transforms: Any) -> None:
+    source, model = fill(ActorCritic(), 1), Actor(torch.bfloat16)
+    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=transforms) as scheme:
+        scheme.init_in_process("policy", model, source)
+        scheme.send({"body.weight": torch.full((2, 2), 5.0)}, partial=True)
+        assert model.body.weight.unique().tolist() == [5]
+        assert {number for one in (model.body.bias, *model.pi.parameters()) for number in one.flatten().tolist()} == {1}
+        with pytest.raises(wsync.LayoutMismatch, match=r"send_transform (Exclude|Select)"):
+            scheme.send({"v.weight": torch.zeros(2, 2)}, partial=True)
+
+
+def test_a_state_dict_may_lack_the_buffers_that_a_transform_drops() -> None:
+    model = nn.Linear(2, 2)
+    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=Exclude("noise")) as scheme:
+        scheme.init_in_process("policy", model)
+        scheme.send(Noisy(1))
+        scheme.send(Noisy(2).state_dict())
+        assert model.weight.unique().tolist() == [2]
+
+
+def test_a_scheme_does_not_rely_on_what_its_transform_was_given_before() -> None:
+    drop = Exclude("noise")
+    drop(dict(Noisy().named_buffers()) | {"weight": random(2)})
+    with (
+        pytest.raises(wsync.LayoutMismatch, match="no weight matches 'noise'"),
+        wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=drop) as scheme,
+    ):
+        scheme.init_in_process("policy", ActorCritic(), ActorCritic())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: Exclude(), ValueError, "no pattern"),
+        (lambda: Select([]), ValueError, "no pattern"),
+        (lambda: Exclude("v", 3), TypeError, "strings, not 3"),  # type: ignore[arg-type]
+        (lambda: Cast("bfloat16", only=[]), ValueError, "no pattern"),
+        (lambda: Quantize(only=[None]), TypeError, "strings, not None"),  # type: ignore[list-item]
+        (lambda: Cast(torch.int8), ValueError, r"floating-point dtype, not to torch\.int8"),
+    ],
+)
+def test_options_that_mean_nothing(make: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        make()
+
+
+def test_a_string_is_no_transform() -> None:
+    said = r"send_transform is a transform, such as .*Cast.*, not 'bfloat16'"
+    options: dict[str, Any] = {"send_transform": "bfloat16"}
+    with pytest.raises(TypeError, match=said), wsync.SharedMemWeightSyncScheme(**options) as scheme:
+        scheme.init_on_sender("policy", model=ActorCritic(), num_workers=1)
+
+
+@pytest.mark.parametrize("mapping", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "transform", "said"),
+    [
+        (torch.float32, None, r"no 'v\.weight'.*\(send_transform=wsync\.transforms\.Exclude\('v\.weight', 'v\.bias'\)"),
+        (torch.bfloat16, Exclude("v"), r"not float32.*\(send_transform=wsync\.transforms\.Cast\('bfloat16'\)"),
+    ],
+)
+def test_the_error_of_a_model_that_does_not_fit_names_the_transform_that_helps(
+    dtype: torch.dtype, transform: Any, said: str, mapping: bool
+) -> None:
+    model = Actor(dtype)
+    with (
+        pytest.raises(wsync.LayoutMismatch, match=said),
+        wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=transform) as scheme,
+    ):
+        scheme.init_in_process("policy", model.state_dict() if mapping else model, ActorCritic())
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("transform", [Select("0.*"), Exclude("1.*")])
 @pytest.mark.parametrize("side", ["send_transform", "receive_transform"])
@@ -143,7 +262,7 @@ def test_non_persistent_buffers_that_a_state_dict_lacks_are_the_senders_own(tran
         assert model.values() == {3}
 
 
-@pytest.mark.parametrize("transform", [None, Cast("float32"), QuantizeInt8(only="noise")])
+@pytest.mark.parametrize("transform", [None, Cast("float32"), Rename(lambda name: name.replace("noise", "spread"))])
 def test_non_persistent_buffers_that_the_first_weights_lacked_are_not_sent(transform: Any) -> None:
     model = Noisy()
     with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=transform) as scheme:

@@ -79,7 +79,7 @@ static int install(WorkerSlot *self, double started)
         answer(self, &(Message){.kind = SLOT_FREED, .worker = self->worker});
     if (word & 1)
         answer(self, &(Message){.kind = ACK, .worker = self->worker, .version = (uint64_t)self->version,
-                                .wait = announced_at > 0 ? started - announced_at : 0, .apply = now() - started});
+                                .wait = announced_at > 0 && announced_at < started ? started - announced_at : 0, .apply = now() - started});
     return !self->disconnected;
 }
 

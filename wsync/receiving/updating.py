@@ -107,7 +107,7 @@ class ModelUpdater:
         The model is then unchanged; or its weights may be mixed (``Target.mixed``), and forwards are refused.
         """
         started = time.perf_counter()
-        wait = started - self.announced_at if self.announced_at else 0.0
+        wait = max(0.0, started - self.announced_at) if self.announced_at else 0.0
         self.error = _INTERRUPTED
         try:
             self.error = error_of(self._install, update)

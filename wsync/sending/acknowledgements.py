@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from wsync.deadlines import NOW
-from wsync.errors import SyncTimeout, WorkerDied, WorkerError, WorkerFailed
+from wsync.errors import SyncTimeout, WorkerDied, WorkerError, WorkerFailed, join_indices
 from wsync.sending.in_flight import without
 from wsync.sending.membership import Membership
 from wsync.sending.protocols import SendChannel
@@ -117,17 +117,20 @@ class Acknowledgements:
         if silent:
             _log.debug("workers that did not answer to version %d in time: %s", version, sorted(silent))
         causes = {**died, **failed, **dict.fromkeys(silent, "did not answer before the deadline"), **late}
-        outcome = f"is missing on {len(causes)} worker(s)"
-        if awaited:
-            outcome += f"; those that have it: {sorted(set(workers) - causes.keys())}"
-        if not committed:
-            why = "died" if died and not (failed or silent) else "did not confirm that it fits"
-            outcome = f"was applied nowhere, because {len(causes)} worker(s) {why}"
-        message = "\n".join(
-            [
-                f"version {version} {outcome}",
-                *(f"worker {worker}: {cause.strip()}" for worker, cause in sorted(causes.items())),
-            ]
-        )
+        outcome = "is missing on" if committed else "was applied nowhere, because of"
+        message = f"version {version} {outcome} {_summary(causes)}"
+        if awaited and committed:
+            message += f"\nworkers that have it: {join_indices(set(workers) - causes.keys()) or 'none'}"
+        for worker, cause in sorted(causes.items()):
+            if "\n" in cause.strip():
+                message += f"\nworker {worker}: {cause.strip()}"
         kind: type[WorkerError] = WorkerDied if died else WorkerFailed if failed else SyncTimeout
         return kind(message, causes, version if committed else None, failed)
+
+
+def _summary(causes: Mapping[int, str]) -> str:
+    """Return the last line of each worker's error, once for the workers that share it."""
+    workers: dict[str, list[int]] = {}
+    for worker, cause in sorted(causes.items()):
+        workers.setdefault(cause.strip().rpartition("\n")[2].strip(), []).append(worker)
+    return "\n".join(f"worker{'s' * (len(some) > 1)} {join_indices(some)}: {line}" for line, some in workers.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -106,7 +105,7 @@ class Source:
         self._device_map_fn = device_map_fn
         self._own_buffers = own_buffers
         self._transform = transform
-        self._partial_transform = copy.deepcopy(transform)  # its buffers are those of other weights
+        self._partial_transform = None if transform is None else transform.for_parts()
         self._reader = Reader()
         self._optional = frozenset[str]()  # the non-persistent buffers of the first weights
         self._fallback_reader = Reader()  # reads ``weights``, for those that an update lacks

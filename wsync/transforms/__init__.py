@@ -12,7 +12,8 @@ one end of one scheme at a time; a scheme copies those that it is given. A funct
 is a ``receive_transform``, and must not write into the tensors that it is given.
 
 *Patterns* are those of ``fnmatch``. A pattern without a dot also matches one component of a name: ``lora_*`` matches
-``layers.0.lora_A.weight``.
+``layers.0.lora_A.weight``. A pattern that matches no weight of the model is an error at ``connect``, which lists
+names that there are. A partial update (``send(…, partial=True)``) may lack names, and weights for patterns and groups.
 """
 
 from wsync.transforms.chain import Chain, Transform, compose

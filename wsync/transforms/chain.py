@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import require_whole
 from wsync.transforms.delta import Delta
+from wsync.transforms.patterns import ByName
 
 Transform = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Weights by name → weights by name."""
@@ -29,10 +31,12 @@ def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Ch
     """
     if transforms is None:
         return None
-    given = list(transforms) if isinstance(transforms, Sequence) else [transforms]
+    given: list[Any] = [transforms]
+    if isinstance(transforms, Sequence) and not isinstance(transforms, str):
+        given = list(transforms)
     for one in given:
         if not callable(one):
-            raise TypeError(f"{side} is a function of weights by name, or a list of them, not {one!r}")
+            raise TypeError(f"{side} is a transform, such as wsync.transforms.Cast('bfloat16'), or a list, not {one!r}")
     if side != "send_transform" and any(isinstance(one, Delta) for one in given):
         raise ValueError(f"Delta() belongs in send_transform, not in {side}: workers read differences without it")
     given = [one for one in given if not isinstance(one, Delta)]
@@ -74,6 +78,14 @@ class Chain:
                         raise TypeError(f"{self._side} {_name(one)} returned {name!r}: {type(tensor).__name__}")
                 weights = result
         return dict(weights)
+
+    def for_parts(self) -> Chain:
+        """Return a copy for partial updates: names and patterns that have no weight in one are no errors."""
+        copied = copy.deepcopy(self)
+        for one in copied.transforms:
+            if isinstance(one, ByName):
+                one.takes_parts = True
+        return copied
 
     @property
     def selects(self) -> bool:

@@ -9,38 +9,49 @@ from torch import Tensor
 
 from wsync.loops.tensors import copy_all, tie_leaders
 from wsync.transforms.buffers import Buffered
-from wsync.transforms.patterns import matches
+from wsync.transforms.patterns import ByName, as_patterns
 
 
-class Cast(Buffered):
+class Cast(ByName, Buffered):
     """Converts floating-point weights to another dtype.
 
     Args:
         dtype: such as ``torch.bfloat16``, or its name (``"bfloat16"``).
         only: patterns of names; by default all weights. Integers and booleans stay as they are.
+
+    Raises:
+        TypeError, ValueError: ``dtype`` is not a floating-point dtype; a pattern is not a string; or there is none.
     """
 
     def __init__(self, dtype: torch.dtype | str, only: str | Sequence[str] = "*") -> None:
         super().__init__()
         self.dtype = as_dtype(dtype)
-        self.only = (only,) if isinstance(only, str) else tuple(only)
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"Cast is to a floating-point dtype, not to {self.dtype}; for integers see Quantize")
+        self.only = as_patterns(only)
 
     def __repr__(self) -> str:
         return f"Cast({self.dtype})"
 
-    def _applies(self, name: str, tensor: Tensor) -> bool:
-        return tensor.is_floating_point() and tensor.dtype is not self.dtype and matches(name, self.only)
-
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``. Tied weights get one tensor."""
-        chosen = {name: tensor for name, tensor in weights.items() if self._applies(name, tensor)}
+        matching = self.matching(self.only, list(weights))
+        chosen = {
+            name: tensor
+            for name, tensor in weights.items()
+            if name in matching and tensor.is_floating_point() and tensor.dtype is not self.dtype
+        }
         made: list[Tensor] = []
         for index, (tensor, leader) in enumerate(zip(chosen.values(), tie_leaders(list(chosen.values())), strict=True)):
             made.append(torch.empty_like(tensor, dtype=self.dtype) if leader == index else made[leader])
         return dict(zip(chosen, made, strict=True))
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights, converted."""
+        """Return the weights, converted.
+
+        Raises:
+            LayoutMismatch: a pattern matches no weight of a whole model.
+        """
         buffers = self.buffers(weights)
         if buffers:
             copy_all(list(buffers.values()), [weights[name] for name in buffers])

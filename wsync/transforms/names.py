@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.transforms.patterns import matches, require, shown_names
+from wsync.transforms.patterns import ByName, as_patterns, require, shown_names
 
 
-class Rename:
+class Rename(ByName):
     """Renames weights.
 
     Args:
-        names: ``{old: new}`` for those that change, or a function of the old name.
+        names: ``{old: new}`` for those that change, or a function of the old name. The weights of a partial update
+            may lack old names.
     """
 
     def __init__(self, names: Mapping[str, str] | Callable[[str], str]) -> None:
@@ -29,13 +30,14 @@ class Rename:
         """Return ``weights`` under their new names.
 
         Raises:
-            LayoutMismatch: an old name is missing; or two weights get one name.
+            LayoutMismatch: an old name is missing (from a whole model); or two weights get one name.
         """
         names = self.names
         if callable(names):
             new = [names(name) for name in weights]
         else:
-            require(names, weights)
+            if not self.takes_parts:
+                require(names, weights)
             new = [names.get(name, name) for name in weights]
         renamed = dict(zip(new, weights.values(), strict=True))
         if len(renamed) < len(weights):
@@ -44,14 +46,14 @@ class Rename:
         return renamed
 
 
-class _ByName:
+class _Filter(ByName):
     """A transform that keeps a part of the weights, chosen by patterns of names."""
 
     selects = True
     _keeps_matching: ClassVar[bool]
 
-    def __init__(self, *patterns: str) -> None:
-        self.patterns = patterns
+    def __init__(self, *patterns: str | Sequence[str]) -> None:
+        self.patterns = as_patterns(*patterns)
         self._names: list[str] = []  # of the weights that were given last
         self._matching = set[str]()  # of these
 
@@ -59,11 +61,13 @@ class _ByName:
         """Return the weights that are kept.
 
         Raises:
-            LayoutMismatch: there are none.
+            LayoutMismatch: there are none; or a pattern matches none of the first weights, which are a whole model.
         """
         names = list(weights)
         if names != self._names:  # they are matched once for weights with the same names
-            self._names, self._matching = names, {name for name in names if matches(name, self.patterns)}
+            # Later weights may lack what is dropped: a state dict has no non-persistent buffers.
+            self._matching = self.matching(self.patterns, names, each=not self._names)
+            self._names = names
         kept = {name: one for name, one in weights.items() if (name in self._matching) is self._keeps_matching}
         if not kept:
             if self._keeps_matching:
@@ -74,26 +78,36 @@ class _ByName:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.patterns))})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options, without names of weights: a copy is for other weights."""
+        return {**self.__dict__, "_names": [], "_matching": set()}
 
-class Select(_ByName):
+
+class Select(_Filter):
     """Keeps the weights with matching names; the receiving model keeps its own values of all others.
 
     The receiving model keeps its own extra state (``get_extra_state``), too.
 
     Args:
-        patterns: patterns of names: see ``wsync.transforms``.
+        patterns: patterns of names, or lists of them: see ``wsync.transforms``.
+
+    Raises:
+        TypeError, ValueError: a pattern is not a string; or there is none.
     """
 
     _keeps_matching = True
 
 
-class Exclude(_ByName):
-    """Drops the weights with matching names; the receiving model keeps its own values of them.
+class Exclude(_Filter):
+    """Drops the weights with matching names; the receiving model keeps its own values of them, or lacks them.
 
     The receiving model keeps its own extra state (``get_extra_state``), too.
 
     Args:
-        patterns: patterns of names: see ``wsync.transforms``.
+        patterns: patterns of names, or lists of them: see ``wsync.transforms``.
+
+    Raises:
+        TypeError, ValueError: a pattern is not a string; or there is none.
     """
 
     _keeps_matching = False

@@ -10,13 +10,51 @@ from torch import Tensor
 from wsync.errors import LayoutMismatch
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether the dotted ``name`` matches one of ``patterns`` (see ``wsync.transforms``)."""
-    return any(
-        fnmatchcase(name, pattern)
-        or ("." not in pattern and any(fnmatchcase(component, pattern) for component in name.split(".")))
-        for pattern in patterns
+class ByName:
+    """A transform that is given names or patterns of weights.
+
+    Attributes:
+        takes_parts: whether it is given parts of a model, as in a partial update: a name or a pattern without a weight
+            is then no error.
+    """
+
+    takes_parts = False
+
+    def matching(self, patterns: Sequence[str], names: Sequence[str], *, each: bool = True) -> set[str]:
+        """Return those of ``names`` that match one of ``patterns``.
+
+        Raises:
+            LayoutMismatch: a pattern matches none of them, with ``each``, and unless the transform takes parts.
+        """
+        found = {pattern: [name for name in names if _matches(name, pattern)] for pattern in patterns}
+        unused = [pattern for pattern, some in found.items() if not some]
+        if unused and each and not self.takes_parts:
+            raise LayoutMismatch(f"no weight matches {shown_names(unused)}; there are {shown_names(names)}")
+        return set().union(*found.values())
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or (
+        "." not in pattern and any(fnmatchcase(component, pattern) for component in name.split("."))
     )
+
+
+def as_patterns(*given: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the patterns, each of which is given by itself or in a list.
+
+    Raises:
+        TypeError: one is not a string.
+        ValueError: there is none.
+    """
+    found: list[object] = []
+    for one in given:
+        found += one if isinstance(one, Iterable) and not isinstance(one, str) else [one]
+    patterns = [one for one in found if isinstance(one, str)]
+    if len(patterns) < len(found):
+        raise TypeError(f"patterns of names are strings, not {next(one for one in found if one not in patterns)!r}")
+    if not patterns:
+        raise ValueError("there is no pattern of names: give one or more, such as 'head' or 'layers.0.*'")
+    return tuple(patterns)
 
 
 def require(names: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
@@ -69,8 +107,15 @@ def checked_groups(groups: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, 
     return {one: tuple(several) for one, several in groups.items()}
 
 
-def expand(groups: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]) -> Sequence[tuple[str, tuple[str, ...]]]:
+def expand(
+    groups: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor], *, part: bool
+) -> Sequence[tuple[str, tuple[str, ...]]]:
     """Return the groups with their ``*`` replaced, once for each text that it stands for in names of ``weights``.
+
+    Args:
+        groups: those of ``Fuse``.
+        weights: a model's, or (``part``) some of them: a group that matches nothing is then left out.
+        part: see ``weights``.
 
     Raises:
         LayoutMismatch: a group matches nothing, or lacks one of its weights.
@@ -78,7 +123,7 @@ def expand(groups: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]) -
     found: list[tuple[str, tuple[str, ...]]] = []
     for new, old in groups.items():
         stems = dict.fromkeys(stem for name in weights for one in old if (stem := stem_of(name, one)) is not None)
-        if not stems:
+        if not (stems or part):
             raise LayoutMismatch(f"no weight matches {shown_names(old)}; there are {shown_names(weights)}")
         for stem in stems:
             members = tuple(one.replace("*", stem) for one in old)

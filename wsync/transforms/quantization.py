@@ -12,7 +12,7 @@ from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import copy_all
 from wsync.transforms.buffers import Buffered
 from wsync.transforms.dtypes import as_dtype
-from wsync.transforms.patterns import matches, require_unused, shown_names
+from wsync.transforms.patterns import ByName, as_patterns, require_unused, shown_names
 from wsync.transforms.pieces import Piece, grouped
 
 _NARROW = (torch.int8, torch.float8_e4m3fn)
@@ -28,7 +28,7 @@ class _Group(NamedTuple):
     scales: Sequence[Tensor]
 
 
-class Quantize(Buffered):
+class Quantize(ByName, Buffered):
     """Converts weights to a narrow dtype and a scale, for ``Dequantize`` (or an engine) at the other end.
 
     ``name`` becomes the quantised tensor, ``name + "_scale"`` its float32 scale: ``weight ≈ quantised × scale``, with
@@ -49,7 +49,7 @@ class Quantize(Buffered):
         if self.dtype not in _NARROW:
             raise ValueError(f"weights are quantised to int8 or float8_e4m3fn, not to {self.dtype}")
         self.per_channel = per_channel
-        self.only = (only,) if isinstance(only, str) else tuple(only)
+        self.only = as_patterns(only)
         self._groups: list[_Group] = []
         self._largest = 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
 
@@ -58,10 +58,11 @@ class Quantize(Buffered):
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``."""
+        matching = self.matching(self.only, list(weights))
         chosen = {
             name: tensor
             for name, tensor in weights.items()
-            if tensor.is_floating_point() and tensor.dim() >= 2 and tensor.numel() and matches(name, self.only)
+            if name in matching and tensor.is_floating_point() and tensor.dim() >= 2 and tensor.numel()
         }
         require_unused([name + "_scale" for name in chosen], weights)
         found: dict[str, Tensor] = {}
@@ -83,7 +84,8 @@ class Quantize(Buffered):
         """Return the weights, quantised, with their scales.
 
         Raises:
-            LayoutMismatch: a weight is infinite or not a number; or the name of a scale is that of another weight.
+            LayoutMismatch: a weight is infinite or not a number; the name of a scale is that of another weight; or a
+                pattern matches no weight of a whole model.
         """
         buffers = self.buffers(weights)
         with torch.no_grad():

@@ -10,10 +10,10 @@ from torch import Tensor
 from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import copy_all, require_whole
 from wsync.transforms.buffers import Buffered
-from wsync.transforms.patterns import checked_groups, expand, require_unused, shown_names, stem_of
+from wsync.transforms.patterns import ByName, checked_groups, expand, require_unused, shown_names, stem_of
 
 
-class Fuse(Buffered):
+class Fuse(ByName, Buffered):
     """Joins weights along a dimension: q, k and v to qkv, gate and up to gate_up.
 
     The joined weight is a new one: it is tied to no other, also where its parts are.
@@ -37,7 +37,7 @@ class Fuse(Buffered):
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``."""
-        members = dict(expand(self.groups, weights))
+        members = dict(expand(self.groups, weights, part=self.takes_parts))
         parts = {one for old in members.values() for one in old}
         require_unused((new for new in members if new not in parts), weights)
         joined = {new: self._joined([weights[one].detach() for one in old], old) for new, old in members.items()}
@@ -57,8 +57,8 @@ class Fuse(Buffered):
         """Return the weights, joined ones in the place of their parts.
 
         Raises:
-            LayoutMismatch: a group lacks one of its weights, or matches nothing; the shapes of its weights do not go
-                together; or another weight has the name of the joined one.
+            LayoutMismatch: a group lacks one of its weights, or matches nothing in a whole model; the shapes of its
+                weights do not go together; or another weight has the name of the joined one.
         """
         buffers = self.buffers(weights)
         slices, sources = list[Tensor](), list[Tensor]()
@@ -66,12 +66,13 @@ class Fuse(Buffered):
             sizes = [weights[one].shape[self.dim] for one in old]
             slices += buffers[new].split(sizes, self.dim)
             sources += [weights[one] for one in old]
-        copy_all(slices, sources)
+        if slices:  # a partial update may have none
+            copy_all(slices, sources)
         parts = {one for old in self._members.values() for one in old}
         return {**{name: tensor for name, tensor in weights.items() if name not in parts}, **buffers}
 
 
-class Split:
+class Split(ByName):
     """Takes joined weights apart, the opposite of ``Fuse``; copies nothing.
 
     Args:
@@ -99,12 +100,13 @@ class Split:
         """Return the weights, views of the parts in the place of the joined ones.
 
         Raises:
-            LayoutMismatch: a name matches nothing; the sizes do not add up; or another weight has the name of a part.
+            LayoutMismatch: a name matches nothing in a whole model; the sizes do not add up; or another weight has the
+                name of a part.
         """
         result = dict(weights)
         for pattern, parts in self.groups.items():
             stems = [stem for name in weights if (stem := stem_of(name, pattern)) is not None]
-            if not stems:
+            if not (stems or self.takes_parts):
                 raise LayoutMismatch(f"no weight matches '{pattern}'; there are {shown_names(weights)}")
             for stem in stems:
                 name = pattern.replace("*", stem)

@@ -14,7 +14,7 @@ from wsync import loops
 from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import is_sharded
 from wsync.weights.clean_thread import in_clean_thread
-from wsync.weights.layout import Layout
+from wsync.weights.layout import Layout, unfit
 from wsync.weights.overlaps import is_expanded, require_apart
 from wsync.weights.snapshot import ModuleIndex, describe
 
@@ -172,7 +172,8 @@ class Binding:
 
     def _check(self, own: Mapping[str, Tensor], index: ModuleIndex) -> None:
         names = set(self._layout.names)
-        problems = [f"the model has no '{name}'" for name in self._layout.names if name not in own]
+        unwanted = [name for name in self._layout.names if name not in own]
+        problems = [f"the model has no '{name}'" for name in unwanted]
         problems += [
             f"'{name}' has no memory (it is on the meta device): call to_empty() first"
             for name in self._layout.names
@@ -188,7 +189,7 @@ class Binding:
             odd = sorted(self._layout.extra ^ index.extra.keys())
             problems.append(f"extra state differs: {describe(odd)}")
         if problems:
-            raise LayoutMismatch(f"the weights do not fit the worker's model: {describe(problems)}")
+            raise unfit("the worker's model", problems, unwanted)
         self._layout.check([own[name] for name in self._layout.names], "the worker's model")
         require_apart({name: own[name] for name in self._layout.names}, "the worker's model")
 

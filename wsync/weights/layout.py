@@ -174,7 +174,8 @@ class Layout:
             and not same_bits(tensors[follower], tensors[leader])
         ]
         if problems:
-            raise _mismatch(problems, receiving)
+            wanted = {one.dtype for one, sent in zip(tensors, dtypes, strict=True) if _casts(sent, one.dtype)}
+            raise _mismatch(problems, receiving, cast_to=wanted.pop() if len(wanted) == 1 else None)
 
     def tied_elsewhere(self, own: Iterable[tuple[Tensor, int]]) -> list[tuple[int, int]]:
         """Return the pairs of entries that have one memory in a receiving model, and two places in this layout.
@@ -235,9 +236,28 @@ def defect_of(tensor: Tensor) -> str:
     return "has no values: it is on the meta device" if tensor.is_meta else ""
 
 
-def _mismatch(problems: Sequence[str], receiving: str = "") -> LayoutMismatch:
+def unfit(receiver: str, problems: Sequence[str], unwanted: Sequence[str]) -> LayoutMismatch:
+    """Return the error of a receiver with other weights than those that are sent.
+
+    Args:
+        receiver: what receives them.
+        problems: all that does not fit.
+        unwanted: names of weights that are sent, and that it does not have.
+    """
+    names = ", ".join(map(repr, unwanted[:2])) + (", …" if len(unwanted) > 2 else "")
+    remedy = f" (send_transform=wsync.transforms.Exclude({names}) leaves weights out)" if unwanted else ""
+    return LayoutMismatch(f"the weights do not fit {receiver}: {describe(problems)}{remedy}")
+
+
+def _casts(sent: torch.dtype, wanted: torch.dtype) -> bool:
+    return sent is not wanted and sent.is_floating_point and wanted.is_floating_point
+
+
+def _mismatch(problems: Sequence[str], receiving: str = "", cast_to: torch.dtype | None = None) -> LayoutMismatch:
     if receiving:
-        return LayoutMismatch(f"{receiving} cannot take the weights that are sent: {describe(problems)}")
+        name = str(cast_to).removeprefix("torch.")
+        remedy = f" (send_transform=wsync.transforms.Cast('{name}') sends weights in {name})" if cast_to else ""
+        return LayoutMismatch(f"{receiving} cannot take the weights that are sent: {describe(problems)}{remedy}")
     return LayoutMismatch(f"the weights do not fit the model, or the first ones that were sent: {describe(problems)}")
 
 

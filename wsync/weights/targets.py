@@ -13,7 +13,7 @@ from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import copy_into_model
 from wsync.transforms.chain import Chain
 from wsync.weights.binding import Binding
-from wsync.weights.layout import Layout
+from wsync.weights.layout import Layout, unfit
 from wsync.weights.overlaps import is_expanded, require_apart
 from wsync.weights.snapshot import Snapshot, describe, is_stacked, snapshot
 
@@ -142,11 +142,12 @@ class Tensors:
     def _current(self) -> list[Tensor]:
         """Return the destination's tensors in the layout's order, checked. Read anew: an entry may be replaced."""
         own, layout = snapshot(self._destination).tensors, self._layout
-        problems = [f"the destination has no '{name}'" for name in layout.names if name not in own]
+        unwanted = [name for name in layout.names if name not in own]
+        problems = [f"the destination has no '{name}'" for name in unwanted]
         if not layout.model_may_have_more:
             problems += [f"the weights that are sent have no '{name}'" for name in own if name not in set(layout.names)]
         if problems:
-            raise LayoutMismatch(f"the weights do not fit the worker's tensors: {describe(problems)}")
+            raise unfit("the worker's tensors", problems, unwanted)
         tensors = [own[name] for name in layout.names]
         layout.check(tensors, "the worker's tensors")
         require_apart({name: own[name] for name in layout.names}, "the worker's tensors")
