@@ -216,14 +216,14 @@ class Receiver:
         return self._state.wait_next(timeout, take or self.weights)
 
     def pull(self, timeout: float | None) -> int:
-        """Install the newest version that the sender has, or the first one if it has none yet.
+        """Install the newest version that the sender has, or the first one if it has none yet; return its number.
 
-        Waits up to ``timeout`` seconds for it.
+        See ``WeightSyncScheme.pull`` for what it waits for.
 
         Raises:
             NotConnected: the sender is gone, and there has been no version.
             SyncTimeout: there is no version yet, or the sender did not send it in time.
-            WeightSyncError: the newest version of a store cannot be read; the model keeps its version.
+            WeightSyncError: the newest version was refused, or did not arrive; or a store cannot be read.
             RuntimeError: called inside the gate.
         """
         self._state.require_begun()
@@ -231,7 +231,7 @@ class Receiver:
             raise RuntimeError("call pull() outside any forward and any wsync.gate() block")
         deadline, pause = deadline_in(timeout), _FIRST_PAUSE
         self._fetch(timeout)
-        while not self.version:
+        while not self._state.tried:
             left = remaining(deadline)
             if left == 0.0:
                 raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
@@ -240,7 +240,16 @@ class Receiver:
                     raise self._state.ended()
                 self._fetch(remaining(deadline))
             pause = min(2 * pause, _LONGEST_PAUSE)
-        return self._state.take_version()
+        return process_gate().call_without_forward(self._take_version)
+
+    def _take_version(self) -> int:
+        state = self._state
+        if (refused := state.failed_version) > (installed := state.version):
+            raise WeightSyncError(
+                f"worker {self.worker_idx}: version {refused} could not be installed and is not tried again. Newest "
+                f"installed version: {installed or 'none'}. The error:\n{state.failure}"
+            )
+        return state.take_version()
 
     def _fetch(self, timeout: float | None) -> None:
         """Install the newest version that there is now.

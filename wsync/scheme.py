@@ -187,11 +187,7 @@ class WeightSyncScheme(SchemeBase):
             sender.readmit(worker_idx, sentinels.get(worker_idx), timeout)
 
     def continue_from(self, version: int) -> None:
-        """On the sender, in a resumed run: number the next update ``version + 1``, unless a newer one was sent.
-
-        Raises:
-            ValueError: it is not a version: negative, or too large.
-        """
+        """On the sender of a resumed run: number the next update at least ``version + 1``. ValueError: out of range."""
         self._role.as_sender("continue_from").sender.continue_from(version)
 
     def send(
@@ -247,13 +243,16 @@ class WeightSyncScheme(SchemeBase):
         return self._role.as_receiver("receive").receiver.receive(timeout)
 
     def pull(self, timeout: float | None = None) -> int:
-        """On a receiver: install the version that is the newest at the time of the call; return the model's version.
+        """On a receiver: install the version that is the newest at the time of the call; return its number.
 
-        Waits up to ``timeout`` seconds (None: no limit) until it has arrived; if none was sent yet, for the first one.
+        With ``initiator="receiver"`` it waits up to ``timeout`` seconds (None: no limit) for that version. By default
+        versions are installed as they arrive, and it waits only for the first one; a ``store`` is read in any case.
 
         Raises:
             NotConnected: before ``connect``; or the sender is gone and there has been no version.
-            SyncTimeout, WeightSyncError: there is no version yet; it did not come in time; a store cannot be read.
+            SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
+            WeightSyncError: the newest version was refused or could not be sent; has its number and the cause, and is
+                raised again until there is a newer one. Or a store cannot be read.
             RuntimeError: called inside a forward, or ``wsync.gate()``.
         """
         return self._role.as_receiver("pull").receiver.pull(timeout)
@@ -287,14 +286,9 @@ class WeightSyncScheme(SchemeBase):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Shut down."""
         self.shutdown()
 
     @classmethod
     def from_backend(cls, name: str, **options: Any) -> WeightSyncScheme:
-        """Return the scheme of the backend called ``name`` (``wsync.registry``), with ``options``.
-
-        Raises:
-            ValueError: there is no such backend; lists those that there are.
-        """
+        """Return the scheme of the backend ``name`` (``wsync.registry``); ``ValueError`` lists those that there are."""
         return load_backend(name)(**options)

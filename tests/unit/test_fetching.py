@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -205,3 +205,45 @@ def test_a_forward_does_not_use_a_model_that_is_too_old_because_versions_were_re
             sender.send(model_of(5))
             sender.send(model_of(6))
             assert worker.model(torch.ones(2)).item() == 18
+
+
+def load_all_but_2(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+    if any(2 in tensor for _, tensor in pairs):
+        raise ArithmeticError("refused")
+
+
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_pull_raises_for_the_newest_version_until_a_newer_one_is_installed(near: bool, first: int) -> None:
+    """Version 2 is refused; or (``first``) version 1, which the worker gets after it has connected."""
+    with wsync.DistributedWeightSyncScheme(timeout=TIMEOUT, initiator="receiver") as sender:
+        sender.init_on_sender("policy", weights=model_of(1) if first == 2 else None, num_workers=1)
+        with make_worker(sender, 0, near=near, load=load_all_but_2) as worker:
+            connect(sender.connect, worker)
+            sender.send(model_of(2))
+            for timeout in (TIMEOUT, None):
+                with pytest.raises(
+                    wsync.WeightSyncError, match=rf"worker 0: version {first} could(?s:.)*ArithmeticError"
+                ):
+                    worker.pull(timeout)
+                assert worker.version == first - 1
+            with pytest.raises(wsync.WorkerFailed, match="refused"):
+                sender.send(model_of(3))
+            assert worker.pull(TIMEOUT) == first + 1
+            assert worker.pull(TIMEOUT) == first + 1
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_pull_raises_for_a_version_that_was_refused_on_arrival(near: bool) -> None:
+    with wsync.DistributedWeightSyncScheme(timeout=TIMEOUT) as sender:
+        sender.init_on_sender("policy", num_workers=1)
+        with make_worker(sender, 0, near=near, load=load_all_but_2) as worker:
+            connect(sender.connect, worker)
+            with pytest.raises(wsync.SyncTimeout, match="no version yet"):
+                worker.pull(0.0)
+            with pytest.raises(wsync.WorkerFailed, match="refused"):
+                sender.send(model_of(2))
+            with pytest.raises(wsync.WeightSyncError, match=r"version 1 could(?s:.)*version: none(?s:.)*refused"):
+                worker.pull(TIMEOUT)
+            sender.send(model_of(3))
+            assert worker.pull(0.0) == 2

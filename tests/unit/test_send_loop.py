@@ -274,7 +274,8 @@ def test_a_request_ends_when_the_requested_version_could_not_be_sent() -> None:
         with connected(sender, nn.Linear(2, 2)) as worker:
             Full.full = True
             sender.send(model_of(2.0))
-            assert pool.submit(worker.pull).result(30.0) == 1
+            with pytest.raises(wsync.WeightSyncError, match=r"version 2 could not be installed(?s:.)*send_weights"):
+                pool.submit(worker.pull).result(30.0)
             Full.full = False
             with pytest.raises(wsync.WorkerFailed, match="no room"):
                 sender.send(model_of(3.0))

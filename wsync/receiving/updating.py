@@ -119,7 +119,7 @@ class ModelUpdater:
             arena.enable_fast_path(binding)
         self.announced_at = 0.0
         if self.error:
-            self.state.set_failed(update.version)
+            self.state.set_failed(update.version, self.error)
         else:
             self.state.set_version(update.version)
             if self._cascade is not None:
@@ -240,9 +240,9 @@ class ModelUpdater:
         elif isinstance(event, Newest):
             self.install_policy.on_newest(event.version, event.request)
         elif isinstance(event, Dropped):
-            self.state.set_failed(event.version)
+            self.state.set_failed(event.version, "it did not arrive: send_weights has raised on the sender")
         elif isinstance(event, Failed):
-            self.state.set_failed(event.version)
+            self.state.set_failed(event.version, event.error)
             self._channel.answer(Ack(self.worker_idx, event.version, event.error))
         # Clear it: if the acting thread already installed this update, this timestamp must not count in the next
         # update's wait.

@@ -46,6 +46,7 @@ class VersionState:
     Attributes:
         phase: the phase of the connection.
         failed_version: the newest version that could not be installed, or did not arrive.
+        failure: why, with the traceback where there is one.
         last_returned: the version that ``wait_next`` or ``pull`` has returned last.
         on_change: called after each change: a version was installed or has failed, or the connection has ended.
     """
@@ -56,6 +57,7 @@ class VersionState:
         self._channel = channel
         self.phase = Phase.NEW
         self.failed_version = 0
+        self.failure = ""
         self.last_returned = 0
         self.on_change: Callable[[], None] = lambda: None
         self._wakeups_only_for_receive = False
@@ -91,9 +93,10 @@ class VersionState:
         self._updater.version = version
         self._notify()
 
-    def set_failed(self, version: int) -> None:
-        """Record that ``version`` could not be installed, or did not arrive."""
-        self.failed_version = max(self.failed_version, version)
+    def set_failed(self, version: int, failure: str) -> None:
+        """Record that ``version`` could not be installed, or did not arrive, and why."""
+        if version >= self.failed_version:
+            self.failed_version, self.failure = version, failure
         self._notify()
 
     def _notify(self) -> None:
@@ -209,10 +212,7 @@ class VersionState:
         )
 
     def take_version(self) -> int:
-        """Return the version that the model has, which ``wait_next`` does not return afterwards."""
-        return process_gate().call_without_forward(self._take_version)
-
-    def _take_version(self) -> int:
+        """Return the version that the model has, which ``wait_next`` does not return afterwards. Called in the gate."""
         self.last_returned = self.version
         return self.version
 
