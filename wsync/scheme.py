@@ -168,14 +168,19 @@ class WeightSyncScheme(SchemeBase):
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect(), also after shutdown()")
 
     def disconnect(self, worker_idx: int) -> None:
-        """On the sender: treat a worker as dead; a ``send`` that waits for it raises. See ``readmit``."""
+        """On the sender: treat a worker as dead. See ``readmit``.
+
+        A call in another thread takes it for dead, too: a ``send`` that waits for it raises. This call blocks until
+        that one has ended, which with ``timeout=None`` may be never if it waits for another worker.
+        """
         self._role.as_sender("disconnect").sender.disconnect(worker_idx)
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
         It gets the newest update that was sent to this index, and other workers are not affected. A worker that is
-        connected under the index is disconnected first, unless it is a replacement that came before this call.
+        connected under the index is disconnected first. Exception: a replacement that connected while another worker
+        was awaited is kept, unless ``process`` was started later or has ended (``disconnect`` it before, if in doubt).
         For ``process`` see ``connect``. ``timeout`` is in seconds; None for the scheme's.
 
         Raises:

@@ -162,18 +162,19 @@ class Sender:
         with self.exclusive():
             worker = single_worker(worker, self.num_workers)
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            first_version = self.channel.pop_early_join(worker)
+            # None: the worker has to connect in this call. Otherwise it has connected before, and this is the version
+            # that it was given then, if it has not answered yet; 0 if it has, or was given none.
+            unanswered = self.channel.pop_early_join(worker, sentinel)
             try:
-                if first_version is None:
+                if unanswered is None:
                     self.disconnect(worker)
                     sentinels = {} if sentinel is None else {worker: sentinel}
                     self.channel.wait_for_workers([worker], sentinels, deadline)
             finally:
                 self._members.add(self.channel.workers)
             expected = self._members.expected_version.get(worker)
-            # `first_version`: None if it connected in this call, 0 if it owes no answer, else the version to answer. If
-            # `expected` is newer, the call that sent it waits for the answer, or `wait` does.
-            if expected and first_version in (None, expected):
+            # If it was sent a newer version since, the answer is awaited by the `send` that sent it, or by `wait`.
+            if expected and unanswered in (None, expected):
                 self._updates.acks.require([worker], expected, deadline)
 
     def continue_from(self, version: int) -> None:

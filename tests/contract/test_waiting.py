@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,9 +19,10 @@ from backends import BuiltIn
 from striking import struck_at
 
 import wsync
-from wsync.testing import WorkerError, commands
+from wsync.testing import ProcessWorker, WorkerError, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import OtherName, Small, WithExtraState, digest, fill, scramble
+from wsync.testing.session import Session
 
 
 def test_an_error_is_raised_by_a_later_wait(backend: BuiltIn) -> None:
@@ -249,11 +251,13 @@ def test_a_disconnected_worker_connects_again_with_the_newest_weights(backend: B
                 assert session.outputs() == [later, later]
 
 
-def test_a_worker_that_joined_early_is_replaced_after_a_second_connect(backend: BuiltIn) -> None:
+@contextmanager
+def joined_early(backend: BuiltIn) -> Iterator[Session]:
+    """Both workers have been replaced; the replacement of worker 1 has connected during ``readmit(0)``."""
     with backend.connected(timeout=20.0) as session:
         for worker in session.workers:
             worker.kill()
-        first, second, third = (session.workers.spare() for _ in range(3))
+        first, second = (session.workers.spare() for _ in range(2))
         readmitting = threading.Thread(target=session.scheme.readmit, args=(0,))
         readmitting.start()
         session.begin_join(second, 1)
@@ -261,16 +265,60 @@ def test_a_worker_that_joined_early_is_replaced_after_a_second_connect(backend: 
         session.begin_join(first, 0)
         readmitting.join()
         first.result()
+        session.workers.replace(0, first)
+        session.workers.replace(1, second)
+        yield session
+
+
+def test_a_worker_that_joined_early_is_replaced_after_a_second_connect(backend: BuiltIn) -> None:
+    with joined_early(backend) as session:
         session.scheme.connect()
+        second, third = session.workers[1], session.workers.spare()
         second.stop()
         session.begin_join(third, 1)
         session.scheme.readmit(1)
         third.result()
-        session.workers.replace(0, first)
         session.workers.replace(1, third)
         second.resume()
         session.send(3)
         assert session.outputs() == [3, 3]
+
+
+def test_a_process_that_was_started_after_an_early_join_replaces_the_worker_that_joined(backend: BuiltIn) -> None:
+    with joined_early(backend) as session:
+        for value in (2, 3, 4):
+            session.send(value)
+        session.workers[1].stop()
+        tick = time.clock_gettime(time.CLOCK_BOOTTIME) + 0.02  # /proc has start times in hundredths of a second
+        while time.clock_gettime(time.CLOCK_BOOTTIME) < tick:
+            os.sched_yield()
+        third = ProcessWorker()
+        try:
+            session.begin_join(third, 1)
+            session.scheme.readmit(1, third.pid)
+            assert third.result() == 4
+            session.send(5)
+            assert third.call(commands.output)[0] == session.workers[0].call(commands.output)[0] == 5
+        finally:
+            third.close()
+
+
+def test_a_worker_that_joined_early_is_kept_if_readmit_is_given_its_process(backend: BuiltIn) -> None:
+    with joined_early(backend) as session:
+        session.send(2)
+        session.scheme.readmit(1, session.workers[1].pid)
+        session.send(3)
+        assert session.outputs() == [3, 3]
+
+
+def test_a_process_that_has_ended_is_not_the_worker_that_joined_early(backend: BuiltIn) -> None:
+    with joined_early(backend) as session:
+        third = ProcessWorker()
+        third.kill()
+        with pytest.raises(wsync.WorkerDied, match=r"worker\(s\) 1 died before they had connected"):
+            session.scheme.readmit(1, third.pid)
+        third.close()
+        session.send(2, worker_ids=0)
 
 
 def test_weights_that_were_sent_before_the_disconnection_are_not_installed_after_it(backend: BuiltIn) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 
 from wsync.control.callbacks import ConnectionCallbacks
 from wsync.control.connection import Connection
+from wsync.control.early_joins import EarlyJoins
 from wsync.control.listener import Listener
 from wsync.control.messages import Kind, Message, why_ended, why_not_connected, why_refused
 from wsync.deadlines import NOW, deadline_in, milliseconds, wait_readable
@@ -41,7 +42,7 @@ class WorkerConnections:
         self._callbacks = callbacks
         self._connections: dict[int, Connection] = {}
         self._joined: set[int] = set()  # workers that are or were connected
-        self._early_joins: dict[int, int] = {}  # see ``pop_early_join``
+        self._early_joins = EarlyJoins()
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._callback_of: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
         self._poll = select.poll()  # not epoll: its set keeps closed connections that a forked child has open
@@ -87,7 +88,7 @@ class WorkerConnections:
         """
         self.process_arrived_messages()  # notices deaths, so that replacements are accepted
         for worker in workers:
-            self._early_joins.pop(worker, None)
+            self._early_joins.discard(worker)
         missing = set(workers) - self._connections.keys()
         while missing:
             worker_of = {sentinels[worker]: worker for worker in missing if worker in sentinels}
@@ -110,13 +111,10 @@ class WorkerConnections:
             if dead and self._listener.fileno() not in ready:  # accept first: it may have connected before it ended
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
 
-    def pop_early_join(self, worker: int) -> int | None:
-        """Return, once, the first version of a replacement that connected before ``readmit`` was called for its index.
-
-        0: it was given no version, or ``wait_acks`` has returned its answer. None: no replacement has connected early.
-        """
+    def pop_early_join(self, worker: int, sentinel: int | None) -> int | None:
+        """Return, once, the version of a replacement that connected before ``readmit``: see ``EarlyJoins.pop``."""
         self.process_arrived_messages()  # notices its death
-        return self._early_joins.pop(worker, None)
+        return self._early_joins.pop(worker, sentinel)
 
     def _accept(self, awaited: Collection[int], deadline: float | None) -> int:
         """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""
@@ -150,7 +148,7 @@ class WorkerConnections:
                 return self._undo_join(worker, death)
             self._joined.add(worker)
             if worker not in awaited:
-                self._early_joins[worker] = accepted.version
+                self._early_joins.add(worker, accepted.version)
             _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)
             self._callbacks.on_accepted(worker, deadline)
         except BaseException:  # also KeyboardInterrupt: it is not set up
@@ -171,7 +169,7 @@ class WorkerConnections:
             return
         try:  # a signal handler may raise after any call
             del self._connections[worker]
-            self._early_joins.pop(worker, None)
+            self._early_joins.discard(worker)
             for fd in connection.descriptors:
                 self._forget(fd)
             connection.close()
@@ -221,8 +219,7 @@ class WorkerConnections:
             if len(acks) == len(workers) or not self.read(deadline):
                 for ack in acks:
                     (self._deaths if ack.died else self._answers).pop(ack.worker)
-                    if ack.worker in self._early_joins:
-                        self._early_joins[ack.worker] = 0
+                    self._early_joins.set_answered(ack.worker)
                 return acks
 
     def _answer_of(self, worker: int, version: int) -> Ack | None:

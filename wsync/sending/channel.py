@@ -75,10 +75,10 @@ class SenderSideChannel:
                 self._loop.connections_changed()
                 self._loop.start_if_needed()
 
-    def pop_early_join(self, worker: int) -> int | None:
+    def pop_early_join(self, worker: int, sentinel: int | None) -> int | None:
         """See ``SendChannel``."""
         with self._lock:
-            return self._connections.pop_early_join(worker)
+            return self._connections.pop_early_join(worker, sentinel)
 
     def give_up(self, worker: int) -> None:
         """See ``SendChannel``."""

@@ -49,11 +49,11 @@ class SendChannel(Protocol):
         """
         ...
 
-    def pop_early_join(self, worker: int) -> int | None:
+    def pop_early_join(self, worker: int, sentinel: int | None) -> int | None:
         """Return the first version of a worker that connected while only others were awaited, and forget that it did.
 
-        0 if it was given none, or has answered since; None if it is not connected, or was awaited. Called by
-        ``readmit``, which does not wait for such a worker again.
+        0 if it was given none, or has answered since; None if it is not connected, was awaited, or is not the process
+        of ``sentinel``. Called by ``readmit``, which does not wait for such a worker again.
         """
         ...
 
@@ -130,7 +130,7 @@ class SendChannel(Protocol):
 class ConnectionlessChannel:
     """Base of a ``SendChannel`` without connections to workers: these methods have nothing to do."""
 
-    def pop_early_join(self, worker: int) -> int | None:
+    def pop_early_join(self, worker: int, sentinel: int | None) -> int | None:
         """See ``SendChannel``: a worker is only connected when it is awaited."""
         return None
 

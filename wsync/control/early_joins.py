@@ -1,0 +1,55 @@
+"""Replacements that connected while only other workers were awaited: ``readmit`` need not wait for them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from wsync.deadlines import NOW, wait_readable
+
+_TICKS = os.sysconf("SC_CLK_TCK")  # per second: the unit of the start times in /proc
+
+
+class EarlyJoins:
+    """For each such worker, the version whose answer is still awaited, until ``pop``. Used by ``WorkerConnections``."""
+
+    def __init__(self) -> None:
+        self._joins: dict[int, tuple[int, float]] = {}  # worker -> (version, when it connected)
+
+    def add(self, worker: int, version: int) -> None:
+        """Record that a worker has connected, and was given ``version``; 0 for none."""
+        self._joins[worker] = version, time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def set_answered(self, worker: int) -> None:
+        """Record that the answer of a worker has been returned: none is awaited any more."""
+        if worker in self._joins:
+            self._joins[worker] = 0, self._joins[worker][1]
+
+    def discard(self, worker: int) -> None:
+        """Forget a worker."""
+        self._joins.pop(worker, None)
+
+    def pop(self, worker: int, sentinel: int | None) -> int | None:
+        """Return a worker's version, and forget the worker.
+
+        0: no answer is awaited. None: it is not recorded; or it is not the process of ``sentinel`` (a descriptor that
+        is readable when that process has ended), because that has ended, or was started after the worker connected.
+        """
+        version, connected_at = self._joins.pop(worker, (None, 0.0))
+        return None if sentinel is not None and _cannot_be(sentinel, connected_at) else version
+
+
+def _cannot_be(sentinel: int, connected_at: float) -> bool:
+    """Return whether a process has ended, or was started after ``connected_at``: it is not the one that connected.
+
+    False if ``sentinel`` is no pidfd and is not readable: the time of the start is then not known.
+    """
+    if wait_readable([sentinel], NOW):
+        return True
+    try:
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/self/fdinfo/{sentinel}").read_text().splitlines())
+        stat = Path(f"/proc/{int(fields['Pid'])}/stat").read_text()
+    except (KeyError, OSError):  # no pidfd; or the process ends now
+        return False
+    return int(stat.rsplit(")", 1)[1].split()[19]) / _TICKS > connected_at  # field 22, see proc(5): rounded down
