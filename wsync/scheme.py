@@ -121,8 +121,9 @@ class WeightSyncScheme(SchemeBase):
         )
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
-        """Set up and connect both ends in this process. The thread that calls ``send`` installs, inside the gate.
+        """Set up and connect both ends in this process.
 
+        An update is installed inside the gate before ``send`` returns: by its thread, or by one that begins a forward.
         If ``source`` is given, its weights are installed in ``model`` at once, and ``send()`` reads it again; otherwise
         the first ``send(weights)`` brings weights.
 

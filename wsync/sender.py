@@ -27,14 +27,14 @@ from wsync.sending.updates import Updates
 from wsync.types import LAST_VERSION, SyncReport
 from wsync.weights.layout import Layout
 
-_PATIENCE = 0.1  # seconds in which another thread's call may end by itself, before ``disconnect`` ends it
+_PATIENCE = 0.1  # seconds that ``disconnect`` waits before it has another thread's call take the worker for dead
 
 
 class Sender:
     """Sends one model's weights to all its workers. Any thread may call; one call runs at a time.
 
-    A call holds the *sender's lock*, and for each step the *channel's lock* inside ``SenderSideChannel``, as does the
-    *send-loop thread*, which sends what had to wait for a worker's answer (``sending/send_loop.py``).
+    A call holds the *sender's lock* throughout, and in each step also the *channel's lock* (of ``SenderSideChannel``).
+    The *send-loop thread* (``sending/send_loop.py``) sends what had to wait for an answer, and takes only the latter.
 
     Args:
         channel: the channel to the workers: connections, and memory or transports for weights; kept as an attribute.
@@ -132,7 +132,7 @@ class Sender:
                 self._enable_fast(weights)
 
     def disconnect(self, worker: int) -> None:
-        """Treat a worker as dead; a ``send`` in another thread that waits for it raises. ValueError: there is none."""
+        """Treat a worker as dead; see ``WeightSyncScheme``. ValueError: there is no such worker."""
         worker = single_worker(worker, self.num_workers)
         try:
             while not self._lock.acquire(timeout=_PATIENCE):
