@@ -7,8 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from wsync import registered_backends
+
 CONF = Path(__file__).resolve().parents[1] / "conf"
 """The folder of the project's configs."""
+
+NOT_FOR_WORKERS = {
+    "CudaWeightSyncScheme": "sends to models on the trainer's GPU, in a program of yours",
+    "HTTPWeightSyncScheme": "sends to inference engines, in a program of yours (docs/engines.md)",
+    "RayModuleTransformScheme": "sends to modules in environments, by a collector (docs/tutorials/collectors.md)",
+}
+"""What schemes are for that no collector carries."""
 
 Parameters = Mapping[str, tuple[str, Sequence[str]]]
 """For a group with a class or function of the user's: its name, and the names of its parameters."""
@@ -53,6 +62,8 @@ def one_line(
             return f"the collector for weight_sync={name} is not known: add collector=…"
         options = [line.strip() for line in text.partition("Available options in")[2].splitlines() if line[:1] == "\t"]
         options = [option for option in options if not option.startswith(("base_", "provider="))]
+        if group == "weight_sync":
+            options = [option for option in options if _class_of(option) not in NOT_FOR_WORKERS]
         options += sorted(f"{path.parent.name}/{path.stem}" for path in (CONF / group).glob("*/*.yaml"))
         yours = (
             "; one of your own: --config-dir or an entry point, see docs/backends.md" if group == "weight_sync" else ""
@@ -104,6 +115,11 @@ def unknown_parameter(setting: str, owner: str, parameters: Iterable[str]) -> st
     """
     name, known = setting.partition(".")[2], sorted(parameters)
     return f"{setting}: {owner} has no parameter '{name}'{_suggestion(name, known)}; there are: {', '.join(known)}"
+
+
+def _class_of(backend: str) -> str:
+    """Return the name of the class of a registered backend; empty if there is none of that name."""
+    return registered_backends().get(backend, "").rpartition(":")[2]
 
 
 def _joined(text: str) -> str:

@@ -19,8 +19,8 @@ from rich.padding import Padding
 from rich.table import Table
 
 from collectors.env_config import EnvConfig
+from learning.config_errors import NOT_FOR_WORKERS
 from learning.options import PolicyConfig
-from learning.validation import NOT_FOR_WORKERS
 
 USAGE = """\
 python train.py group=option … setting=value …     one run; its folder is under outputs/

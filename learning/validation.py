@@ -14,7 +14,7 @@ from collectors.config import MultiAsyncConfig, MultiSyncConfig, RemoteConfig
 from collectors.env_config import EnvConfig, sample
 from collectors.environments.specs import SpecTree
 from collectors.errors import ConfigError
-from learning.config_errors import Settings, unknown, unknown_parameter
+from learning.config_errors import NOT_FOR_WORKERS, Settings, unknown, unknown_parameter
 from learning.encoders import ACTIVATIONS
 from learning.making import make_actor_critic, network_error
 from learning.normalization import ObservationNormalizer
@@ -35,12 +35,6 @@ NOT_NEGATIVE_FINITE: Limit = ("at least 0, and finite", lambda x: 0 <= x < math.
 SHARE: Limit = ("between 0 and 1", lambda x: 0 <= x <= 1)
 FINITE: Limit = ("finite", math.isfinite)
 NUMBER: Limit = ("a number", lambda x: not math.isnan(x))
-
-NOT_FOR_WORKERS = {  # what schemes are for that no collector carries
-    "CudaWeightSyncScheme": "sends to models on the trainer's GPU, and workers act on the CPU here",
-    "HTTPWeightSyncScheme": "sends to inference engines, in a program of yours (docs/engines.md)",
-    "RayModuleTransformScheme": "sends to modules in environments, by a collector (docs/tutorials/collectors.md)",
-}
 
 WANDB_MODES = ("online", "offline", "disabled")
 

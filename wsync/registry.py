@@ -12,6 +12,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+from wsync.scheme_base import SchemeBase
+
 ENTRY_POINTS = "wsync.backends"
 
 _BACKENDS = {
@@ -40,8 +42,7 @@ def register_backend(name: str, scheme: str) -> None:
     Raises:
         ValueError: the name belongs to another backend, or ``scheme`` is no import string.
     """
-    module, _, attribute = scheme.partition(":")
-    if not module or not attribute:
+    if not isinstance(scheme, str) or not all(scheme.partition(":")):
         raise ValueError(f"the scheme of backend '{name}' is an import string 'package.module:Class', not {scheme!r}")
     known = _BACKENDS.setdefault(name, scheme)
     if known != scheme:
@@ -74,7 +75,12 @@ def load_backend(name: str) -> Any:
 
     Raises:
         ValueError: there is no such backend; lists those that there are.
-        ImportError: it could not be imported.
+        ImportError, AttributeError: it could not be imported.
+        TypeError: what was registered is no subclass of ``WeightSyncScheme``.
     """
-    module, _, attribute = import_string(name).partition(":")
-    return getattr(import_module(module), attribute)
+    registered = import_string(name)
+    module, _, attribute = registered.partition(":")
+    found = getattr(import_module(module), attribute)
+    if not isinstance(found, type) or not issubclass(found, SchemeBase):
+        raise TypeError(f"backend '{name}' is registered as '{registered}', which is no subclass of WeightSyncScheme")
+    return found

@@ -292,7 +292,7 @@ def require_transport(made: object) -> TransportBackend | FlatTransport:
     lacking = [name for name, value in vars(TransportBackend).items() if name[0] != "_" and callable(value)]
     lacking = [name for name in lacking if not callable(getattr(made, name, None))]
     what = f"create_transport() returned {made!r}, which lacks the method(s) {', '.join(lacking)}"
-    raise TypeError(f"{what}; a class for the sender's end derives from SenderEnd, which has the worker's methods")
+    raise TypeError(f"{what}; a class for the sender's end derives from wsync.transport.SenderEnd")
 
 
 TransportFactory = Callable[[int], TransportBackend | FlatTransport]

@@ -73,13 +73,13 @@ class RayWorker(Worker):
         """A descriptor that is readable when the process has ended."""
         return self._sentinel
 
-    def _post(self, command: Command) -> None:
+    def post(self, command: Command) -> None:
         self._refs.append(self.actor.execute.remote(command))
 
-    def _outcome(self) -> Outcome:
+    def outcome(self) -> Outcome:
         return ray.get(self._refs.pop(0), timeout=ANSWER_TIMEOUT)
 
-    def _wait_for_end(self) -> None:
+    def wait_for_end(self) -> None:
         select.select([self._sentinel], [], [], ANSWER_TIMEOUT)
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class RayWorker(Worker):
             return
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._sentinel, signal.SIGKILL)
-        self._wait_for_end()
+        self.wait_for_end()
         os.close(self._sentinel)
         self._sentinel = -1
 
@@ -101,7 +101,7 @@ class RayWorkerPool(WorkerPool):
         start_cluster()
         self._starting: list[RayWorker] = []
 
-    def _start(self, count: int) -> list[Worker]:
+    def start_workers(self, count: int) -> list[Worker]:
         self._starting += [RayWorker() for _ in range(count + SPARE_ACTORS - len(self._starting))]
         started, self._starting = self._starting[:count], self._starting[count:]
         for worker in started:

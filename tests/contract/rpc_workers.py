@@ -89,7 +89,7 @@ class RpcWorkerPool(WorkerPool):
         self._group, self._ranks = next(_groups), itertools.count(1)
         Membership(self._store.port, self._group, 0, "trainer").join()
 
-    def _start(self, count: int) -> list[Worker]:
+    def start_workers(self, count: int) -> list[Worker]:
         started: list[Worker] = []
         for rank in itertools.islice(self._ranks, count):
             membership = Membership(self._store.port, self._group, rank, f"worker{rank}")
@@ -103,7 +103,7 @@ class RpcWorkerPool(WorkerPool):
         """Workers for one test; see ``WorkerPool.group``."""
         if self._store is None:
             self._open()
-        self._idle += self._start(max(0, count + SPARES - len(self._idle)))
+        self._idle += self.start_workers(max(0, count + SPARES - len(self._idle)))
         try:
             with super().group(count) as group:
                 yield group

@@ -15,6 +15,7 @@ from wsync.testing.faults import Faults
 from wsync.testing.restarts import Restarts
 from wsync.testing.shutdowns import Shutdowns
 from wsync.testing.transactions import Transactions
+from wsync.testing.transports import Transports
 from wsync.testing.updates import Updates
 
 
@@ -85,6 +86,9 @@ class TestRayObjectStore(RayObjectStore, BackendContract):
         Faults.test_an_apply_that_raises_leaves_the_model_as_it_was,
         Faults.test_an_update_without_room_changes_nothing,
         Transactions.test_a_death_aborts_the_update_and_the_survivors_get_the_next,
+        Transports.test_a_receive_ends_at_its_timeout,
+        Transports.test_close_ends_a_transfer_to_a_worker_that_does_not_read,
+        Transports.test_close_ends_a_set_up_that_waits_for_a_worker,
     )
 
 

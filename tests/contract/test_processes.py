@@ -31,7 +31,7 @@ from wsync.testing.models import EveryTensorKind, Small, digest, fill, scramble
 class ForkedPool(WorkerPool):
     """Workers that are forked from the test's process."""
 
-    def _start(self, count: int) -> list[Any]:
+    def start_workers(self, count: int) -> list[Any]:
         return [ProcessWorker("fork") for _ in range(count)]
 
 

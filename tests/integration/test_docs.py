@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from programs import run_program
 
+import wsync
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
 UNLIKE = (ROOT / "docs" / "unlike_ends.md").read_text(encoding="utf-8")
@@ -24,7 +26,16 @@ class TestSockets(BackendContract):
     def make_scheme(self, **options):
         return SocketScheme(**options)
 """
-SOME = "every_calling_form or apply_that_raises or successor_joins or forked_child or without_room"
+BYTES_TEST = """
+from bytes_backend import BytesScheme
+from test_file_backend import TestFiles as _TestFiles
+
+
+class TestBytes(_TestFiles):
+    def make_scheme(self, **options):
+        return BytesScheme(self.folder, **options)
+"""
+SOME = "every_calling_form or apply_that_raises or successor_joins or forked_child or without_room or close_ends"
 
 
 @pytest.fixture
@@ -72,10 +83,17 @@ def test_every_program_is_run() -> None:
     }
 
 
-def test_files_sockets_and_the_example_pass_the_contract_outside_the_repository(folder: Path) -> None:
+def test_the_page_names_the_private_attributes_of_a_scheme() -> None:
+    (named,) = re.findall(r"(`_.*`) are taken", PAGE)
+    taken = {name for name in vars(wsync.NoWeightSyncScheme()) if name.startswith("_")}
+    assert set(re.findall(r"`(\w+)`", named)) == taken
+
+
+def test_files_bytes_sockets_and_the_example_pass_the_contract_outside_the_repository(folder: Path) -> None:
     (folder / "test_sockets.py").write_text(SOCKET_TEST)
+    (folder / "test_bytes.py").write_text(BYTES_TEST)
     shutil.copy(ROOT / "examples" / "custom_backend.py", folder / "my_backend.py")
-    files = ["test_file_backend.py", "test_sockets.py", "my_backend.py"]
+    files = ["test_file_backend.py", "test_bytes.py", "test_sockets.py", "my_backend.py"]
     options = ("-v", "-p", "no:cacheprovider", "--strict-markers", "--rootdir", str(folder))
     printed = run(folder, "-m", "pytest", *options, *files, "-k", SOME)
     assert all(f"{file}::" in printed for file in files) and "passed" in printed

@@ -196,7 +196,8 @@ def test_a_config_has_the_arguments_of_its_class(option: str, target: Any, commo
         ("policy.hidden=64", "policy.hidden=64: "),
         (
             "weight_sync=sharedmem",
-            "there is no such option; did you mean 'shared_mem'?; there are: cuda, distributed, http, multiprocess",
+            "there is no such option; did you mean 'shared_mem'?; "
+            "there are: distributed, multiprocess, none, ray, rpc, shared_mem, store",
         ),
         ("env=pong", "env=pong: there is no such option; did you mean 'atari/pong'?; there are: acrobot, "),
         ("env.kwargs.gravity=3", "say +env.kwargs.gravity=… to add it"),

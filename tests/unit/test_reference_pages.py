@@ -15,7 +15,7 @@ LISTED = {name for page in PAGES.glob("*.md") for name in re.findall(r"^::: (\S+
 OLDER_NAMES = {"SyncDataCollector", "MultiSyncDataCollector", "MultiaSyncDataCollector"}  # of collectors.Collector …
 
 
-@pytest.mark.parametrize("package", ["wsync", "collectors", "collectors.distributed", "learning"])
+@pytest.mark.parametrize("package", ["wsync", "collectors", "collectors.distributed", "learning", "wsync.testing"])
 def test_every_public_name_has_a_place(package: str) -> None:
     names = set(import_module(package).__all__) - OLDER_NAMES - {"transforms"}
     last = {name.rpartition(".")[2] for name in LISTED if name.startswith(f"{package}.")}

@@ -84,6 +84,16 @@ assert wsync.WeightSyncScheme.from_backend("process").name == "none"
     assert done.returncode == 0, done.stderr
 
 
+def test_what_is_registered_is_the_import_string_of_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wsync.registry._BACKENDS", {**wsync.registered_backends()})
+    for wrong in (wsync.NoWeightSyncScheme, "json", "json:"):
+        with pytest.raises(ValueError, match=r"'mine' is an import string 'package.module:Class', not "):
+            wsync.register_backend("mine", wrong)  # pyright: ignore[reportArgumentType]
+    wsync.register_backend("mine", "json:dumps")
+    with pytest.raises(TypeError, match="'mine' is registered as 'json:dumps', which is no subclass of"):
+        wsync.WeightSyncScheme.from_backend("mine")
+
+
 def test_the_calls_of_any_loop_are_harmless() -> None:
     with wsync.NoWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", model=Small())

@@ -19,6 +19,7 @@ _PARTS = (
     "session",
     "shutdowns",
     "transactions",
+    "transports",
     "unlike",
     "updates",
     "workers",

@@ -20,9 +20,11 @@ from wsync.testing.pull import Pull
 from wsync.testing.restarts import Restarts
 from wsync.testing.shutdowns import Shutdowns
 from wsync.testing.transactions import Transactions
+from wsync.testing.transports import Transports
 from wsync.testing.unlike import UnlikeEnds
 from wsync.testing.updates import Updates
 
 
-class BackendContract(Delivery, Updates, Faults, Restarts, Transactions, UnlikeEnds, Pull, Shutdowns):
+# pytest runs the tests of the last base class first.
+class BackendContract(Shutdowns, Pull, UnlikeEnds, Transactions, Restarts, Faults, Transports, Updates, Delivery):
     """The promises of every backend, as tests. See ``BackendHooks`` for what a backend overrides."""

@@ -31,6 +31,12 @@ def _plus_worker_idx(worker_idx: int, weights: Any) -> Any:
 class Delivery(BackendHooks):
     """Delivery of weights."""
 
+    def test_the_first_weights_arrive(self) -> None:
+        """With ``connect``, or with the first ``send`` where the backend delivers them so."""
+        with self.connected() as session:
+            assert session.versions() == [1, 1]
+            assert session.outputs() == [1, 1]
+
     @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
     def test_every_calling_form_delivers_every_kind_of_tensor(self, strategy: str) -> None:
         """Bit for bit, with strides, ties and extra state, buffers included."""
@@ -59,12 +65,6 @@ class Delivery(BackendHooks):
             scheme.send(scheme.strategy.extract_weights(other))
             assert session.digests() == [digest(other)] * 2
             assert session.workers.call(_structure) == [(strides_of(model), True)] * 2
-
-    def test_the_first_weights_arrive(self) -> None:
-        """With ``connect``, or with the first ``send`` where the backend delivers them so."""
-        with self.connected() as session:
-            assert session.versions() == [1, 1]
-            assert session.outputs() == [1, 1]
 
     def test_first_weights_can_be_given_to_connect(self) -> None:
         with self.workers(1) as workers, self.make_scheme(timeout=TIMEOUT) as scheme:

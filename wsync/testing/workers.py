@@ -42,6 +42,9 @@ class WorkerError(Exception):
 class Worker(ABC):
     """One worker, as a test sees it.
 
+    A subclass is another kind of worker. It sets ``pid``, and runs ``commands.execute`` for each command, one after the
+    other, with one ``WorkerState`` for all.
+
     Attributes:
         pid: the process id of its process.
         alive: until the test kills it.
@@ -56,12 +59,12 @@ class Worker(ABC):
         self._pending = 0
 
     @abstractmethod
-    def _post(self, command: Command) -> None:
-        """Send a command."""
+    def post(self, command: Command) -> None:
+        """Send a command. Called by ``start``."""
 
     @abstractmethod
-    def _outcome(self) -> Outcome:
-        """Wait for the outcome of the oldest command."""
+    def outcome(self) -> Outcome:
+        """Wait for the outcome of the oldest command. Called by ``result``."""
 
     @abstractmethod
     def close(self) -> None:
@@ -80,7 +83,7 @@ class Worker(ABC):
     def start(self, command: Callable[Concatenate[WorkerState, P], object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Send a command; ``result`` waits for its outcome."""
         self._pending += 1
-        self._post(Command(command, args, kwargs))
+        self.post(Command(command, args, kwargs))
 
     def result(self) -> Any:
         """Wait for the outcome of the oldest command.
@@ -89,7 +92,7 @@ class Worker(ABC):
             WorkerError: the command raised.
             AssertionError: no outcome came within ``ANSWER_TIMEOUT``.
         """
-        outcome = self._outcome()
+        outcome = self.outcome()
         self._pending -= 1
         if outcome.error:
             raise WorkerError(outcome.error, outcome.message)
@@ -104,10 +107,10 @@ class Worker(ABC):
         """SIGKILL; returns when the process has ended."""
         self.alive = False
         os.kill(self.pid, signal.SIGKILL)
-        self._wait_for_end()
+        self.wait_for_end()
 
     @abstractmethod
-    def _wait_for_end(self) -> None:
+    def wait_for_end(self) -> None:
         """Wait for the end of the process, which was killed."""
 
     def stop(self) -> None:
@@ -162,14 +165,14 @@ class ProcessWorker(Worker):
         """A descriptor that is readable when the process has ended."""
         return self._process.sentinel
 
-    def _post(self, command: Command) -> None:
+    def post(self, command: Command) -> None:
         self.pipe.send((sys.path, bytes(ForkingPickler.dumps(command))))
 
-    def _outcome(self) -> Outcome:
+    def outcome(self) -> Outcome:
         assert self.pipe.poll(ANSWER_TIMEOUT), f"worker process {self.pid} did not answer in {ANSWER_TIMEOUT} s"
         return self.pipe.recv()
 
-    def _wait_for_end(self) -> None:
+    def wait_for_end(self) -> None:
         self._process.join(ANSWER_TIMEOUT)
 
     def close(self) -> None:
@@ -236,19 +239,25 @@ class WorkerPool:
 
     A worker that a test has killed or stopped, that still runs a command, or in which wsync has left a thread, is
     ended; another one takes its place when it is needed.
+
+    For ``BackendHooks.pool_type``, a subclass overrides ``start_workers``, for instance with workers that are spawned::
+
+        class SpawnedPool(WorkerPool):
+            def start_workers(self, count):
+                return [ProcessWorker("spawn") for _ in range(count)]
     """
 
     def __init__(self) -> None:
         self._idle: list[Worker] = []
 
-    def _start(self, count: int) -> list[Worker]:
-        """Start ``count`` workers. For pools of other kinds of workers to override."""
+    def start_workers(self, count: int) -> list[Worker]:
+        """Start ``count`` workers, and return them. Overridden for workers of another kind."""
         return [ProcessWorker() for _ in range(count)]
 
     def take(self, count: int) -> list[Worker]:
         """``count`` workers that no test uses."""
         taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
-        return taken + self._start(count - len(taken))
+        return taken + self.start_workers(count - len(taken))
 
     @contextmanager
     def group(self, count: int) -> Iterator[WorkerGroup]:
