@@ -29,7 +29,7 @@ class TrainConfig:
         checkpoint_every: seconds.
         resume: folder of an earlier run to continue.
         objective: entry of ``summary.json`` that a sweeper compares (``hydra/sweeper=optuna``).
-        callbacks: reporters of your own, each with a _target_: see learning.reporting.Reporter.
+        callbacks: a list of reporters of your own, each with a _target_ and arguments, see learning.reporting.Reporter.
     """
 
     num_workers: int = 2

@@ -1,4 +1,4 @@
-"""The folder of docs/environments.md, with a policy and an environment of a user's own, in train.py."""
+"""The folder of docs/environments.md, with a policy, an environment and a callback of a user's own, in train.py."""
 
 import json
 import random
@@ -66,17 +66,18 @@ def test_a_mistake_in_a_module_of_ones_own_is_no_traceback_of_train(tmp_path: Pa
 
 
 @pytest.mark.slow  # tests/unit has its parts
-def test_a_policy_and_an_environment_of_ones_own_train_and_resume_with_their_statistics(tmp_path: Path) -> None:
+def test_an_experiment_of_ones_own_trains_and_resumes_with_its_statistics_and_its_callback(tmp_path: Path) -> None:
     for path, text in re.findall(
         r"```(?:python|yaml)\n# (my/\S+)\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL
     ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    own = ("--config-dir", "my", "env=short_cartpole", "policy=wide")
-    train(tmp_path, *own, *QUICK, *NORMALIZED)
+    train(tmp_path, "--config-dir", "my", "experiment=mine", *QUICK, *NORMALIZED)
     train(tmp_path, "--config-dir", "my", "resume=first", "total_frames=1024", "hydra.run.dir=second")
     counts = []
-    for run in ("first", "second"):
+    for run, frames in (("first", ["256", "512"]), ("second", ["768", "1024"])):
+        rows = (tmp_path / run / "rows.csv").read_text().splitlines()
+        assert [row.partition(",")[0] for row in rows] == ["frames", *frames]
         state = checkpoint.load(tmp_path / run)
         assert any("layers" in name for name in state["learner"]["policy"])
         name = "network.normalizer.moments.0.count"
