@@ -62,11 +62,6 @@ def one_line(
     if found := re.search(r"type `(.+)Config` has missing mandatory value: (\w+)", text):
         scheme, name = found.groups()
         return f"{scheme} needs a value for {name!r}: weight_sync.{name}=…"
-    if found := re.match(r"Error in call to target '(?:.+\.)?(.+?)'", text):
-        message = _joined(cause) or repr(error.__cause__)
-        return message if message.startswith(found[1]) else f"{found[1]}: {message}"
-    if text.startswith("Error locating target") and cause:
-        return _joined(cause)
     if found := re.match(r"While dereferencing interpolation '(.+)': (.+)\n\s+full_key: (\S+)", text):
         return f"{found[3]}={found[1]}: {found[2]}"
     lines = [line.strip() for line in f"{text}\n{reason}".splitlines()]
@@ -104,10 +99,6 @@ def unknown_parameter(setting: str, owner: str, parameters: Iterable[str]) -> st
     """
     name, known = setting.partition(".")[2], sorted(parameters)
     return f"{setting}: {owner} has no parameter '{name}'{_suggestion(name, known)}; there are: {', '.join(known)}"
-
-
-def _joined(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:

@@ -40,6 +40,12 @@ def config_folders(argv: Sequence[str]) -> list[Path]:
     return [] if folder is None else [folder]
 
 
+def config_folders_of(folder: Path) -> list[str]:
+    """Return the user's config folder that the run in `folder` had, if it had one."""
+    path = folder / ".hydra" / f"{_SETTINGS}.yaml"
+    return list(OmegaConf.select(OmegaConf.load(path), "config_folders") or ()) if path.is_file() else []
+
+
 def resume_command(script: str, run: HydraConf) -> str:
     """Return the command that continues a run of `script`, without the folder of the run at its end.
 

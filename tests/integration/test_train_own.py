@@ -21,6 +21,15 @@ def train(folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def evaluate(folder: Path, *options: str) -> str:
+    """Return what evaluate.py says of the run in `folder` / "second", a line."""
+    script = ROOT / "scripts" / "evaluate.py"
+    done = run_program(script, "second", "--episodes", "1", *options, folder=folder, PYTHONPATH=str(ROOT))
+    said = done.stdout + done.stderr
+    assert said.count("\n") == 1
+    return said
+
+
 MISTAKES = """
 import gymnasium
 from torch import nn
@@ -84,6 +93,12 @@ def test_an_experiment_of_ones_own_trains_and_resumes_with_its_statistics_and_it
         statistics = state["learner"]["policy"][name], state["rewards"]["count"]
         counts.append((*map(int, statistics), state["progress"]["frames"]))
     assert counts == [(512, 512, 512), (1024, 1024, 1024)]
+    assert evaluate(tmp_path).startswith("return ")  # with the config folder of the run
+    (tmp_path / "my").rename(tmp_path / "moved")
+    assert evaluate(tmp_path).startswith(
+        "evaluate.py: policy._target_=mine.Wide: there is no module 'mine' on sys.path"
+    )
+    assert evaluate(tmp_path, "--config-dir", "moved").startswith("return ")
 
 
 COPIED = """

@@ -24,6 +24,7 @@ from collectors.config import MultiSyncConfig
 from collectors.env_config import EnvConfig, env_factory, sample, solved_at
 from collectors.environments.specs import Spec
 from collectors.errors import ConfigError
+from collectors.targets import instantiate_setting
 from learning import CNN, MLP, PPO, RNN, make_actor_critic, make_critic, make_policy, resuming
 from learning.config_errors import one_line
 from learning.hints import hints
@@ -219,18 +220,37 @@ def test_a_setting_that_cannot_have_the_value_it_refers_to_is_named() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("weight_sync.strategy=foo", "SharedMemWeightSyncScheme: strategy is 'tensordict' or 'state_dict', not 'foo'"),
+        (
+            "weight_sync.strategy=foo",
+            "weight_sync: SharedMemWeightSyncScheme: strategy is 'tensordict' or 'state_dict', not 'foo'",
+        ),
         (
             "weight_sync._target_=mine.Scheme",
-            "Error loading 'mine.Scheme': ModuleNotFoundError(\"No module named 'mine'\") "
-            "Are you sure that module 'mine' is installed?",
+            "weight_sync._target_=mine.Scheme: there is no module 'mine' on sys.path: name its folder by --config-dir, "
+            "or add it to PYTHONPATH",
+        ),
+        (
+            "weight_sync._target_=wsync.RayWeightSyncSchema",
+            "weight_sync._target_=wsync.RayWeightSyncSchema: module 'wsync' has no 'RayWeightSyncSchema'; "
+            "did you mean 'RayWeightSyncScheme'?",
         ),
     ],
 )
 def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str) -> None:
-    with pytest.raises(HydraException) as caught:
-        instantiate(config(override).weight_sync)
-    assert one_line(caught.value, learning.config.settings()) == said
+    with pytest.raises(ConfigError) as caught:
+        instantiate_setting("weight_sync", config(override).weight_sync)
+    assert str(caught.value) == said
+
+
+def test_what_cannot_be_made_is_named_by_its_setting() -> None:
+    with pytest.raises(ConfigError, match=r"^callbacks\[1\]: Reporter\(\) takes no arguments$"):
+        instantiate_setting("callbacks[1]", {"_target_": "learning.reporting.Reporter", "path": 3})
+    with pytest.raises(ConfigError, match=r"^algorithm\.part\._target_=learning\.PPOO: .*did you mean .PPO.\?$"):
+        instantiate_setting("algorithm", {"_target_": "learning.PPO", "part": {"_target_": "learning.PPOO"}})
+    with pytest.raises(ConfigError, match=r"^env\.wrappers\[0\]\._target_=collectors\.ActionMsk: .*'ActionMask'"):
+        sample(EnvConfig("CartPole-v1", wrappers=[{"_target_": "collectors.ActionMsk"}]))
+    with pytest.raises(ConfigError, match=r"^env\._target_=mine\.make: there is no module 'mine' on sys\.path"):
+        sample(EnvConfig("mine.make", make={"_target_": "mine.make"}))
 
 
 @pytest.mark.parametrize(

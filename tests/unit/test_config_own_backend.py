@@ -18,6 +18,7 @@ import learning.config
 import learning.validation
 import wsync
 from collectors.errors import ConfigError
+from collectors.targets import instantiate_setting
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
@@ -96,7 +97,7 @@ def test_a_registered_backend_needs_no_yaml_file(folder: Path, monkeypatch: pyte
         ("weight_sync=mine collector=ray", "collector=ray cannot carry FileScheme: choose collector=multi_async, "),
         ("weight_sync=slip", "weight_sync/slip.yaml: no setting is called 'weight_sync.timout'; did you mean "),
         ("weight_sync=incomplete", "needs a value for 'folder'"),
-        ("weight_sync=absent", "No module named 'no_such_module'"),
+        ("weight_sync=absent", "weight_sync._target_=no_such_module.FileScheme: there is no module 'no_such_module'"),
         ("weight_sync=empty", "weight_sync is no scheme: name a subclass of WeightSyncScheme"),
         ("weight_sync=unreadable", "unreadable.yaml"),
         ("weight_sync=mnie", "weight_sync=mnie: there is no such option; did you mean 'mine'?; there are: absent, "),
@@ -108,7 +109,8 @@ def test_an_error_is_one_line(folder: Path, overrides: str, said: str, monkeypat
         cfg = composed(folder, *overrides.split())
         config = OmegaConf.to_object(cfg)
         assert isinstance(config, learning.config.TrainConfig)
-        collectors.config.check(config.collector, instantiate(config.weight_sync), config.num_workers)
+        scheme = instantiate_setting("weight_sync", config.weight_sync)
+        collectors.config.check(config.collector, scheme, config.num_workers)
     message = learning.config.describe_error(caught.value)
     assert message is not None and said in message and "\n" not in message
 
