@@ -77,6 +77,7 @@ from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
 from learning.reporting.console import ConsoleReporter, worker_pids
 from learning.reporting.files import Pictures, RunFiles
+from learning.reporting.guarded import Guarded
 from learning.resuming import SettingsFiles, config_folders, resume_command
 from learning.run import reported_errors, resumed_seed, stop_requests
 from learning.summary import objective_of
@@ -122,8 +123,8 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
         settings_files,
         console,
         Pictures(),
-        logger,
-        *callbacks,
+        Guarded("logger", logger),
+        *(Guarded("callback", one) for one in callbacks),
     ]
 
     with stop_requests() as stop, failure_advice(cfg.collector), ExitStack() as running:

@@ -35,6 +35,7 @@ from learning.config_errors import CONF, Parameters, one_line
 from learning.help import print_help
 from learning.options import PolicyConfig, TrainConfig
 from learning.reporting.files import FolderError
+from learning.reporting.guarded import ReporterError
 from learning.reporting.sweep import report
 from learning.resuming import (
     SettingsFiles,
@@ -48,7 +49,7 @@ from learning.run import interrupt_by_signals, run_command
 from wsync import WeightSyncError, WorkerDied
 
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
-_EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, WeightSyncError)
+_EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, ReporterError, WeightSyncError)
 CLAIM = ".claim"
 """A file in the folder of a run or sweep, which its process keeps locked until it ends."""
 
