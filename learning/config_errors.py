@@ -11,7 +11,10 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 """The folder of the project's configs."""
 
 Parameters = Mapping[str, tuple[str, Sequence[str]]]
-"""For a group with a class or function of the user's: its name, and the names of its parameters."""
+"""For a group with a class or function of the user's: its name, and the names of its parameters.
+
+Where it accepts any name, it is called "", and the names are those in the YAML file.
+"""
 
 Settings = Mapping[str, Sequence[str]]
 """The names of all settings; for one that belongs to a config group, the options of the group that have it."""
@@ -35,12 +38,12 @@ def one_line(
     reason = cause.partition("\n")[0]
     if found := re.match(r"Could not override '(.+?)'", text):
         name = found[1]
-        if "not in struct" in cause:  # a dictionary without a schema: names are free
+        if "not in struct" in cause:  # a dictionary without a schema
             group, _, key = name.partition(".")
             owner, parameters = (own or {}).get(group, ("", ()))
             if owner and key.partition(".")[0] not in parameters:
                 return unknown_parameter(name, owner, parameters)
-            return f"{name}: {reason}; say +{name}=… to add it"
+            return f"{name} is not there yet{_suggestion(key, parameters)}; say +{name}=… to add it"
         return unknown(name, settings, chosen)
     if found := re.match(r"Error merging override (.+)", text):
         return f"{found[1]}: {reason}"

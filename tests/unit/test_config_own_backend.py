@@ -1,5 +1,6 @@
 """The config of a backend or a network of a user's own: its options, its collector, and errors in it."""
 
+import re
 from copy import deepcopy
 from pathlib import Path
 
@@ -125,6 +126,9 @@ class Wide(nn.Sequential):
 def free(spec, **sizes):
     return Wide(spec, **sizes)
 
+def make_env(length):
+    raise NotImplementedError
+
 class Unknown(nn.Module):
     def __init__(self, spec):
         raise KeyError("pos")
@@ -143,8 +147,10 @@ class Unknown(nn.Module):
         ("policy.depth=3", "say +policy.depth=… to add it"),
         ("policy.shared=true", "say +policy.shared=… to add it"),
         ("policy.width=wide", "own_network.Wide(width='wide'): "),
-        ("policy=free policy.widht=3", "say +policy.widht=… to add it"),
-        ("policy=free +policy.widht=3", "own_network.free(widht=3): Wide.__init__() got an unexpected keyword"),
+        ("policy=free policy.widht=3", "did you mean 'width'?; say +policy.widht=… to add it"),
+        ("experiment=own policy.widht=3", "policy.widht: own_network.Wide has no parameter 'widht'; did you mean 'wid"),
+        ("experiment=own env.solvd_at=3", "env.solvd_at: own_network.make_env has no parameter 'solvd_at'; did you "),
+        ("policy=free +policy.widht=3", "own_network.free(width=8, widht=3): Wide.__init__() got an unexpected "),
         ("policy=unknown", "policy: own_network.Unknown(): KeyError: 'pos'"),
     ],
 )
@@ -155,9 +161,15 @@ def test_an_error_in_a_setting_of_a_network_of_ones_own_names_its_class(
     (folder / "own_network.py").write_text(NETWORK)
     (folder / "policy").mkdir()
     (folder / "policy" / "wide.yaml").write_text("_target_: own_network.Wide\nwidth: 8\n")
-    (folder / "policy" / "free.yaml").write_text("_target_: own_network.free\n")
+    (folder / "policy" / "free.yaml").write_text("_target_: own_network.free\nwidth: 8\n")
+    for group, text in {
+        "env": "_target_: own_network.make_env\nlength: 8\n",
+        "experiment": "# @package _global_\ndefaults:\n  - override /policy: wide\n  - override /env: own\n",
+    }.items():
+        (folder / group).mkdir()
+        (folder / group / "own.yaml").write_text(text)
     (folder / "policy" / "unknown.yaml").write_text("_target_: own_network.Unknown\n")
-    given = ["policy=wide", *overrides.split()] if "policy=" not in overrides else overrides.split()
+    given = overrides.split() if re.match("policy=|experiment=", overrides) else ["policy=wide", *overrides.split()]
     monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(folder), *given])
     with pytest.raises((HydraException, ConfigError)) as caught:
         config = OmegaConf.to_object(composed(folder, *given))
