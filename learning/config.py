@@ -46,13 +46,11 @@ from learning.resuming import (
     with_earlier_overrides,
     with_earlier_settings,
 )
-from learning.run import interrupt_by_signals, run_command
+from learning.run import CLAIM, interrupt_by_signals, run_command
 from wsync import WeightSyncError, WorkerDied
 
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
 _EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, ReporterError, WeightSyncError)
-CLAIM = ".claim"
-"""A file in the folder of a run or sweep, which its process keeps locked until it ends."""
 
 
 class RunFolders(Callback):

@@ -10,6 +10,14 @@ from pathlib import Path
 CONF = Path(__file__).resolve().parents[1] / "conf"
 """The folder of the project's configs."""
 
+PLUGINS = {
+    "hydra/launcher=joblib": "sweep",
+    "hydra/launcher=submitit_local": "slurm",
+    "hydra/launcher=submitit_slurm": "slurm",
+    "hydra/sweeper=optuna": "sweep",
+}
+"""Options that an extra of this package installs."""
+
 Parameters = Mapping[str, tuple[str, Sequence[str]]]
 """For a group with a class or function of the user's: its name, and the names of its parameters.
 
@@ -54,6 +62,8 @@ def one_line(
         group, name = found.groups()
         if group == "collector/for":  # a backend of a folder that is not --config-dir
             return f"the collector for weight_sync={name} is not known: add collector=…"
+        if (plugin := f"{group}={name}") in PLUGINS:
+            return f"{plugin} needs the extra [{PLUGINS[plugin]}]: pip install -e '.[{PLUGINS[plugin]}]'"
         options = [line.strip() for line in text.partition("Available options in")[2].splitlines() if line[:1] == "\t"]
         options = [option for option in options if not option.startswith(("base_", "provider="))]
         options += sorted(f"{path.parent.name}/{path.stem}" for path in (CONF / group).glob("*/*.yaml"))

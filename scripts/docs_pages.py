@@ -19,7 +19,6 @@ CONF = ROOT / "conf"
 MARKER = "<!-- generated: configuration -->"
 sys.path.insert(0, str(ROOT))
 
-import wsync  # noqa: E402
 from learning.config import register_configs  # noqa: E402
 from learning.help import as_override, explanations  # noqa: E402
 from learning.options import TrainConfig  # noqa: E402
@@ -159,16 +158,8 @@ def _seen(config: Any) -> Any:
 
 
 def _arguments(documented: Any) -> dict[str, str]:
-    """Return `explanations` for cells of a table.
-
-    Where a description is only "see ``Name``", with a public name of ``wsync``, the one there is returned.
-    """
-    found: dict[str, str] = {}
-    for name, text in explanations(documented).items():
-        other = re.fullmatch(r"see ``(\w+)``\.", text)
-        elsewhere = _arguments(getattr(wsync, other[1], None)) if other else {}
-        found[name] = elsewhere.get(name) or _cell(text)
-    return found
+    """Return `explanations` for cells of a table."""
+    return {name: _cell(text) for name, text in explanations(documented).items()}
 
 
 def _cell(text: str) -> str:

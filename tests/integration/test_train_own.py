@@ -72,6 +72,7 @@ def test_a_mistake_in_a_module_of_ones_own_is_no_traceback_of_train(tmp_path: Pa
     options = ("--config-dir", str(tmp_path), *choice.split(), *QUICK)
     done = run_program(ROOT / "train.py", *options, folder=tmp_path, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stderr) == (1, said.format(file=tmp_path / "mine.py"))
+    assert not (tmp_path / "first").exists()
 
 
 @pytest.mark.slow  # tests/unit has its parts

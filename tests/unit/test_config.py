@@ -1,6 +1,7 @@
 """Every option composes; what cannot be is refused in one line; the dataclasses say what the classes take."""
 
 import inspect
+import io
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
 
 import collectors.config
 import learning.config
@@ -26,7 +28,8 @@ from collectors.environments.specs import Spec
 from collectors.errors import ConfigError
 from collectors.targets import instantiate_setting
 from learning import CNN, MLP, PPO, RNN, make_actor_critic, make_critic, make_policy, resuming
-from learning.config_errors import one_line
+from learning.config_errors import PLUGINS, one_line
+from learning.help import print_help
 from learning.hints import hints
 from learning.options import TrainConfig
 from learning.reporting import Reporter
@@ -208,6 +211,21 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
     answer = refusal(override)
     assert said in answer
     assert "\n" not in answer and "_convert_" not in answer
+
+
+@pytest.mark.parametrize(("plugin", "extra"), PLUGINS.items())
+def test_an_option_of_a_plugin_that_is_not_installed_names_its_extra(plugin: str, extra: str) -> None:
+    path = plugin.replace("=", "/")
+    error = HydraException(f"In 'train': Could not find '{path}'\n\nAvailable options in 'x':\n\tbasic\nConfig search")
+    assert one_line(error, {}) == f"{plugin} needs the extra [{extra}]: pip install -e '.[{extra}]'"
+    assert f'"hydra-{path.split("/")[2].split("_")[0]}' in (CONF.parent / "pyproject.toml").read_text()
+
+
+def test_help_prints_lists_and_what_a_reference_refers_to() -> None:
+    out = io.StringIO()
+    print_help(CONF, ["callbacks=[{_target_: mine.Rows, columns: [frames]}]"], (), Console(file=out, width=200))
+    assert "callbacks=[{_target_: mine.Rows, columns: [frames]}]" in out.getvalue()
+    assert "see WeightSyncScheme." not in out.getvalue()
 
 
 def test_a_setting_that_cannot_have_the_value_it_refers_to_is_named() -> None:
