@@ -38,7 +38,7 @@ class EnvConfig:
         make: instead of `id` and `kwargs`: the ``_target_`` and the arguments of a function that makes an environment.
         normalize_observations: subtract the mean of all observations and divide by their standard deviation.
         rewards: what the learner gets: ``raw``, ``normalized`` (divided by the standard deviation of the discounted
-            return) or ``sign``. Reported returns are those of the environment.
+            return) or ``sign``. Reported returns are those of the environment after its `wrappers`.
     """
 
     id: str = MISSING

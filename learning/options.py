@@ -16,8 +16,8 @@ class TrainConfig:
     Attributes:
         num_workers: processes that collect.
         num_envs: environments in each of them, stepped together.
-        frames_per_batch: over all workers and environments (in asynchronous collection, of one worker); the weights are
-            sent once per batch.
+        frames_per_batch: frames that one update learns from: of all workers together, or of one worker if collection is
+            asynchronous. The weights are sent after each batch.
         total_frames: the run ends with the batch that reaches them, at the latest.
         stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
         staleness: updates by which each version of the weights is sent late, see ``learning.delay.WeightDelay``.
