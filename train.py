@@ -51,7 +51,6 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 import collectors.config
@@ -59,6 +58,7 @@ from collectors.distributed import is_worker, join_trainer
 from collectors.env_config import env_config, env_factory, solved_at
 from collectors.errors import ConfigError
 from collectors.rollouts.rollout import seed_generators
+from collectors.targets import instantiate_setting
 from learning.config import (
     choice_in_words,
     describe_error,
@@ -77,6 +77,7 @@ from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
 from learning.reporting.console import ConsoleReporter, worker_pids
 from learning.reporting.files import Pictures, RunFiles
+from learning.reporting.guarded import Guarded
 from learning.resuming import SettingsFiles, config_folders, resume_command
 from learning.run import reported_errors, resumed_seed, stop_requests
 from learning.summary import objective_of
@@ -89,17 +90,18 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
     """Run one training into `folder`; return the exit status, and the objective of a sweeper (``cfg.objective``)."""
     torch.set_num_threads(cfg.threads)
     seed_generators(cfg.seed)
-    scheme = instantiate(cfg.weight_sync)
+    scheme = instantiate_setting("weight_sync", cfg.weight_sync)
     collectors.config.check(cfg.collector, scheme, cfg.num_workers)
 
     cfg.env = env_config(cfg.env)
     network, settings = network_settings(cfg.policy)
     policy, critic, normalizer = actor_critic(
-        instantiate(network, _partial_=True), cfg.env, choice_in_words(cfg), env_option(), **settings
+        instantiate_setting("policy", network, _partial_=True), cfg.env, choice_in_words(cfg), env_option(), **settings
     )
     device = learner_device(cfg.device)
-    learner = instantiate(cfg.algorithm, policy.to(device), critic.to(device))
-    logger, callbacks = instantiate(cfg.logger, _convert_="all"), instantiate(cfg.callbacks, _convert_="all")
+    learner = instantiate_setting("algorithm", cfg.algorithm, policy.to(device), critic.to(device))
+    logger = instantiate_setting("logger", cfg.logger, _convert_="all")
+    callbacks = [instantiate_setting(f"callbacks[{i}]", one, _convert_="all") for i, one in enumerate(cfg.callbacks)]
     check_parts(learner, logger, callbacks)
     for hint in hints(cfg.env, learner, HydraConfig.get().runtime.choices["env"] if env_option() is None else None):
         log.warning(hint)
@@ -121,13 +123,13 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
         settings_files,
         console,
         Pictures(),
-        logger,
-        *callbacks,
+        Guarded("logger", logger),
+        *(Guarded("callback", one) for one in callbacks),
     ]
 
     with stop_requests() as stop, failure_advice(cfg.collector), ExitStack() as running:
         try:
-            collector = instantiate(cfg.collector, _partial_=True)(
+            collector = instantiate_setting("collector", cfg.collector, _partial_=True)(
                 [env_factory(cfg.env, cfg.num_envs)] * cfg.num_workers,
                 acting,
                 frames_per_batch=cfg.frames_per_batch,
@@ -135,7 +137,8 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
             )
             running.enter_context(collector)
             console.worker_pids = worker_pids(collector)
-            training.chaos = running.enter_context(instantiate(cfg.chaos, _partial_=True)(collector)).counts
+            monkey = instantiate_setting("chaos", cfg.chaos, _partial_=True)(collector)
+            training.chaos = running.enter_context(monkey).counts
         except (OSError, ValueError) as error:  # an unknown address, or settings that contradict each other
             raise ConfigError(str(error)) from error
         collector.set_seed(seed)

@@ -10,13 +10,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import gymnasium
-from hydra.utils import instantiate
 from omegaconf import MISSING
 
 from collectors.environments.vector import with_version
 from collectors.environments.wrappers import build
 from collectors.envs import GymEnv
 from collectors.errors import ConfigError, lines_of_user
+from collectors.targets import instantiate_setting
 
 SOLVED_AT = {"Pendulum-v1": -200.0}
 """Mean returns that count as solved, of environments without a reward threshold in Gymnasium."""
@@ -38,7 +38,7 @@ class EnvConfig:
         make: instead of `id` and `kwargs`: the ``_target_`` and the arguments of a function that makes an environment.
         normalize_observations: subtract the mean of all observations and divide by their standard deviation.
         rewards: what the learner gets: ``raw``, ``normalized`` (divided by the standard deviation of the discounted
-            return) or ``sign``. Reported returns are those of the environment.
+            return) or ``sign``. Reported returns are those of the environment after its `wrappers`.
     """
 
     id: str = MISSING
@@ -83,13 +83,22 @@ def env_config(env: Any) -> EnvConfig:
 
 
 def env_factory(env: EnvConfig, num_envs: int | None) -> Callable[[], GymEnv]:
-    """Return what makes `num_envs` environments that are stepped together; picklable."""
+    """Return what makes `num_envs` environments that are stepped together; picklable.
+
+    Raises:
+        ConfigError: there is no such function as ``make`` names, or no such wrapper.
+    """
     source: Any = env.id
     kwargs = env.kwargs
     if env.make is not None or env.wrappers:
         to_one = {name: value for name, value in kwargs.items() if name != "vectorization_mode"}
-        make = partial(gymnasium.make, env.id, **to_one) if env.make is None else instantiate(env.make, _partial_=True)
-        source, kwargs = partial(build, make, [instantiate(one, _partial_=True) for one in env.wrappers]), {}
+        make = partial(gymnasium.make, env.id, **to_one)
+        if env.make is not None:
+            make = instantiate_setting("env", env.make, _partial_=True)
+        wrappers = [
+            instantiate_setting(f"env.wrappers[{i}]", one, _partial_=True) for i, one in enumerate(env.wrappers)
+        ]
+        source, kwargs = partial(build, make, wrappers), {}
     return partial(GymEnv, source, num_envs, max_frames_per_traj=env.max_episode_steps, **kwargs)
 
 
@@ -117,9 +126,10 @@ def sample(env: EnvConfig, option: str | None = None) -> GymEnv:
         )
     if env.rewards not in REWARDS:
         raise ConfigError(f"env.rewards={env.rewards}: it is one of {', '.join(REWARDS)}")
+    make = env_factory(env, None)
     with ExitStack() as opened:
         try:
-            made = env_factory(env, None)()
+            made = make()
             opened.callback(made.close)
             made.reset()
         except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:

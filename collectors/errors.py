@@ -7,7 +7,8 @@ import traceback
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
-_NOT_OF_THE_USER = (str(_ROOT / "learning"), str(_ROOT / "collectors"), sys.prefix, sys.base_prefix, "<")
+_OURS = tuple(str(_ROOT / package) for package in ("wsync", "collectors", "learning"))
+_NOT_OF_THE_USER = (*_OURS, sys.prefix, sys.base_prefix, "<")
 
 
 class ConfigError(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field, fields, make_dataclass
 from functools import cache
@@ -35,22 +35,22 @@ from learning.config_errors import CONF, Parameters, one_line
 from learning.help import print_help
 from learning.options import PolicyConfig, TrainConfig
 from learning.reporting.files import FolderError
+from learning.reporting.guarded import ReporterError
 from learning.reporting.sweep import report
 from learning.resuming import (
     SettingsFiles,
+    compose_with,
     config_folders,
     is_override,
     override_name,
     with_earlier_overrides,
     with_earlier_settings,
 )
-from learning.run import interrupt_by_signals, run_command
+from learning.run import CLAIM, interrupt_by_signals, run_command
 from wsync import WeightSyncError, WorkerDied
 
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
-_EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, WeightSyncError)
-CLAIM = ".claim"
-"""A file in the folder of a run or sweep, which its process keeps locked until it ends."""
+_EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, ReporterError, WeightSyncError)
 
 
 class RunFolders(Callback):
@@ -159,29 +159,32 @@ def describe_error(error: BaseException) -> str | None:
         return None
     chosen = {override_name(argument): argument.partition("=")[2] for argument in sys.argv[1:] if "=" in argument}
     if isinstance(error, _OF_HYDRA):
-        message = one_line(error, settings(), chosen, _own_parameters(chosen, config_folders(sys.argv[1:])))
+        message = one_line(error, settings(), chosen, _own_parameters(config_folders(sys.argv[1:])))
     else:
         message = str(error)
     return "\n".join([message, *getattr(error, "__notes__", ())])
 
 
-def _own_parameters(chosen: Mapping[str, str], folders: Sequence[Path]) -> Parameters:
-    """Return the parameters of what the chosen YAML files in `folders` name by ``_target_``; see ``Parameters``."""
+def _own_parameters(folders: Sequence[Path]) -> Parameters:
+    """Return the parameters of what YAML files of the user's name by ``_target_``; empty if the options do not compose.
+
+    Args:
+        folders: config folders of the user.
+    """
+    groups = {*settings(), "experiment"}
+    choices = [one for one in sys.argv[1:] if is_override(one) and override_name(one) in groups]
+    try:
+        cfg = compose_with(folders, choices)
+    except _OF_HYDRA:
+        return {}
     found: dict[str, tuple[str, list[str]]] = {}
-    files = [(group, folder / group / f"{option}.yaml") for group, option in chosen.items() for folder in folders]
-    for group, path in files:
-        try:
-            content = OmegaConf.load(path) if path.is_file() else None
-        except _OF_HYDRA:  # which is reported when the file is used
-            continue
-        target = content.get("_target_") if isinstance(content, DictConfig) else None
-        if target is not None:
+    for group, node in ((str(name), cfg[name]) for name in cfg if isinstance(cfg[name], DictConfig)):
+        if OmegaConf.get_type(node) is dict and (target := node.get("_target_")) is not None:
             try:
                 names = validation.own_settings(group, get_object(target))
-            except ImportError:  # also of an error in the module; Hydra reports it when the option is used
+            except (ImportError, TypeError, ValueError):  # reported when the option is used
                 continue
-            if names is not None:
-                found[group] = target, names
+            found[group] = ("", [str(name) for name in node]) if names is None else (target, names)
     return found
 
 

@@ -19,8 +19,19 @@ NOT_FOR_WORKERS = {
 }
 """What schemes are for that no collector carries."""
 
+PLUGINS = {
+    "hydra/launcher=joblib": "sweep",
+    "hydra/launcher=submitit_local": "slurm",
+    "hydra/launcher=submitit_slurm": "slurm",
+    "hydra/sweeper=optuna": "sweep",
+}
+"""Options that an extra of this package installs."""
+
 Parameters = Mapping[str, tuple[str, Sequence[str]]]
-"""For a group with a class or function of the user's: its name, and the names of its parameters."""
+"""For a group with a class or function of the user's: its name, and the names of its parameters.
+
+Where it accepts any name, it is called "", and the names are those in the YAML file.
+"""
 
 Settings = Mapping[str, Sequence[str]]
 """The names of all settings; for one that belongs to a config group, the options of the group that have it."""
@@ -44,12 +55,12 @@ def one_line(
     reason = cause.partition("\n")[0]
     if found := re.match(r"Could not override '(.+?)'", text):
         name = found[1]
-        if "not in struct" in cause:  # a dictionary without a schema: names are free
+        if "not in struct" in cause:  # a dictionary without a schema
             group, _, key = name.partition(".")
             owner, parameters = (own or {}).get(group, ("", ()))
             if owner and key.partition(".")[0] not in parameters:
                 return unknown_parameter(name, owner, parameters)
-            return f"{name}: {reason}; say +{name}=… to add it"
+            return f"{name} is not there yet{_suggestion(key, parameters)}; say +{name}=… to add it"
         return unknown(name, settings, chosen)
     if found := re.match(r"Error merging override (.+)", text):
         return f"{found[1]}: {reason}"
@@ -60,6 +71,8 @@ def one_line(
         group, name = found.groups()
         if group == "collector/for":  # a backend of a folder that is not --config-dir
             return f"the collector for weight_sync={name} is not known: add collector=…"
+        if (plugin := f"{group}={name}") in PLUGINS:
+            return f"{plugin} needs the extra [{PLUGINS[plugin]}]: pip install -e '.[{PLUGINS[plugin]}]'"
         options = [line.strip() for line in text.partition("Available options in")[2].splitlines() if line[:1] == "\t"]
         options = [option for option in options if not option.startswith(("base_", "provider="))]
         if group == "weight_sync":
@@ -73,11 +86,6 @@ def one_line(
     if found := re.search(r"type `(.+)Config` has missing mandatory value: (\w+)", text):
         scheme, name = found.groups()
         return f"{scheme} needs a value for {name!r}: weight_sync.{name}=…"
-    if found := re.match(r"Error in call to target '(?:.+\.)?(.+?)'", text):
-        message = _joined(cause) or repr(error.__cause__)
-        return message if message.startswith(found[1]) else f"{found[1]}: {message}"
-    if text.startswith("Error locating target") and cause:
-        return _joined(cause)
     if found := re.match(r"While dereferencing interpolation '(.+)': (.+)\n\s+full_key: (\S+)", text):
         return f"{found[3]}={found[1]}: {found[2]}"
     lines = [line.strip() for line in f"{text}\n{reason}".splitlines()]
@@ -120,10 +128,6 @@ def unknown_parameter(setting: str, owner: str, parameters: Iterable[str]) -> st
 def _class_of(backend: str) -> str:
     """Return the name of the class of a registered backend; empty if there is none of that name."""
     return registered_backends().get(backend, "").rpartition(":")[2]
-
-
-def _joined(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:

@@ -17,7 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
+import wsync
 from collectors.env_config import EnvConfig
 from learning.config_errors import NOT_FOR_WORKERS
 from learning.options import PolicyConfig
@@ -101,14 +103,14 @@ def _print_settings(console: Console, prefix: str, cfg: DictConfig) -> None:
         if isinstance(node, DictConfig) and not prefix:
             groups[name] = node
         elif not name.startswith("_"):
-            table.add_row(f"{prefix}{name}={as_override(value)}", explained.get(name, ""))
+            table.add_row(*map(Text, (f"{prefix}{name}={as_override(value)}", explained.get(name, ""))))
     if prefix in _COMMON and target and OmegaConf.get_type(cfg) is dict:  # of a YAML file of the user's
         common = _COMMON[prefix]
         texts = _unmarked(common)
         for field in fields(common):
             if field.name in texts and field.name not in plain and field.name not in _NOT_BESIDE_A_TARGET:
                 default = field.default_factory() if field.default is MISSING else field.default  # pyright: ignore
-                table.add_row(f"+{prefix}{field.name}={as_override(default)}", texts[field.name])
+                table.add_row(*map(Text, (f"+{prefix}{field.name}={as_override(default)}", texts[field.name])))
     console.print(Padding(table, (0, 0, 1, 2)))
     for group, node in groups.items():
         called = OmegaConf.select(node, "_target_") or ("gymnasium.make" if group == "env" else "")
@@ -122,7 +124,10 @@ def as_override(value: Any) -> str:
 
 
 def explanations(documented: Any) -> dict[str, str]:
-    """Return ``{name: text}`` of the sections Args and Attributes of a docstring, and of those of base classes."""
+    """Return ``{name: text}`` of the sections Args and Attributes of a docstring, and of those of base classes.
+
+    Where the text is only "see ``Name``", with a public name of ``wsync``, it is the one there.
+    """
     found: dict[str, str] = {}
     for one in inspect.getmro(documented) if inspect.isclass(documented) else [documented]:
         made_by = one.__dict__.get("__init__") if inspect.isclass(one) else None
@@ -131,6 +136,9 @@ def explanations(documented: Any) -> dict[str, str]:
                 for names, text in _ENTRY.findall(body):
                     for name in names.split(","):
                         found.setdefault(name.strip(), " ".join(text.split()))
+    for name, text in found.items():
+        if (other := re.fullmatch(r"see ``(\w+)``\.", text)) and hasattr(wsync, other[1]):
+            found[name] = explanations(getattr(wsync, other[1])).get(name, text)
     return found
 
 

@@ -21,6 +21,7 @@ from learning.delay import WeightDelay
 from learning.normalization import ObservationNormalizer, RewardNormalizer
 from learning.progress import Progress
 from learning.reporting import Reporter
+from learning.reporting.guarded import ReporterError
 from learning.run import StopRequest
 from learning.summary import summarise
 
@@ -271,14 +272,14 @@ _Exit = Callable[[type[BaseException] | None, BaseException | None, "TracebackTy
 
 
 def _last_step(step: Callable[[], object]) -> _Exit:
-    """Return an exit callback for `step`; a failure to write a file becomes a note on an earlier error, if any."""
+    """Return an exit callback for `step`; an expected error in it becomes a note on an earlier error, if any."""
     before = sys.exception()
 
     def leave(_: object, error: BaseException | None, __: object) -> None:
         first = error or before
         try:
             step()
-        except (OSError, checkpoint.CheckpointError) as late:
+        except (OSError, checkpoint.CheckpointError, ReporterError) as late:
             if not isinstance(first, Exception):
                 raise
             if str(late) != str(first):  # closing a file that is full raises the same error again

@@ -16,8 +16,8 @@ class TrainConfig:
     Attributes:
         num_workers: processes that collect.
         num_envs: environments in each of them, stepped together.
-        frames_per_batch: over all workers and environments (in asynchronous collection, of one worker); the weights are
-            sent once per batch.
+        frames_per_batch: frames that one update learns from: of all workers together, or of one worker if collection is
+            asynchronous. The weights are sent after each batch.
         total_frames: the run ends with the batch that reaches them, at the latest.
         stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
         staleness: updates by which each version of the weights is sent late, see ``learning.delay.WeightDelay``.
@@ -29,7 +29,7 @@ class TrainConfig:
         checkpoint_every: seconds.
         resume: folder of an earlier run to continue.
         objective: entry of ``summary.json`` that a sweeper compares (``hydra/sweeper=optuna``).
-        callbacks: reporters of your own, each with a _target_: see learning.reporting.Reporter.
+        callbacks: a list of reporters of your own, each with a _target_ and arguments, see learning.reporting.Reporter.
     """
 
     num_workers: int = 2

@@ -73,7 +73,7 @@ class Row:
         dropped_batches: workers' batches that were too old to be delivered (``collector.max_staleness``), so far.
         dropped_frames: frames of these.
         weight_sync: cost of the update; None if there was none.
-        learning: the learner's statistics.
+        learning: what ``update`` of the algorithm returned, by name, see ``learning.PPO.update``.
         worker_failures: so far, including those before a resume.
         resumes: how often the run was resumed so far.
     """

@@ -40,6 +40,19 @@ def config_folders(argv: Sequence[str]) -> list[Path]:
     return [] if folder is None else [folder]
 
 
+def config_folders_of(folder: Path) -> list[str]:
+    """Return the user's config folder that the run in `folder` had, if it had one."""
+    path = folder / ".hydra" / f"{_SETTINGS}.yaml"
+    return list(OmegaConf.select(OmegaConf.load(path), "config_folders") or ()) if path.is_file() else []
+
+
+def compose_with(folders: Sequence[Path], overrides: Sequence[str], **options: Any) -> DictConfig:
+    """Return the config that `overrides` compose, with the user's config folders; see ``hydra.compose``."""
+    searched = [f"hydra.searchpath=['{one.resolve()}']" for one in folders]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", [*searched, *overrides], **options)
+
+
 def resume_command(script: str, run: HydraConf) -> str:
     """Return the command that continues a run of `script`, without the folder of the run at its end.
 
@@ -105,9 +118,7 @@ def _changed_groups(folder: str, chosen: Sequence[str], folders: Sequence[Path])
         folders: config folders of the user.
     """
     swept = {one for one in chosen if "," in one or "(" in one}
-    searched = [f"hydra.searchpath=['{one.resolve()}']" for one in folders]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        now = compose("train", [*searched, *(one for one in chosen if one not in swept)], return_hydra_config=True)
+    now = compose_with(folders, [one for one in chosen if one not in swept], return_hydra_config=True)
     stored, before = _settings_of(folder)
     changed = {name for name, option in now.hydra.runtime.choices.items() if before.get(name) != option}
     defaults = all(str(one["collector"]).startswith("for/") for one in (before, now.hydra.runtime.choices))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -14,6 +15,9 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
 import numpy as np
+
+CLAIM = ".claim"
+"""A file in the folder of a run or sweep, which its process keeps locked until it ends."""
 
 log = logging.getLogger(__name__)
 TRACEBACKS = "HYDRA_FULL_ERROR" in os.environ  # set by the user; `run_hydra` sets it for Hydra afterwards
@@ -77,7 +81,8 @@ def reported_errors(folder: Path, describe: Describe, *, sweep: bool) -> Iterato
     """Report an error of one job, which has its files in `folder`, and raise it again.
 
     In a sweep, Hydra continues with the other jobs and raises only the first error, at the end: each error is logged at
-    once. In a single run, the error becomes a ``SystemExit`` with a one-line message, to which Hydra adds nothing.
+    once. In a single run, the error becomes a ``SystemExit`` with a one-line message, to which Hydra adds nothing, and
+    a folder without files, except those of Hydra, is removed.
     """
     try:
         yield
@@ -87,6 +92,8 @@ def reported_errors(folder: Path, describe: Describe, *, sweep: bool) -> Iterato
         if sweep:
             log.error("%s: %s", folder.name, message or error, exc_info=message is None)
         elif message is not None and not TRACEBACKS:
+            if {path.name for path in folder.glob("*")} == {".hydra", CLAIM}:
+                shutil.rmtree(folder, ignore_errors=True)
             raise SystemExit(f"{Path(sys.argv[0]).name}: {message}") from error
         raise
 

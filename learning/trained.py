@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
 from collectors import GymEnv
 from collectors.env_config import EnvConfig, env_factory
+from collectors.targets import instantiate_setting
 from learning import checkpoint
 from learning.reporting.files import reading
 from learning.validation import actor_critic, network_settings
@@ -24,11 +24,12 @@ def load_policy(folder: str | Path) -> tuple[nn.Module, Callable[[], GymEnv]]:
     ``tensordict.nn.set_interaction_type(InteractionType.DETERMINISTIC)`` it takes the most likely action.
 
     Args:
-        folder: the run's folder. Modules of the user's that the run's settings name have to be importable.
+        folder: the run's folder. Modules of the user's that the run's settings name have to be on ``sys.path``; that
+            folder was the run's ``--config-dir``.
 
     Raises:
         FolderError: ``config.yaml`` is missing or damaged.
-        ConfigError: the environment or the network cannot be made.
+        ConfigError: the environment or the network cannot be made, or its module is not on ``sys.path``.
         CheckpointError: there is no checkpoint, it is damaged, or it is of another network than ``config.yaml`` says.
     """
     folder = Path(folder)
@@ -36,7 +37,8 @@ def load_policy(folder: str | Path) -> tuple[nn.Module, Callable[[], GymEnv]]:
         config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     env = EnvConfig(**config["env"])
     network, settings = network_settings(config["policy"])
-    policy, _, _ = actor_critic(instantiate(network, _partial_=True), env, f"the policy of {folder}", **settings)
+    make_network = instantiate_setting("policy", network, _partial_=True)
+    policy, _, _ = actor_critic(make_network, env, f"the policy of {folder}", **settings)
     state = checkpoint.load(folder)
     try:
         policy.load_state_dict(state["learner"]["policy"])

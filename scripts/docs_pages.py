@@ -19,10 +19,10 @@ CONF = ROOT / "conf"
 MARKER = "<!-- generated: configuration -->"
 sys.path.insert(0, str(ROOT))
 
-import wsync  # noqa: E402
 from learning.config import register_configs  # noqa: E402
 from learning.help import as_override, explanations  # noqa: E402
 from learning.options import TrainConfig  # noqa: E402
+from learning.validation import NOT_FOR_WORKERS  # noqa: E402
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -56,11 +56,17 @@ def _group(group: str) -> Iterator[str]:
     bases = {name.removeprefix("base_"): node for name, node in stored.items() if name.startswith("base_")}
     yield from _options(group, bases)
     for name, node in bases.items():
-        yield (
-            f"### {group}={name}" if name in stored or (CONF / group / f"{name}.yaml").exists() else f"### Any {group}"
-        )
+        is_option = name in stored or (CONF / group / f"{name}.yaml").exists()
+        title = f"Any {group}" if len(bases) == 1 else _users(group, name)
+        yield f"### {f'{group}={name}' if is_option else title}"
         yield ""
         yield from _settings(group, node, CONF / group / f"{name}.yaml")
+
+
+def _users(group: str, base: str) -> str:
+    """Return the options whose files begin with a structured config: "policy=gru, policy=lstm"."""
+    files = sorted((CONF / group).glob("*.yaml"))
+    return ", ".join(f"{group}={one.stem}" for one in files if f"- base_{base}\n" in one.read_text(encoding="utf-8"))
 
 
 def _stored(group: str) -> dict[str, Any]:
@@ -73,7 +79,10 @@ def _options(group: str, bases: dict[str, Any]) -> Iterator[str]:
     yield "| option | |"
     yield "| --- | --- |"
     for name in [*paths, *(name for name in bases if name not in paths and group == "weight_sync")]:
-        yield f"| `{name}` | {_comment(paths[name]) if name in paths else _summary(_target(bases[name]))} |"
+        target = _target(bases[name]) if name in bases else None
+        refused = NOT_FOR_WORKERS.get(getattr(target, "__name__", ""))
+        said = _comment(paths[name]) if name in paths else _summary(target)
+        yield f"| `{name}` | {said}{f' Refused by `train.py`: it {refused}.' if refused else ''} |"
     yield ""
     for path in paths.values():
         yield from _file(path)
@@ -159,16 +168,8 @@ def _seen(config: Any) -> Any:
 
 
 def _arguments(documented: Any) -> dict[str, str]:
-    """Return `explanations` for cells of a table.
-
-    Where a description is only "see ``Name``", with a public name of ``wsync``, the one there is returned.
-    """
-    found: dict[str, str] = {}
-    for name, text in explanations(documented).items():
-        other = re.fullmatch(r"see ``(\w+)``\.", text)
-        elsewhere = _arguments(getattr(wsync, other[1], None)) if other else {}
-        found[name] = elsewhere.get(name) or _cell(text)
-    return found
+    """Return `explanations` for cells of a table."""
+    return {name: _cell(text) for name, text in explanations(documented).items()}
 
 
 def _cell(text: str) -> str:

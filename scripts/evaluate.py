@@ -2,6 +2,7 @@
 
 python scripts/evaluate.py outputs/<date>/<run>                          # most likely actions
 python scripts/evaluate.py outputs/<date>/<run> --episodes 100 --sample  # actions as in training
+python scripts/evaluate.py outputs/<date>/<run> --config-dir my          # the run's, if it is elsewhere now
 
 The number after ± is the standard deviation. ``learning.trained.load_policy`` loads the policy in a program of yours.
 """
@@ -22,6 +23,7 @@ from collectors import Collector
 from collectors.errors import ConfigError
 from learning.checkpoint import CheckpointError
 from learning.reporting.files import FolderError
+from learning.resuming import config_folders_of
 from learning.trained import load_policy
 
 
@@ -30,14 +32,19 @@ def main(
     episodes: Annotated[int, typer.Option(min=1, help="How many episodes")] = 20,
     sample: Annotated[bool, typer.Option(help="Sample actions instead of taking the most likely ones")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the environment, and of the samples")] = 0,
+    config_dir: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="With modules of your own; by default the run's")
+    ] = None,
     max_frames: Annotated[int, typer.Option(min=1, help="Ends here, also if fewer episodes have ended")] = 1_000_000,
 ) -> None:
     """Play episodes in one environment of the run, and print their returns."""
     torch.manual_seed(seed)
+    folders = config_folders_of(folder) if config_dir is None else [str(config_dir.resolve())]
+    sys.path += [os.getcwd(), *folders]  # settings may name modules there, as in train.py
     try:
         policy, make_env = load_policy(folder)
     except (CheckpointError, ConfigError, FolderError) as error:
-        sys.exit(f"evaluate.py: {error}")
+        sys.exit("\n".join([f"evaluate.py: {error}", *getattr(error, "__notes__", ())]))
     returns: list[float] = []
     how = InteractionType.RANDOM if sample else InteractionType.DETERMINISTIC
     size = min(200, max_frames)
@@ -63,5 +70,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.path.append(os.getcwd())  # settings may name modules of the current folder
     typer.run(main)

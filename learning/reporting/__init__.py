@@ -9,23 +9,26 @@ from learning.progress import Row
 
 
 class Reporter:
-    """Receives the rows and the summary of a run, on the thread of the training loop; this one ignores them."""
+    """Receives the rows and the summary of a run, on the thread of the training loop; this one ignores them.
+
+    The base class of callbacks (the setting ``callbacks``) and of loggers. An exception in a method ends the run.
+    """
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Start a run with the folder for its files and its config. Called once, first; may raise FolderError."""
+        """Start a run with the folder for its files, and the content of its ``config.yaml``. Called once, first."""
 
     def update(self, row: Row) -> None:
-        """Take the row of a batch. Called after each batch; may raise FolderError."""
+        """Take the row of a batch. Called after each batch, when the new weights have been sent."""
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Take the summary, the content of ``summary.json``, and write what must not be lost. May raise FolderError.
+        """Take the summary, the content of ``summary.json``, and write what must not be lost.
 
         Called once when the run has ended, also without `begin`, after the last checkpoint has been written. It has to
         be quick: it is also called after a second request to stop.
         """
 
     def conclude(self) -> None:
-        """Do what takes seconds (pictures, uploads). May raise FolderError.
+        """Do what takes seconds (pictures, uploads).
 
         Called once, after `finish` of all reporters, but not after a second request to stop.
         """

@@ -18,6 +18,7 @@ from programs import run_program
 from stopping import left_of
 
 from collectors import Collector
+from collectors.errors import ConfigError
 from learning import checkpoint
 from learning.reporting.files import FolderError
 from learning.trained import load_policy
@@ -187,6 +188,9 @@ def test_a_trained_policy_is_loaded(runs: dict[str, tuple[Path, str]], tmp_path:
     config = (folder / "config.yaml").read_text()
     (tmp_path / "config.yaml").write_text(config.replace("- 64", "- 32"))
     with pytest.raises(checkpoint.CheckpointError, match=r"does not fit config\.yaml: .*size mismatch"):
+        load_policy(tmp_path)
+    (tmp_path / "config.yaml").write_text(config.replace("learning.MLP", "mine.Wide"))
+    with pytest.raises(ConfigError, match=r"^policy\._target_=mine\.Wide: there is no module 'mine' on sys\.path"):
         load_policy(tmp_path)
     (tmp_path / "config.yaml").unlink()
     with pytest.raises(FolderError, match=r"config\.yaml could not be read"):

@@ -1,4 +1,4 @@
-"""The folder of docs/environments.md, with a policy and an environment of a user's own, in train.py."""
+"""The folder of docs/environments.md, with a policy, an environment and a callback of a user's own, in train.py."""
 
 import json
 import random
@@ -19,6 +19,15 @@ NORMALIZED = ("+env.normalize_observations=true", "+env.rewards=normalized")
 def train(folder: Path, *arguments: str) -> None:
     done = run_program(ROOT / "train.py", *arguments, folder=folder, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
+
+
+def evaluate(folder: Path, *options: str) -> str:
+    """Return what evaluate.py says of the run in `folder` / "second", a line."""
+    script = ROOT / "scripts" / "evaluate.py"
+    done = run_program(script, "second", "--episodes", "1", *options, folder=folder, PYTHONPATH=str(ROOT))
+    said = done.stdout + done.stderr
+    assert said.count("\n") == 1
+    return said
 
 
 MISTAKES = """
@@ -63,26 +72,34 @@ def test_a_mistake_in_a_module_of_ones_own_is_no_traceback_of_train(tmp_path: Pa
     options = ("--config-dir", str(tmp_path), *choice.split(), *QUICK)
     done = run_program(ROOT / "train.py", *options, folder=tmp_path, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stderr) == (1, said.format(file=tmp_path / "mine.py"))
+    assert not (tmp_path / "first").exists()
 
 
 @pytest.mark.slow  # tests/unit has its parts
-def test_a_policy_and_an_environment_of_ones_own_train_and_resume_with_their_statistics(tmp_path: Path) -> None:
+def test_an_experiment_of_ones_own_trains_and_resumes_with_its_statistics_and_its_callback(tmp_path: Path) -> None:
     for path, text in re.findall(
         r"```(?:python|yaml)\n# (my/\S+)\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL
     ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    own = ("--config-dir", "my", "env=short_cartpole", "policy=wide")
-    train(tmp_path, *own, *QUICK, *NORMALIZED)
+    train(tmp_path, "--config-dir", "my", "experiment=mine", *QUICK, *NORMALIZED)
     train(tmp_path, "--config-dir", "my", "resume=first", "total_frames=1024", "hydra.run.dir=second")
     counts = []
-    for run in ("first", "second"):
+    for run, frames in (("first", ["256", "512"]), ("second", ["768", "1024"])):
+        rows = (tmp_path / run / "rows.csv").read_text().splitlines()
+        assert [row.partition(",")[0] for row in rows] == ["frames", *frames]
         state = checkpoint.load(tmp_path / run)
         assert any("layers" in name for name in state["learner"]["policy"])
         name = "network.normalizer.moments.0.count"
         statistics = state["learner"]["policy"][name], state["rewards"]["count"]
         counts.append((*map(int, statistics), state["progress"]["frames"]))
     assert counts == [(512, 512, 512), (1024, 1024, 1024)]
+    assert evaluate(tmp_path).startswith("return ")  # with the config folder of the run
+    (tmp_path / "my").rename(tmp_path / "moved")
+    assert evaluate(tmp_path).startswith(
+        "evaluate.py: policy._target_=mine.Wide: there is no module 'mine' on sys.path"
+    )
+    assert evaluate(tmp_path, "--config-dir", "moved").startswith("return ")
 
 
 COPIED = """

@@ -1,6 +1,7 @@
 """Every option composes; what cannot be is refused in one line; the dataclasses say what the classes take."""
 
 import inspect
+import io
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
 
 import collectors.config
 import learning.config
@@ -24,8 +26,10 @@ from collectors.config import MultiSyncConfig
 from collectors.env_config import EnvConfig, env_factory, sample, solved_at
 from collectors.environments.specs import Spec
 from collectors.errors import ConfigError
+from collectors.targets import instantiate_setting
 from learning import CNN, MLP, PPO, RNN, make_actor_critic, make_critic, make_policy, resuming
-from learning.config_errors import one_line
+from learning.config_errors import PLUGINS, one_line
+from learning.help import print_help
 from learning.hints import hints
 from learning.options import TrainConfig
 from learning.reporting import Reporter
@@ -210,6 +214,21 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
     assert "\n" not in answer and "_convert_" not in answer
 
 
+@pytest.mark.parametrize(("plugin", "extra"), PLUGINS.items())
+def test_an_option_of_a_plugin_that_is_not_installed_names_its_extra(plugin: str, extra: str) -> None:
+    path = plugin.replace("=", "/")
+    error = HydraException(f"In 'train': Could not find '{path}'\n\nAvailable options in 'x':\n\tbasic\nConfig search")
+    assert one_line(error, {}) == f"{plugin} needs the extra [{extra}]: pip install -e '.[{extra}]'"
+    assert f'"hydra-{path.split("/")[2].split("_")[0]}' in (CONF.parent / "pyproject.toml").read_text()
+
+
+def test_help_prints_lists_and_what_a_reference_refers_to() -> None:
+    out = io.StringIO()
+    print_help(CONF, ["callbacks=[{_target_: mine.Rows, columns: [frames]}]"], (), Console(file=out, width=200))
+    assert "callbacks=[{_target_: mine.Rows, columns: [frames]}]" in out.getvalue()
+    assert "see WeightSyncScheme." not in out.getvalue()
+
+
 def test_a_setting_that_cannot_have_the_value_it_refers_to_is_named() -> None:
     with pytest.raises(OmegaConfBaseException) as caught:
         config("weight_sync=distributed", "timeout=null")
@@ -220,18 +239,37 @@ def test_a_setting_that_cannot_have_the_value_it_refers_to_is_named() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("weight_sync.strategy=foo", "SharedMemWeightSyncScheme: strategy is 'tensordict' or 'state_dict', not 'foo'"),
+        (
+            "weight_sync.strategy=foo",
+            "weight_sync: SharedMemWeightSyncScheme: strategy is 'tensordict' or 'state_dict', not 'foo'",
+        ),
         (
             "weight_sync._target_=mine.Scheme",
-            "Error loading 'mine.Scheme': ModuleNotFoundError(\"No module named 'mine'\") "
-            "Are you sure that module 'mine' is installed?",
+            "weight_sync._target_=mine.Scheme: there is no module 'mine' on sys.path: name its folder by --config-dir, "
+            "or add it to PYTHONPATH",
+        ),
+        (
+            "weight_sync._target_=wsync.RayWeightSyncSchema",
+            "weight_sync._target_=wsync.RayWeightSyncSchema: module 'wsync' has no 'RayWeightSyncSchema'; "
+            "did you mean 'RayWeightSyncScheme'?",
         ),
     ],
 )
 def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str) -> None:
-    with pytest.raises(HydraException) as caught:
-        instantiate(config(override).weight_sync)
-    assert one_line(caught.value, learning.config.settings()) == said
+    with pytest.raises(ConfigError) as caught:
+        instantiate_setting("weight_sync", config(override).weight_sync)
+    assert str(caught.value) == said
+
+
+def test_what_cannot_be_made_is_named_by_its_setting() -> None:
+    with pytest.raises(ConfigError, match=r"^callbacks\[1\]: Reporter\(\) takes no arguments$"):
+        instantiate_setting("callbacks[1]", {"_target_": "learning.reporting.Reporter", "path": 3})
+    with pytest.raises(ConfigError, match=r"^algorithm\.part\._target_=learning\.PPOO: .*did you mean .PPO.\?$"):
+        instantiate_setting("algorithm", {"_target_": "learning.PPO", "part": {"_target_": "learning.PPOO"}})
+    with pytest.raises(ConfigError, match=r"^env\.wrappers\[0\]\._target_=collectors\.ActionMsk: .*'ActionMask'"):
+        sample(EnvConfig("CartPole-v1", wrappers=[{"_target_": "collectors.ActionMsk"}]))
+    with pytest.raises(ConfigError, match=r"^env\._target_=mine\.make: there is no module 'mine' on sys\.path"):
+        sample(EnvConfig("mine.make", make={"_target_": "mine.make"}))
 
 
 @pytest.mark.parametrize(

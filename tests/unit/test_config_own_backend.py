@@ -1,5 +1,6 @@
 """The config of a backend or a network of a user's own: its options, its collector, and errors in it."""
 
+import re
 from copy import deepcopy
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import learning.config
 import learning.validation
 import wsync
 from collectors.errors import ConfigError
+from collectors.targets import instantiate_setting
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
@@ -96,7 +98,7 @@ def test_a_registered_backend_needs_no_yaml_file(folder: Path, monkeypatch: pyte
         ("weight_sync=mine collector=ray", "collector=ray cannot carry FileScheme: choose collector=multi_async, "),
         ("weight_sync=slip", "weight_sync/slip.yaml: no setting is called 'weight_sync.timout'; did you mean "),
         ("weight_sync=incomplete", "needs a value for 'folder'"),
-        ("weight_sync=absent", "No module named 'no_such_module'"),
+        ("weight_sync=absent", "weight_sync._target_=no_such_module.FileScheme: there is no module 'no_such_module'"),
         ("weight_sync=empty", "weight_sync is no scheme: name a subclass of WeightSyncScheme"),
         ("weight_sync=unreadable", "unreadable.yaml"),
         ("weight_sync=mnie", "weight_sync=mnie: there is no such option; did you mean 'mine'?; there are: absent, "),
@@ -108,7 +110,8 @@ def test_an_error_is_one_line(folder: Path, overrides: str, said: str, monkeypat
         cfg = composed(folder, *overrides.split())
         config = OmegaConf.to_object(cfg)
         assert isinstance(config, learning.config.TrainConfig)
-        collectors.config.check(config.collector, instantiate(config.weight_sync), config.num_workers)
+        scheme = instantiate_setting("weight_sync", config.weight_sync)
+        collectors.config.check(config.collector, scheme, config.num_workers)
     message = learning.config.describe_error(caught.value)
     assert message is not None and said in message and "\n" not in message
 
@@ -122,6 +125,9 @@ class Wide(nn.Sequential):
 
 def free(spec, **sizes):
     return Wide(spec, **sizes)
+
+def make_env(length):
+    raise NotImplementedError
 
 class Unknown(nn.Module):
     def __init__(self, spec):
@@ -141,8 +147,10 @@ class Unknown(nn.Module):
         ("policy.depth=3", "say +policy.depth=… to add it"),
         ("policy.shared=true", "say +policy.shared=… to add it"),
         ("policy.width=wide", "own_network.Wide(width='wide'): "),
-        ("policy=free policy.widht=3", "say +policy.widht=… to add it"),
-        ("policy=free +policy.widht=3", "own_network.free(widht=3): Wide.__init__() got an unexpected keyword"),
+        ("policy=free policy.widht=3", "did you mean 'width'?; say +policy.widht=… to add it"),
+        ("experiment=own policy.widht=3", "policy.widht: own_network.Wide has no parameter 'widht'; did you mean 'wid"),
+        ("experiment=own env.solvd_at=3", "env.solvd_at: own_network.make_env has no parameter 'solvd_at'; did you "),
+        ("policy=free +policy.widht=3", "own_network.free(width=8, widht=3): Wide.__init__() got an unexpected "),
         ("policy=unknown", "policy: own_network.Unknown(): KeyError: 'pos'"),
     ],
 )
@@ -153,9 +161,15 @@ def test_an_error_in_a_setting_of_a_network_of_ones_own_names_its_class(
     (folder / "own_network.py").write_text(NETWORK)
     (folder / "policy").mkdir()
     (folder / "policy" / "wide.yaml").write_text("_target_: own_network.Wide\nwidth: 8\n")
-    (folder / "policy" / "free.yaml").write_text("_target_: own_network.free\n")
+    (folder / "policy" / "free.yaml").write_text("_target_: own_network.free\nwidth: 8\n")
+    for group, text in {
+        "env": "_target_: own_network.make_env\nlength: 8\n",
+        "experiment": "# @package _global_\ndefaults:\n  - override /policy: wide\n  - override /env: own\n",
+    }.items():
+        (folder / group).mkdir()
+        (folder / group / "own.yaml").write_text(text)
     (folder / "policy" / "unknown.yaml").write_text("_target_: own_network.Unknown\n")
-    given = ["policy=wide", *overrides.split()] if "policy=" not in overrides else overrides.split()
+    given = overrides.split() if re.match("policy=|experiment=", overrides) else ["policy=wide", *overrides.split()]
     monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(folder), *given])
     with pytest.raises((HydraException, ConfigError)) as caught:
         config = OmegaConf.to_object(composed(folder, *given))

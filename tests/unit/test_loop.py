@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from learning import PPO, checkpoint, make_critic, make_policy
 from learning.actor_critic import Diverged
 from learning.loop import Goal, Training
 from learning.normalization import ObservationNormalizer
+from learning.progress import Row
 from learning.reporting import Reporter
 from learning.reporting.files import RunFiles
+from learning.reporting.guarded import Guarded, ReporterError
 from learning.run import StopRequest
 from wsync import NoWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
 
@@ -99,6 +102,41 @@ def test_networks_that_have_diverged_do_not_replace_the_last_checkpoint(tmp_path
     kept = checkpoint.load(tmp_path)
     assert kept["progress"]["frames"] == kept["learner"]["frames"] == 32
     assert all(value.isfinite().all() for value in kept["learner"]["policy"].values())
+
+
+class FailingReporter(Reporter):
+    def __init__(self, method: str) -> None:
+        self.method, self.called = method, []
+
+    def update(self, row: Row) -> None:
+        self._call("update")
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self._call("finish")
+
+    def _call(self, method: str) -> None:
+        self.called.append(method)
+        if method == self.method:
+            raise KeyError(method)
+
+
+def test_an_error_in_a_callback_names_it_and_its_lines_and_ends_the_run_with_its_files(tmp_path: Path) -> None:
+    failing = FailingReporter("update")
+    with pytest.raises(ReporterError, match=r"^callback FailingReporter, update\(\): KeyError: 'update'") as caught:
+        training_with(FakeCollector, tmp_path, RunFiles(), Guarded("callback", failing))
+    assert [re.sub(r".*, in ", "", note) for note in caught.value.__notes__] == [
+        'update: self._call("update")',
+        "_call: raise KeyError(method)",
+    ]
+    assert failing.called == ["update"]
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    assert checkpoint.load(tmp_path)["progress"]["frames"] == 16
+
+
+def test_an_error_in_the_finish_of_a_callback_does_not_hide_an_earlier_one(tmp_path: Path) -> None:
+    with pytest.raises(Diverged) as caught:
+        training_with(FakeCollector, tmp_path, Guarded("callback", FailingReporter("finish")))
+    assert caught.value.__notes__ == ["callback FailingReporter, finish(): KeyError: 'finish'"]
 
 
 def test_without_weight_sync_workers_are_one_update_more_behind_in_each_batch(tmp_path: Path) -> None:
