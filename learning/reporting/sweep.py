@@ -27,6 +27,7 @@ _SPARE = (
     "sync p99",
     "frames/s",
     "sync p95",
+    "frames to solved",
     "status",
 )
 

@@ -74,6 +74,7 @@ Column = tuple[Figure, Callable[[Any], str]]
 _DEFAULT = "default"  # of a setting that only other runs' command lines name
 FIGURES: dict[str, Column] = {
     "s to solved": (lambda run: run.seconds_to_solved, number),
+    "frames to solved": (lambda run: run.summary.get("solved_after_frames"), lambda value: number(value, 0)),
     "return": (lambda run: run.final_return, return_text),
     "frames/s": (lambda run: run.summary["frames_per_second"], lambda value: number(value, 0)),
     "sync p50": (lambda run: run.sync["latency_us"].get("p50"), microseconds),
