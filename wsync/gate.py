@@ -86,7 +86,7 @@ class Gate:
     def call_with_deadline(
         self, deadline: float | None, subject: object, function: Callable[..., Any], *args: Any
     ) -> Any | None:
-        """Wait for the gate until ``deadline``, and do as ``call_for``. None if that was not in time.
+        """Wait for the gate's lock until ``deadline``, and do as ``call_for``. None if the lock was not free by then.
 
         Called by the thread in ``receive()``, and never inside the gate. At the end ``release`` is always called, as a
         signal handler may raise just after ``acquire``; if the lock was not acquired, the error of ``release`` is
@@ -128,7 +128,7 @@ def without_forward() -> Iterator[None]:
     """While the block runs, this thread enters the gate for no forward: ``entered_for_forward_of`` is false.
 
     The receiver thread is always in such a block. It must not wait for a version in a hook: the version could arrive
-    only by a message that this thread itself has to read. Threads that connect, or wait for a version, use it, too.
+    only by a message that this thread itself has to read. Threads in ``connect``, ``receive`` and ``pull`` use it, too.
     """
     before, _thread_local.enters_for_no_forward = getattr(_thread_local, "enters_for_no_forward", False), True
     try:

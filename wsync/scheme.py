@@ -139,7 +139,7 @@ class WeightSyncScheme(SchemeBase):
     ) -> None:
         """Wait for the other end, which has to call this as well; then deliver the first weights, if there are any.
 
-        A sender may call it again: late workers and replacements are accepted, and all workers get a new version.
+        A sender may call it again: it accepts late workers and replacements, and delivers to all.
 
         Args:
             worker_idx: on a receiver, this worker's index.
@@ -149,7 +149,7 @@ class WeightSyncScheme(SchemeBase):
 
         Raises:
             NotConnected: not initialised; or the sender is gone, or refused this worker.
-            SyncTimeout: the other end did not come within ``timeout``; names the missing workers.
+            SyncTimeout: names workers that did not come, or did not install the first weights, within ``timeout``.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch: on the receiver, if its model is not like the sender's.
             TypeError, ValueError: a wrong form of ``processes``; no ``worker_idx``; an argument of the other end.
@@ -214,7 +214,7 @@ class WeightSyncScheme(SchemeBase):
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
             LayoutMismatch: the weights do not fit the model; no worker's model was changed.
             ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
-            WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks the update, and why; the others have it.
+            WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks it. ``version`` None: nothing was sent.
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update
@@ -243,7 +243,7 @@ class WeightSyncScheme(SchemeBase):
 
         Raises:
             NotConnected: the sender died, ended without ``shutdown``, or has disconnected this worker; or an earlier
-                call has already returned None because of a shutdown.
+                call has returned None because of a shutdown. WeightSyncError: the model may have mixed weights.
             RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
         """
         return self._role.as_receiver("receive").receiver.receive(timeout)

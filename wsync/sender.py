@@ -86,7 +86,7 @@ class Sender:
 
     @property
     def connected(self) -> bool:
-        """Whether all workers have connected once, even if one of them then refused the first weights."""
+        """Whether all workers have connected, even if one then refused the first weights. False after ``close``."""
         return self._members.connected
 
     @property

@@ -130,6 +130,23 @@ def test_each_thread_that_acts_waits_for_the_version_that_it_needs() -> None:
         assert not any(thread.is_alive() for thread in threads)
 
 
+def test_a_receive_ends_at_its_timeout_while_a_version_is_awaited() -> None:
+    silent, requested, received = Silent(), threading.Event(), list[Any]()
+    with connected(silent, timeout=None, initiator="receiver", max_staleness=0) as (worker, model):
+        silent.name_a_version()
+        acting = threading.Thread(target=act, args=(model, requested), daemon=True)
+        acting.start()
+        silent.await_request()
+        receiving = threading.Thread(target=lambda: received.append(worker.receive(0.1)), daemon=True)
+        receiving.start()
+        receiving.join(TIMEOUT)
+        in_time = list(received)
+        requested.set()
+        worker.shutdown()
+        acting.join(TIMEOUT)
+        assert in_time == [None]
+
+
 @contextmanager
 def too_old() -> Iterator[None]:
     """A model that is too old; the sender does not send the version that it needs."""

@@ -40,14 +40,15 @@ class ConnectionCallbacks(Protocol):
     def on_message(self, worker: int, message: Message) -> None:
         """Process a message of a worker, e.g. send the next version after an answer.
 
-        Called once per message, by ``WorkerConnections.process``. An ``ACK``, ``PREPARED`` or ``FAILED`` has been
-        stored for ``wait_acks`` before.
+        Called by ``WorkerConnections.process``, for each answer (``ACK``, ``PREPARED``, ``FAILED``), which has been
+        stored for ``wait_acks`` before, each ``SLOT_FREED`` and each ``REQUEST``.
         """
         ...
 
     def on_disconnected(self, worker: int) -> None:
         """Release what the worker used, e.g. its slot in shared memory.
 
-        Called once per connection that was accepted, after either side has closed it.
+        Called once per connection for which ``accepted_message`` has returned, when this side has closed it; also if
+        ``on_accepted`` has raised, or was not called.
         """
         ...

@@ -48,7 +48,8 @@ def close_socket(sock: socket.socket, opener: int) -> None:
 class Connection:
     """One side of the connection between a sender and one worker, over a stream socket.
 
-    Any thread may call ``send``, ``flush`` and ``interrupt``; a lock inside keeps messages whole. One thread at a time
+    Any thread may call ``send`` (once the first call has returned), ``flush`` and ``interrupt``; a lock inside keeps
+    messages whole. One thread at a time
     calls ``receive``: on the sender the thread that holds the channel's lock (``SenderSideChannel``), or in a fast
     update the sender's lock; in a worker the thread that connects, and afterwards the receiver thread.
 
@@ -137,6 +138,7 @@ class Connection:
 
         Raises:
             ConnectionError: the peer has disconnected; or this is a forked child of the process that connected.
+            ValueError: the payload is longer than 1 GiB.
         """
         self._require_opener()
         if len(message.payload) > _MAX_PAYLOAD:

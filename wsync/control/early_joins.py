@@ -12,7 +12,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")  # per second: the unit of the start times in 
 
 
 class EarlyJoins:
-    """For each such worker, the version whose answer is still awaited, until ``pop``. Used by ``WorkerConnections``."""
+    """For each of them, until ``pop``: the version that it was given and has not answered, or 0."""
 
     def __init__(self) -> None:
         self._joins: dict[int, tuple[int, float]] = {}  # worker -> (version, when it connected)

@@ -73,7 +73,7 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
     if isinstance(processes, Mapping):
         unknown = sorted(set(processes) - set(range(num_workers)))
         if unknown:
-            raise ValueError(f"processes names worker(s) {unknown}, and there are {num_workers}, counted from 0")
+            raise ValueError(f"there is no worker {unknown[0]}: there are {num_workers}, counted from 0")
         return processes
     if isinstance(processes, str) or not isinstance(processes, Sequence):
         raise TypeError(f"processes is a list, one for each worker, or {{worker_idx: process}}, not {processes!r}")

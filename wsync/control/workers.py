@@ -55,8 +55,8 @@ class WorkerConnections:
         return self._connections.keys()
 
     @property
-    def descriptor_array(self) -> bytes:
-        """All sockets, then all pidfds, as an ``array("i")``; empty if a worker is missing, busy, or elsewhere."""
+    def packed_descriptors(self) -> bytes:
+        """The bytes of an ``array("i")``: all sockets, then all pidfds, by worker; empty if one is missing or busy."""
         each = [one.descriptors for _, one in sorted(self._connections.items()) if not one.busy]
         if len(each) < self._num_workers or any(len(both) != 2 for both in each):
             return b""
@@ -91,7 +91,7 @@ class WorkerConnections:
             ready = wait_readable([self._listener.fileno(), *worker_of, *self.awaited_descriptors], deadline)
             if not ready:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
-                causes = dict.fromkeys(missing, "never connected")
+                causes = dict.fromkeys(missing, "did not connect in time")
                 raise SyncTimeout(why_not_connected(missing, worker_of.values()), causes)
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)

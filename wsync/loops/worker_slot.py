@@ -40,6 +40,10 @@ class SlotUpdater(GateHook, Protocol):
         """Whether the gate was entered for a forward that may use the model. Read inside the gate."""
         ...
 
+    def require_one_version(self) -> None:
+        """Raise WeightSyncError if the model may have weights of two versions. Called inside the gate."""
+        ...
+
     def on_readable(self) -> bool:
         """See ``WorkerSlot.on_readable``."""
         ...

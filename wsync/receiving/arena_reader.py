@@ -20,7 +20,7 @@ from wsync.loops.words import NONE
 from wsync.loops.worker_slot import SlotUpdater
 from wsync.receiving.events import Prepare
 from wsync.receiving.prepared_updates import updates_by_transaction
-from wsync.shm.arena import PREPARE, WorkerArena
+from wsync.shm.arena import PREPARE_PAYLOAD, WorkerArena
 from wsync.shm.registered import RegisteredView
 from wsync.types import Update
 from wsync.weights.binding import Binding
@@ -104,7 +104,7 @@ class ArenaReader:
 
     def on_prepare(self, version: int, payload: bytes) -> Prepare:
         """Process a ``PREPARE`` message; return its event."""
-        transaction, slot = unpack_exactly(PREPARE, payload)
+        transaction, slot = unpack_exactly(PREPARE_PAYLOAD, payload)
         return Prepare(transaction, self._update(version, slot, acknowledge=True))
 
     def _update(self, version: int, slot: int, acknowledge: bool) -> Update:
@@ -209,6 +209,11 @@ class ArenaReader:
 
     def _require_untorn(self) -> None:
         if self._torn and self._updater is not None and self._updater.in_forward:
+            self.require_one_version()
+
+    def require_one_version(self) -> None:
+        """Raise an error if the model may have weights of two versions. Called inside the gate."""
+        if self._torn:
             raise (NotConnected if self._slot.disconnected else WeightSyncError)(self._torn)
 
     def registered_buffers(self) -> RegisteredView | None:

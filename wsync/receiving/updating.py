@@ -139,6 +139,13 @@ class ModelUpdater:
         """Refuse forwards no longer because of mixed weights. Called inside the gate."""
         self._guard.set("")
 
+    def require_one_version(self) -> None:
+        """See ``SlotUpdater``."""
+        if self._guard.why:
+            raise WeightSyncError(self._guard.why)
+        if (arena := self._channel.arena) is not None:
+            arena.require_one_version()
+
     @property
     def in_forward(self) -> bool:
         """See ``SlotUpdater``."""

@@ -169,6 +169,7 @@ class VersionState:
         Raises:
             NotConnected: ``connect`` was not called, or has failed; or the sender died or has disconnected this worker;
                 or an earlier call has returned None because of a shutdown; or this is a forked child.
+            WeightSyncError: the model may have weights of two versions.
             RuntimeError: called inside the gate, where nothing is installed.
         """
         self.require_begun()
@@ -179,11 +180,11 @@ class VersionState:
         try:
             with without_forward():
                 process_gate().call_with_deadline(deadline, None, bool)  # a published version is installed on the way
-            while True:
-                self._wait_for_change(deadline)
-                taken = process_gate().call_with_deadline(deadline, self._subject, self._take, take)
-                if taken is not None or self.closed or remaining(deadline) == 0.0:
-                    break  # else another thread has taken that version
+                while True:
+                    self._wait_for_change(deadline)
+                    taken = process_gate().call_with_deadline(deadline, self._subject, self._take, take)
+                    if taken is not None or self.closed or remaining(deadline) == 0.0:
+                        break  # else another thread has taken that version
         finally:
             self._add_waiting(-1)
         with self._guard:
@@ -219,6 +220,7 @@ class VersionState:
     def _take(self, take: Callable[[], Any]) -> Any | None:
         if self.version <= self.last_returned:
             return None
+        self._updater.require_one_version()
         taken, self.last_returned = take(), self.version
         return taken
 

@@ -13,7 +13,7 @@ from wsync.sending.queued_update import QueuedUpdate, check_extra
 from wsync.sending.queues import WorkerQueue
 from wsync.sending.slots import Slots
 from wsync.sending.transfers import Transfers
-from wsync.shm.arena import PREPARE
+from wsync.shm.arena import PREPARE_PAYLOAD
 from wsync.transforms.delta import Delta
 from wsync.transport import TransportFactory
 from wsync.weights.layout import Layout
@@ -204,7 +204,7 @@ class Routes:
     def prepare(self, update: QueuedUpdate, workers: Collection[int]) -> None:
         """Have ``workers`` check an update and keep it."""
         in_arena, others = self._split(workers)
-        place = PREPARE.pack(update.transaction, update.buffer.slot)
+        place = PREPARE_PAYLOAD.pack(update.transaction, update.buffer.slot)
         for worker in in_arena:
             self.connections.send(worker, Message(Kind.PREPARE, worker, update.version, place))
         self.transfers.enqueue(update, [worker for worker in others if worker in self.connections.workers])

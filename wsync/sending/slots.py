@@ -141,7 +141,7 @@ class Slots:
         """See ``SenderSideChannel``. All workers use the arena; None if updates have a checksum."""
         if self._checksum:
             return None
-        descriptors = self._connections.descriptor_array
+        descriptors = self._connections.packed_descriptors
         if not descriptors:
             return None
         update = self.arena.writer.fast_update(self.arena.plans, self.arena.layout.nbytes, descriptors, acknowledge)

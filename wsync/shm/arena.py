@@ -25,8 +25,9 @@ forward locks it to read the published word and to record the slot as used. Ther
    replacement of the worker would read it.
 4. *Three slots are enough* while all workers are sent the same versions: one published, one older one still in use, one
    free. If forwards use two older ones, the arena does not grow: the sender waits for a forward to end, or for its
-   worker to die. It grows by one slot for each further version that is published or held: if workers were sent
-   different versions (``worker_ids``, weights per worker), or hold an old one (see below).
+   worker to die. It grows by one slot for each further version that is published, held, prepared in a transaction or
+   still being sent by a transport: if workers were sent different versions (``worker_ids``, weights per worker), or
+   hold an old one (see below).
 
 How long a worker uses a slot depends on how its model takes the weights:
 
@@ -92,7 +93,9 @@ from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 from wsync.weights.pinned import PinnedMapping
 
-PREPARE = struct.Struct("<QI")  # payload of a PREPARE message to a worker that uses the arena: transaction, slot
+PREPARE_PAYLOAD = struct.Struct(
+    "<QI"
+)  # payload of a PREPARE_PAYLOAD message to a worker that uses the arena: transaction, slot
 _EXTRA_SPAN = 1 << 36  # bytes of (sparse) file between the extra states of two slots
 EXTRA_END = MAX_SLOTS * _EXTRA_SPAN
 """Where the extra states in file 2 end; the description of registered buffers follows, see ``registered.py``."""
@@ -142,7 +145,7 @@ class Arena:
         self._slot_size = whole_pages(layout.nbytes)
 
     def buffer(self, slot: int) -> Buffer:
-        """Return the tensors of a slot, the same for all callers; the first call maps the slot.
+        """Return the ``Buffer`` of a slot, the same for all callers; the first call maps the slot.
 
         The slot is mapped again if PyTorch has moved its tensors, as it does if the worker puts the model that is bound
         to them into shared memory (``share_memory()``).

@@ -134,7 +134,7 @@ class RegisteredBuffers:
         self._word[0] = version
 
     def copy_published(self, version: int) -> bool:
-        """Copy the published weights into the buffers; return False if workers have different ones, and none is copied.
+        """Copy the published weights into the buffers. If workers have different ones, copy nothing, and return False.
 
         Called when every worker has acknowledged ``version``, so no forward of a connected worker uses the buffers.
         """
@@ -172,7 +172,7 @@ class RegisteredView:
 
     @property
     def version(self) -> int:
-        """The version of the weights in the buffers; 0 before the first."""
+        """The version of the weights in the buffers; 0 before the first, and while the sender writes the buffers."""
         return self._word[0]
 
     @classmethod
