@@ -12,7 +12,7 @@ from torch import nn
 
 import wsync
 
-UPDATES, KILLED_AT, STOPPED_AT = 6, 2, 4
+UPDATES, KILLED_AT, STOPPED_AT = 6, 1, 2
 CONTEXT = mp.get_context("spawn")
 
 
@@ -57,7 +57,7 @@ if __name__ == "__main__":
             workers[1].kill()
             workers[1].join()
         if update == STOPPED_AT:
-            os.kill(workers[0].pid, signal.SIGSTOP)  # stands for a worker that hangs
+            os.kill(workers[0].pid, signal.SIGSTOP)  # like a worker that hangs: this update or the next fails
         nn.init.normal_(model.weight)  # in place of training
         try:
             scheme.send()
