@@ -1,4 +1,4 @@
-"""A worker is killed: the trainer gets an error that names it, starts another process, and continues.
+"""A worker is killed, and one is stopped: the trainer gets an error that names it, and starts another process.
 
 python examples/failures.py
 """
@@ -12,7 +12,7 @@ from torch import nn
 
 import wsync
 
-UPDATES, KILLED_AT = 6, 3
+UPDATES, KILLED_AT, STOPPED_AT = 6, 1, 2
 CONTEXT = mp.get_context("spawn")
 
 
@@ -29,10 +29,20 @@ def work(scheme: wsync.WeightSyncScheme, index: int) -> None:
 
 
 def start(scheme: wsync.WeightSyncScheme, index: int) -> mp.Process:
-    """Start a worker."""
+    """Start a worker. It is not a daemon: it ends by itself when the trainer has ended."""
     process = CONTEXT.Process(target=work, args=(scheme, index))
     process.start()
     return process
+
+
+def replace(scheme: wsync.WeightSyncScheme, workers: list[mp.Process], index: int) -> None:
+    """End a worker that may be dead already, and have another one join in its place."""
+    scheme.disconnect(index)
+    workers[index].kill()  # not terminate(), which has no effect on a stopped process
+    workers[index].join()
+    workers[index] = start(scheme, index)
+    # Waits until it has the newest weights. A process takes seconds to start, longer than scheme.timeout.
+    scheme.readmit(index, workers[index], timeout=60)
 
 
 if __name__ == "__main__":
@@ -40,20 +50,22 @@ if __name__ == "__main__":
     scheme.init_on_sender("policy", model=model, num_workers=2)
     workers = [start(scheme, index) for index in range(2)]
     scheme.connect(processes=workers)
+    scheme.timeout = 3.0  # seconds after which a worker that does not answer is given up
 
     for update in range(UPDATES):
         if update == KILLED_AT:
-            os.kill(workers[1].pid, signal.SIGKILL)
+            workers[1].kill()
             workers[1].join()
+        if update == STOPPED_AT:
+            os.kill(workers[0].pid, signal.SIGSTOP)  # like a worker that hangs: this update or the next fails
         nn.init.normal_(model.weight)  # in place of training
         try:
             scheme.send()
             print(f"version {scheme.version} is in both workers")
-        except wsync.WorkerDied as error:  # worker 0 has the update all the same
-            print(f"version {scheme.version}: {error}")
+        except (wsync.WorkerDied, wsync.SyncTimeout) as error:  # the other worker has the update all the same
+            print(f"{type(error).__name__}: {error}")
             for index in error.workers:
-                workers[index] = start(scheme, index)
-                scheme.readmit(index, workers[index])  # waits until it has the newest weights
+                replace(scheme, workers, index)
 
     scheme.shutdown()
     for worker in workers:

@@ -18,7 +18,16 @@ __all__ = [
 
 
 class WeightSyncError(RuntimeError):
-    """Base of everything that can go wrong on the way from a trainer to its workers."""
+    """Base of everything that can go wrong on the way from a trainer to its workers.
+
+    Attributes:
+        workers: ``{worker_idx: cause}`` if it is a trainer's ``SyncTimeout``, ``WorkerFailed`` or ``WorkerDied``;
+            otherwise empty.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.workers: dict[int, str] = {}
 
 
 class NotConnected(WeightSyncError):

@@ -29,12 +29,22 @@ the error is awaited, and the weights of the survivors are compared. This page i
 It needs some five minutes on two cores, no GPU, and no root. One row, or one cell, is made again by
 `pytest tests/chaos -k killed_between_updates`, or `-k "killed_between_updates and rpc"`.
 
-In a cell, the first time is from the fault (or from the call that meets it) to the error that names the worker; the
-second one is from there until the survivors, and the worker itself if it lives, act on a newer version.
-A single time is the first one: nothing has to recover. `shared_mem-published` is `acknowledge="published"`, and
-`distributed-gloo` is `distributed` as between machines, without shared memory. Times of one run, on a
-machine that did other things as well. Where the fault is a silent worker, the deadline of the
-send was set to {deadline:g} s: the time to detect it is that deadline.
+A cell has one or two times:
+
+- *Detection* begins with the fault, or with the call that raises the error if that came later. It ends with the error
+  that names the worker.
+- *Recovery*, the second time, begins there. It ends when the survivors, and the worker itself if it lives, act on a
+  newer version. It is left out where nothing has to recover.
+
+They are from one run, on a machine that did other things as well. `distributed-gloo` is `distributed` as between
+machines, without shared memory.
+
+`shared_mem-published` is `acknowledge="published"`. There `send` waits for no answer, so **it does not notice a silent
+worker, only a death**. The rows with a silent worker (stopped; acknowledgement delayed, dropped, duplicated) call
+`send_async` and then `wait_async`, which waits for answers with each backend, and raises `SyncTimeout` at the deadline.
+In the other columns `send` does the same. The deadline was set to {deadline:g} s there, which is therefore the
+time of detection. What to do with `published` is in
+[failures](tutorials/failures.md#updates-that-are-not-acknowledged).
 """
 
 LEGEND = "✓ as promised · ✗ not as promised · – cannot happen there: see the note\n"

@@ -124,11 +124,11 @@ def test_restarted_and_readmitted(cell: Cell, backend: BuiltIn) -> None:
 
 
 def test_all_killed(cell: Cell, backend: BuiltIn) -> None:
-    """Every worker is killed. The send names them all; the next one says that there is no worker to send to."""
+    """Every worker is killed. The send names them all; the next one says that no worker is left."""
     with backend.connected() as session:
         for worker in session.workers:
             worker.kill()
         with cell.detects(wsync.WorkerDied, r"(?s)worker 0.*worker 1"):
             session.update(2)
-        with pytest.raises(wsync.NotConnected):
+        with pytest.raises(wsync.NotConnected, match=r"every worker has died.*readmit\(index, process\)"):
             session.send(3)

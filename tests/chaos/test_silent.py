@@ -37,8 +37,8 @@ def update_without_acknowledgement(cell: Cell, session: Session, value: float) -
 
 
 def test_stopped_and_continued(cell: Cell, backend: BuiltIn) -> None:
-    """A worker is stopped (SIGSTOP). The send ends at its deadline, and names it and the cause; the others have the
-    update. When it continues (SIGCONT) it installs the newest version, and skips those before."""
+    """A worker is stopped (SIGSTOP). `wait_async` ends at its deadline, and names it and the cause; the others have
+    the update. When it continues (SIGCONT) it installs the newest version, and skips those before."""
     with backend.connected() as session:
         session.scheme.timeout = DEADLINE
         session.workers[VICTIM].stop()
@@ -58,8 +58,8 @@ def test_stopped_and_continued(cell: Cell, backend: BuiltIn) -> None:
 
 
 def test_acknowledgement_delayed(cell: Cell, backend: BuiltIn) -> None:
-    """A worker's acknowledgements are held back beyond the deadline. Each send ends at its deadline; the
-    acknowledgement of an older version, when it arrives at last, does not count for a newer one."""
+    """A worker's acknowledgements are held back beyond the deadline. Each `wait_async` ends at its deadline;
+    the acknowledgement of an older version, when it arrives at last, does not count for a newer one."""
     with relayed(backend) as (session, relay):
         session.scheme.timeout = DEADLINE
         relay.rule = acknowledgements_of(VICTIM, HOLD)
@@ -80,7 +80,8 @@ def test_acknowledgement_delayed(cell: Cell, backend: BuiltIn) -> None:
 
 
 def test_acknowledgement_dropped(cell: Cell, backend: BuiltIn) -> None:
-    """A worker's acknowledgement of an update is lost. The send ends at its deadline, and the next one works."""
+    """A worker's acknowledgement of an update is lost. `wait_async` ends at its deadline, and the
+    next update works."""
     with relayed(backend) as (session, relay):
         session.scheme.timeout = DEADLINE
         relay.rule = acknowledgements_of(VICTIM, 0)

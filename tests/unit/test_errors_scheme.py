@@ -21,6 +21,8 @@ import wsync
 def test_one_family() -> None:
     for kind in (wsync.LayoutMismatch, wsync.NotConnected, wsync.SyncTimeout, wsync.WorkerDied, wsync.WorkerFailed):
         assert issubclass(kind, wsync.WeightSyncError)
+        error = pickle.loads(pickle.dumps(kind("the cause")))
+        assert (error.workers, str(error)) == ({}, "the cause")
     assert issubclass(wsync.SyncTimeout, TimeoutError)
 
 

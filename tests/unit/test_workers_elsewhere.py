@@ -38,6 +38,16 @@ def test_a_part_completes_what_the_worker_was_sent_last(near: bool) -> None:
             assert weights_of(worker) == [5, 4]
 
 
+def test_a_log_says_where_a_worker_takes_weights_from(caplog: pytest.LogCaptureFixture) -> None:
+    with wsync.DistributedWeightSyncScheme(timeout=TIMEOUT) as sender, ExitStack() as workers:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=2)
+        ends = [workers.enter_context(make_worker(sender, index, near=index == 0)) for index in range(2)]
+        with caplog.at_level("DEBUG", logger="wsync.receiving.channel"):
+            connect(sender.connect, *ends)
+    said = {message.split(" is ")[0]: message.rpartition(" from ")[2] for message in caplog.messages}
+    assert said == {"worker 0": "the sender's memory", "worker 1": "a transport"}
+
+
 def test_a_replacement_that_is_lost_as_it_joins_leaves_the_newest_version_for_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -90,7 +90,8 @@ class WorkerSideChannel:
             self.close()
             raise
         self._on_connected(worker_idx)
-        _log.debug("worker %d is connected to %s", worker_idx, connection.peer)
+        route = "a transport" if self.arena is None else "the sender's memory"
+        _log.debug("worker %d is connected to %s, and takes weights from %s", worker_idx, connection.peer, route)
 
     def _join(self, connection: Connection, deadline: float | None) -> None:
         worker, self._newest = self._worker, 0

@@ -14,6 +14,8 @@ from wsync.types import ANY_VERSION, Ack
 
 _log = logging.getLogger(__name__)
 
+_STAYS = "A silent worker stays connected. To replace it: disconnect(index), kill its process, readmit(index, process)"
+
 
 class Acknowledgements:
     """The acknowledgements of one sender's workers. Used by the thread that calls the scheme, under the sender's lock.
@@ -124,6 +126,7 @@ class Acknowledgements:
         for worker, cause in sorted(causes.items()):
             if "\n" in cause.strip():
                 message += f"\nworker {worker}: {cause.strip()}"
+        message += f"\n{_STAYS}" if silent else ""
         kind: type[WorkerError] = WorkerDied if died else WorkerFailed if failed else SyncTimeout
         return kind(message, causes, version if committed else None, failed)
 

@@ -76,7 +76,7 @@ class Membership:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) before send()")
         if worker_ids is None:
             if not self.present:
-                raise NotConnected("every worker has died or left: there is no worker to send to")
+                raise NotConnected("every worker has died or left: start another process, then readmit(index, process)")
             return self.present, self.absent
         wanted = worker_list(worker_ids, self.num_workers)
         gone = {worker: "has died or left before" for worker in wanted if worker in self.absent}
