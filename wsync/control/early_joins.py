@@ -1,4 +1,7 @@
-"""Replacements that connected while only other workers were awaited: ``readmit`` need not wait for them."""
+"""Replacements that are connected before ``readmit`` is called for them, so that it need not wait for them.
+
+They connected while only other workers were awaited, or in a ``readmit`` that ended at its timeout.
+"""
 
 from __future__ import annotations
 
