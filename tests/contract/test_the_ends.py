@@ -254,7 +254,7 @@ def test_processes_that_live_are_not_in_the_way_and_leave_no_descriptor() -> Non
     ("processes", "error", "said"),
     [
         ([], ValueError, "0 entries for 1 worker"),
-        ({3: 1}, ValueError, r"worker\(s\) \[3\], and there are 1"),
+        ({3: 1}, ValueError, r"there is no worker 3: there are 1"),
         (["worker"], TypeError, "worker 0 is a multiprocessing.Process.*not 'worker'"),
         ("worker", TypeError, "processes is a list"),
         ([FORK.Process()], ValueError, "worker 0 has not been started"),
