@@ -58,10 +58,7 @@ class SchemeBase(ABC):
     sends_weights: ClassVar[bool] = True
     """Whether anything is sent at all."""
     sender_driven: ClassVar[bool] = False
-    """Whether only the sender's end is set up by the user: its ``connect`` also sets up and connects the receivers.
-
-    The receivers are then the Ray actors of its ``context`` (a ``RayModuleTransform``), not a collector's workers.
-    """
+    """Whether ``connect`` of the sender also sets up the receivers: Ray actors of its ``context``, no collector's."""
     delivers_at_connect: ClassVar[bool] = True
     """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
     arena_only: ClassVar[bool] = False
@@ -173,17 +170,19 @@ class SchemeBase(ABC):
 
     @property
     def timeout(self) -> float | None:
-        """Seconds for ``connect`` and ``send``, from the next one on: a number above 0, or None for no limit."""
-        return self._timeout
+        """Seconds for calls that wait, None for no limit. A value set after ``init_on_sender`` is not pickled."""
+        role = self._role
+        return role.sender.timeout if isinstance(role, SenderRole) else self._timeout
 
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
         if seconds is not None and not seconds > 0:
             raise ValueError(f"timeout is a number of seconds above 0, or None, not {seconds}")
-        self._timeout = seconds = as_timeout(seconds)
         role = self._role
         if isinstance(role, SenderRole):
-            role.sender.timeout = seconds
+            role.sender.timeout = as_timeout(seconds)
+        else:
+            self._timeout = as_timeout(seconds)
 
     @property
     def is_sender(self) -> bool:

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import wsync
+from wsync.testing.models import Small
 
 
 def test_one_family() -> None:
@@ -53,6 +54,13 @@ def test_bad_options() -> None:
         wsync.SharedMemWeightSyncScheme(acknowledge="maybe")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="strategy"):
         wsync.MultiProcessWeightSyncScheme("json")
+
+
+def test_a_timeout_that_is_set_on_the_sender_is_not_that_of_a_replacement() -> None:
+    with wsync.SharedMemWeightSyncScheme(timeout=30.0) as scheme:
+        scheme.init_on_sender("policy", model=Small(), num_workers=1)
+        scheme.timeout = 1.0
+        assert scheme.timeout == 1.0 and pickle.loads(pickle.dumps(scheme)).timeout == 30.0
 
 
 def test_none_carries_nothing() -> None:

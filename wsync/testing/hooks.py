@@ -57,7 +57,7 @@ class BackendHooks:
         Change a value of a tensor; padding of a file format has no effect. The default skips the test: the backend has
         no means to damage an update.
         """
-        pytest.skip("this backend does not say how an update is damaged")
+        pytest.skip("this backend does not say how an update is damaged: it has no hook `corrupt`")
 
     def starve(self, session: Session) -> AbstractContextManager[None]:
         """Take away the room (memory, disk) that the next update needs.
@@ -65,7 +65,7 @@ class BackendHooks:
         Called once, on the test's thread. A ``send`` inside the context is to raise ``WeightSyncError``. The default
         skips the test.
         """
-        pytest.skip("this backend does not say how it runs out of room")
+        pytest.skip("this backend does not say how it runs out of room: it has no hook `starve`")
 
     # --- for the tests ---
 
