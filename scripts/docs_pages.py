@@ -64,7 +64,7 @@ def _group(group: str) -> Iterator[str]:
 
 
 def _users(group: str, base: str) -> str:
-    """Return the options whose files begin with a structured config: "policy=gru, policy=lstm"."""
+    """Return the options with files that begin with a structured config: "policy=gru, policy=lstm"."""
     files = sorted((CONF / group).glob("*.yaml"))
     return ", ".join(f"{group}={one.stem}" for one in files if f"- base_{base}\n" in one.read_text(encoding="utf-8"))
 

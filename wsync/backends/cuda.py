@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from wsync.deadlines import remaining
 from wsync.errors import NotConnected
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
@@ -47,12 +48,13 @@ class CudaTransport:
         self._mapped: dict[int, Tensor] = {}  # index -> the sender's buffer; in the worker
 
     def connect(self, store: Store, rank: int, connection_number: int, host: str, deadline: float | None) -> None:
-        """See ``FlatTransport``. All that may wait is the store.
+        """See ``FlatTransport``.
 
         Raises:
             ConnectionError: a process of another user has connected.
         """
         own = self._socket
+        own.settimeout(remaining(deadline))
         if rank == 0:
             own.connect(b"\0" + store.get(_NAME))
             store.set(_CONNECTED, "1")
@@ -64,6 +66,7 @@ class CudaTransport:
             store.get(_CONNECTED)
             self._socket, _ = own.accept()
             own.close()
+        self._socket.settimeout(None)
         _, user, _ = _CREDENTIALS.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.getuid():
             raise ConnectionError("a process of another user has connected in the other end's place")
@@ -85,10 +88,10 @@ class CudaTransport:
         transfers.append(_Copy(self, flat))
 
     def copy_next(self, flat: Tensor, timeout: timedelta) -> None:
-        """Copy the update whose buffer the sender names next into ``flat``; on return the copy has ended.
+        """Copy the next update that the sender announces into ``flat``; on return the copy has ended.
 
         Raises:
-            RuntimeError: the sender has gone, or named none in time.
+            RuntimeError: the sender has closed the socket, or announced none in time.
         """
         try:
             self._socket.settimeout(timeout.total_seconds())
@@ -126,7 +129,7 @@ class _Copy:
 
 
 class CudaWeightSyncScheme(WeightSyncScheme):
-    """Weight synchronization between processes whose models are on one GPU.
+    """Weight synchronization between processes with models on one GPU.
 
     An update is copied twice, on the GPU: by the trainer into a buffer, and by each worker from there into a buffer of
     its own, from which it is installed in the gate. Nothing goes through main memory. A worker that is killed keeps the

@@ -77,9 +77,10 @@ static int install(WorkerSlot *self, double started)
         return -1;
     if (freed)
         answer(self, &(Message){.kind = SLOT_FREED, .worker = self->worker});
+    double wait = announced_at > 0 && announced_at < started ? started - announced_at : 0;
     if (word & 1)
-        answer(self, &(Message){.kind = ACK, .worker = self->worker, .version = (uint64_t)self->version,
-                                .wait = announced_at > 0 && announced_at < started ? started - announced_at : 0, .apply = now() - started});
+        answer(self, &(Message){.kind = ACK, .worker = self->worker, .version = (uint64_t)self->version, .wait = wait,
+                                .apply = now() - started});
     return !self->disconnected;
 }
 
