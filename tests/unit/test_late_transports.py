@@ -8,26 +8,25 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from test_send_loop import FromMemory
 from torch import Tensor
 from workers_here import connect, make_worker, model_of, weights_of
 
 import wsync
-from wsync.backends.none import NoTransport
 from wsync.testing.models import fill
 
 TIMEOUT = 20.0
 
 
-class Hanging(NoTransport):
+class Hanging(FromMemory):
     """Its second ``send_weights`` returns when the test lets it, and records what it reads before and after."""
 
     calls: ClassVar[list[int]] = []
     reading, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     read: ClassVar[list[float]] = []
-    sent: ClassVar[list[Any]] = [None]
 
     def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
-        self.sent[0] = {name: tensor.clone() for name, tensor in weights.items()}
+        super().send_weights(weights)
         self.calls.append(1)
         if len(self.calls) == 2:
             self.read.append(weights["weight"][0, 0].item())
@@ -35,9 +34,6 @@ class Hanging(NoTransport):
             self.go_on.wait(TIMEOUT)
             self.read.append(weights["weight"][0, 0].item())
             self.ended.set()
-
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any:
-        return self.sent[0]
 
 
 class HangingScheme(wsync.DistributedWeightSyncScheme):
