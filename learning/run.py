@@ -93,7 +93,7 @@ def reported_errors(folder: Path, describe: Describe, *, sweep: bool) -> Iterato
             log.error("%s: %s", folder.name, message or error, exc_info=message is None)
         elif message is not None and not TRACEBACKS:
             if {path.name for path in folder.glob("*")} == {".hydra", CLAIM}:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)  # the run's own error is what is reported
             raise SystemExit(f"{Path(sys.argv[0]).name}: {message}") from error
         raise
 

@@ -58,7 +58,7 @@ class SchemeBase(ABC):
     sends_weights: ClassVar[bool] = True
     """Whether anything is sent at all."""
     sender_driven: ClassVar[bool] = False
-    """Whether ``connect`` of the sender also sets up the receivers: Ray actors of its ``context``, no collector's."""
+    """Whether ``connect`` of the sender also sets up the receivers, which are Ray actors of its ``context``."""
     delivers_at_connect: ClassVar[bool] = True
     """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
     arena_only: ClassVar[bool] = False
