@@ -50,10 +50,10 @@ class SendChannel(Protocol):
         ...
 
     def pop_early_join(self, worker: int, sentinel: int | None) -> int | None:
-        """Return the first version of a worker that connected while only others were awaited, and forget that it did.
+        """Return the version that a worker was given which connected before ``readmit`` was called for it.
 
-        0 if it was given none, or has answered since; None if it is not connected, was awaited, or is not the process
-        of ``sentinel``. Called by ``readmit``, which does not wait for such a worker again.
+        0 if it was given none, or has answered since; None if no worker has connected like this, or it is not the
+        process of ``sentinel``. Called by ``readmit``; the next call returns None. See ``control/early_joins.py``.
         """
         ...
 
