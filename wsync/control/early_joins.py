@@ -15,7 +15,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")  # per second: the unit of the start times in 
 
 
 class EarlyJoins:
-    """The replacements that are connected already; for each, the version that it was given and has not answered, or 0."""
+    """The replacements that are connected already; for each, the version that it has not answered yet, or 0."""
 
     def __init__(self) -> None:
         self._joins: dict[int, tuple[int, float]] = {}  # worker -> (version, when it connected)
