@@ -211,7 +211,7 @@ def resolved(composed: DictConfig, run: HydraConf) -> tuple[TrainConfig, Setting
     cfg = OmegaConf.to_object(merged)
     assert isinstance(cfg, TrainConfig)
     validation.check(cfg, settings())
-    if run.mode is RunMode.MULTIRUN and hasattr(cfg.logger, "group") and cfg.logger.group is None:  # wandb's
+    if run.mode is RunMode.MULTIRUN and getattr(cfg.logger, "group", "") is None:  # only wandb's logger has a group
         cfg.logger.group = "-".join(Path(run.sweep.dir).parts[-2:])
     return cfg, SettingsFiles(merged, run)
 

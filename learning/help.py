@@ -137,7 +137,7 @@ def explanations(documented: Any) -> dict[str, str]:
                     for name in names.split(","):
                         found.setdefault(name.strip(), " ".join(text.split()))
     for name, text in found.items():
-        if (other := re.fullmatch(r"see ``(\w+)``\.", text)) and hasattr(wsync, other[1]):
+        if (other := re.fullmatch(r"see ``(\w+)``\.", text)) and other[1] in wsync.__all__:
             found[name] = explanations(getattr(wsync, other[1])).get(name, text)
     return found
 
