@@ -9,7 +9,6 @@
 #include "arena_writer.h"
 
 static const double MUTEX_TIMEOUT = 0.01; /* seconds; if a worker was stopped while it has its mutex, the caller handles it */
-static const int64_t SPIN = 50000;         /* nanoseconds of polling for answers: to sleep and be woken can take longer */
 
 typedef struct {
     PyObject_HEAD
@@ -34,40 +33,32 @@ typedef struct {
     double began, started, waited, extracted, packed, published; /* when each phase ended */
     Py_ssize_t answers;                                          /* the number of acknowledgements */
     char *answered;                                              /* a byte for each worker */
+    struct pollfd *polls;                                        /* of the descriptors of the ArenaUpdate */
     double wait, apply;                                          /* of the slowest worker, in seconds */
 } Update;
 
-/* Wait until a connection has something to read: 1. Return 0 when its process has ended, or at the deadline; -1 for a
- * signal. The thread does not sleep before `spin_until`. */
-static int await_message(int connection, int process, int64_t deadline, int64_t spin_until)
-{
-    for (char first; nanoseconds() < spin_until;)
-        if (recv(connection, &first, 1, MSG_PEEK | MSG_DONTWAIT) == 1)
-            return 1;
-    struct pollfd polls[2] = {{.fd = connection, .events = POLLIN}, {.fd = process, .events = POLLIN}};
-    int64_t left = deadline < 0 ? 0 : deadline - nanoseconds();
-    left = left > 0 ? left : 0;
-    struct timespec pause = {left / 1000000000, left % 1000000000};
-    int ready = ppoll(polls, 2, deadline < 0 ? NULL : &pause, NULL);
-    return ready < 0 ? (errno == EINTR ? -1 : 0) : polls[0].revents != 0;
-}
-
 /* Wait for the acknowledgements of all workers. Return 0 then, and also at another message, a death or the deadline: the
- * answers tell. Return -1 for a signal.
- *
- * The worker that was woken last mostly answers last: waiting for it first, this thread is woken once for all of them. */
-static int await_answers(const int *descriptors, Py_ssize_t workers, int64_t deadline, Update *update)
+ * answers tell. Return -1 for a signal. */
+static int await_answers(Py_ssize_t workers, int64_t deadline, Update *update)
 {
-    int64_t spin_until = nanoseconds() + SPIN;
     while (update->answers < workers) {
-        Py_ssize_t worker = workers - update->answers - 1;
-        int ready = await_message(descriptors[worker], descriptors[workers + worker], deadline, spin_until);
-        Message message;
-        if (ready <= 0 || !take_message(descriptors[worker], ACK, (uint64_t)update->version, &message))
-            return ready < 0 ? -1 : 0;
-        if (message.wait + message.apply > update->wait + update->apply)
-            update->wait = message.wait, update->apply = message.apply;
-        update->answered[worker] = 1, update->answers++;
+        int64_t left = deadline < 0 ? 0 : deadline - nanoseconds();
+        left = left > 0 ? left : 0;
+        struct timespec pause = {left / 1000000000, left % 1000000000};
+        int ready = ppoll(update->polls, 2 * (nfds_t)workers, deadline < 0 ? NULL : &pause, NULL);
+        if (ready <= 0)
+            return ready < 0 && errno == EINTR ? -1 : 0;
+        for (Py_ssize_t i = 0; i < 2 * workers; i++) {
+            if (!update->polls[i].revents)
+                continue;
+            Message message;
+            if (i >= workers || !take_message(update->polls[i].fd, ACK, (uint64_t)update->version, &message))
+                return 0;
+            if (message.wait + message.apply > update->wait + update->apply)
+                update->wait = message.wait, update->apply = message.apply;
+            update->answered[i] = 1, update->answers++;
+            update->polls[i].fd = -1; /* ignored from now on */
+        }
     }
     return 0;
 }
@@ -181,13 +172,15 @@ static int await_peers(ArenaUpdate *self, Update *update)
     struct epoll_event event;
     if (self->watch >= 0)
         return epoll_wait(self->watch, &event, 1, 0) == 0;
+    Py_ssize_t workers = self->writer->workers;
     int limited = update->timeout >= 0 && update->timeout < 1e9; /* thirty years are no limit */
     int64_t until = limited ? nanoseconds() + (int64_t)(update->timeout * 1e9) : -1;
-    Py_ssize_t workers = self->writer->workers;
     int interrupted;
+    for (Py_ssize_t i = 0; i < 2 * workers; i++)
+        update->polls[i] = (struct pollfd){.fd = descriptors_of(self)[i], .events = POLLIN};
     do {
         Py_BEGIN_ALLOW_THREADS
-        interrupted = await_answers(descriptors_of(self), workers, until, update);
+        interrupted = await_answers(workers, until, update);
         Py_END_ALLOW_THREADS
         if (interrupted && PyErr_CheckSignals())
             return -1;
@@ -223,13 +216,15 @@ static PyObject *call(ArenaUpdate *self, PyObject *const *args, size_t flags, Py
     update.timeout = args[2] == Py_None ? -1 : PyFloat_AsDouble(args[2]);
     if (PyErr_Occurred() || require_creator(self->writer))
         return NULL;
-    update.answered = PyMem_Calloc((size_t)self->writer->workers + 1, 1);
-    if (!update.answered)
+    size_t workers = (size_t)self->writer->workers;
+    update.polls = PyMem_Malloc(2 * workers * sizeof *update.polls + workers);
+    if (!update.polls)
         return PyErr_NoMemory();
+    update.answered = memset(update.polls + 2 * workers, 0, workers);
     Py_INCREF(self); /* a signal handler may drop it */
     PyObject *result = deliver(self, &update, args[0]);
     Py_DECREF(self);
-    PyMem_Free(update.answered);
+    PyMem_Free(update.polls);
     return result;
 }
 
