@@ -30,7 +30,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -125,7 +125,7 @@ _thread_local = threading.local()  # ``enters_for_no_forward``: true inside a bl
 
 @contextmanager
 def without_forward() -> Iterator[None]:
-    """While the block runs, this thread enters the gate for no forward: ``entered_for_forward_of`` is false.
+    """While the block runs, this thread's entries into the gate are no forwards: ``entered_for_forward_of`` is false.
 
     The receiver thread is always in such a block. It must not wait for a version in a hook: the version could arrive
     only by a message that this thread itself has to read. Threads in ``connect``, ``receive`` and ``pull`` use it, too.
@@ -168,7 +168,7 @@ class MixedWeightsGuard:
 
     def set(self, why: str) -> None:
         """Refuse forwards, for the reason ``why``; with an empty one, allow them again. Called inside the gate."""
-        attached = self in _gate.gate_state.hooks  # not in a forked child, which has another gate
+        attached = self in _gate.gate_state.hooks  # false in a forked child: its new gate has no hooks
         if why and not attached:
             _gate.attach(self)
         elif attached and not why:
@@ -177,7 +177,9 @@ class MixedWeightsGuard:
 
     def poll_update(self) -> bool:
         """See ``GateHook``. Raises WeightSyncError if the weights are mixed."""
-        if self.why and entered_for_forward_of(self._model):  # it is called once more after ``set("")``
+        if self.why and entered_for_forward_of(
+            self._model
+        ):  # a pass over the hooks that has begun may call it after ``set("")``
             raise WeightSyncError(self.why)
         return False
 
@@ -247,9 +249,9 @@ def ungate_model(module: nn.Module) -> None:
         module.__class__ = original
 
 
-def _new(cls: type, *arguments: Any) -> Any:
-    """An empty instance, as unpickling needs it."""
-    return cls.__new__(cls, *arguments)
+def _new(cls: type, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Return an empty instance, for unpickling."""
+    return cls.__new__(cls, *arguments, **keywords)
 
 
 def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
@@ -261,8 +263,10 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         function, arguments, *rest = original.__reduce_ex__(self, protocol)
+        # pickle refuses these two functions with another class than the object's: `_new` does the same unchecked.
         if function is copyreg.__newobj__:  # pyright: ignore[reportAttributeAccessIssue]
-            # pickle refuses copyreg.__newobj__ with another class than the object's: `_new` does the same unchecked
+            function, arguments = _new, (arguments[0], arguments[1:], {})
+        elif function is copyreg.__newobj_ex__:  # pyright: ignore[reportAttributeAccessIssue]
             function = _new
         return (function, tuple(original if item is type(self) else item for item in arguments), *rest)
 

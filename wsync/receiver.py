@@ -25,7 +25,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds between two looks for a firs
 
 
 class Receiver:
-    """One model in one worker.
+    """The receiving end of one model in one worker.
 
     Its parts: ``updater`` takes an update from the message to the model; its ``state`` has the version, and wakes the
     threads that wait in ``receive``. ``channel`` is the connection to the sender.
@@ -162,7 +162,7 @@ class Receiver:
             self.close()
 
     def close(self) -> None:
-        """Copy the model to memory of its own, restore its class, and close the connection. Idempotent.
+        """Copy the model to memory of its own, ungate it, and close the connection. Idempotent.
 
         Called at shutdown; in ``connect`` after an error, or before a worker connects again. Calls of ``receive`` in
         other threads return.

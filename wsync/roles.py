@@ -82,7 +82,7 @@ class Role:
 
     @property
     def worker_idx(self) -> int | None:
-        """See ``WeightSyncScheme``; likewise the other properties."""
+        """See ``SchemeBase``."""
         return None
 
     @property
@@ -92,7 +92,7 @@ class Role:
 
     @property
     def version(self) -> int:
-        """The newest version sent or received."""
+        """On a sender the newest number used; on a receiver the version that is installed."""
         return 0
 
     @property
@@ -102,7 +102,7 @@ class Role:
 
     @property
     def installed_version(self) -> int:
-        """The version of this process's model; 0 if it has none."""
+        """The version that this receiver has installed; 0 on a sender (see ``SchemeBase``)."""
         return self.version
 
     @property
@@ -257,7 +257,8 @@ class ReceiverRole(Role):
     def weights(self, strategy: WeightStrategy) -> Any:
         """See ``Role``."""
         model = self.receiver.destination.model
-        return process_gate().call_for(self if model is None else model, self.receiver.weights)
+        subject = self if model is None else model  # None would stand for all models
+        return process_gate().call_for(subject, self.receiver.weights)
 
     def make_writable(self) -> None:
         """See ``Role``."""
@@ -273,7 +274,7 @@ class ReceiverRole(Role):
         if self.background_connect is not None:
             self.background_connect.close()
         self.receiver.close()
-        process_gate().call_without_forward(self.receiver.updater.allow_forwards)
+        process_gate().call_without_forward(self.receiver.updater.allow_forwards)  # if it had refused them
 
 
 def prepared_weights(role: Role, weights: Any, model_id: str, strategy: WeightStrategy, context: Any) -> Any:

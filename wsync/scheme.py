@@ -28,6 +28,7 @@ from wsync.registry import load_backend
 from wsync.roles import ReceiverRole, Role, SenderRole, close_when_abandoned
 from wsync.scheme_base import SchemeBase
 from wsync.sending.counting import agreed_count
+from wsync.sending.membership import single_worker
 from wsync.sending.source import DeviceMap
 from wsync.types import CollectorContext, SyncReport
 from wsync.weights.targets import Load
@@ -61,7 +62,7 @@ class WeightSyncScheme(SchemeBase):
                 device. Called for each worker at each update, by the thread that calls ``send`` or ``connect``.
             num_workers: how many there are; by default as many as ``devices``, ``params_map`` or the context's workers.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
-            pipes: the older API's, one to each worker: see ``wsync.legacy``.
+            pipes: one to each worker; for the older API, see ``wsync.legacy``.
 
         Raises:
             RuntimeError: the scheme is initialised already.
@@ -179,18 +180,19 @@ class WeightSyncScheme(SchemeBase):
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
-        It gets the newest update that was sent to this index, and other workers are not affected. A worker that is
-        connected under the index is disconnected first. Exception: a replacement that connected while another worker
-        was awaited, or in an earlier call that ended by ``SyncTimeout``, is kept, unless ``process`` was started later
-        or has ended. For ``process`` see ``connect``. ``timeout`` is in seconds; None for the scheme's.
+        It gets the newest update that was sent to this index, and other workers are not affected. If it has connected
+        already (while another worker was awaited, or in an earlier call that ended by ``SyncTimeout``), it is kept;
+        given ``process``, only if it connected after that was started, and that is alive. Any other worker with this
+        index is disconnected. For ``process`` see ``connect``; ``timeout``: seconds, None for the scheme's.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
             TypeError, ValueError: ``process`` is not a process; or there is no such worker.
         """
         sender = self._role.as_sender("readmit").sender
-        with watched(None if process is None else {worker_idx: process}, sender.num_workers) as sentinels:
-            sender.readmit(worker_idx, sentinels.get(worker_idx), timeout)
+        worker = single_worker(worker_idx, sender.num_workers)
+        with watched(None if process is None else {worker: process}, sender.num_workers) as sentinels:
+            sender.readmit(worker, sentinels.get(worker), timeout)
 
     def continue_from(self, version: int) -> None:
         """On the sender of a resumed run: number the next update at least ``version + 1``. ValueError: out of range."""
@@ -222,7 +224,7 @@ class WeightSyncScheme(SchemeBase):
         return role.sender.send(weights, worker_ids, self.sync, partial)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Send as ``send``, but do not wait until it is installed. A newer update may replace it before it is taken."""
+        """Send as ``send``, but do not wait until it is installed. A newer update may replace it before that."""
         self._role.as_sender("send_async").sender.send(weights, worker_ids, wait=False)
 
     def wait_async(self) -> SyncReport | None:
@@ -237,9 +239,9 @@ class WeightSyncScheme(SchemeBase):
         """Wait for a version newer than the last one returned; at first, newer than the one ``connect`` delivered.
 
         Returns:
-            The model's weights, of one version. They are not copied, and a later update may be written into the same
-            memory. None after ``timeout`` seconds (without one there is no limit), and when the sender has shut down
-            (``finished`` is then true) or this end has.
+            The model's weights, of one version (with ``load=``: the version's number). They are not copied, and a later
+            update may be written into the same memory. None after ``timeout`` seconds (without one there is no limit),
+            and when the sender has shut down (``finished`` is then true) or this end has.
 
         Raises:
             NotConnected: the sender died, ended without ``shutdown``, or has disconnected this worker; or an earlier
@@ -267,10 +269,9 @@ class WeightSyncScheme(SchemeBase):
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
 
         Updates that were sent without waiting may not arrive any more: call ``wait_async`` first. On the sender this
-        waits until a call in another thread has ended; then up to five seconds until the workers' sockets have taken
-        the queued messages, or until HTTP requests have ended, and up to two for each thread of a transport. In a
-        worker, no other thread may be in a call of the scheme meanwhile, except ``receive``, which then returns None,
-        and ``pull``, which returns or raises ``NotConnected``.
+        waits until a call in another thread has ended; then up to five seconds until the queued messages are in the
+        sockets, or until HTTP requests have ended, and up to two for each thread of a transport. In a worker, no other
+        thread may be in a call of the scheme meanwhile, except ``receive``, which then returns None, and ``pull``.
 
         Raises:
             RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.

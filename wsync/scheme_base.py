@@ -30,9 +30,9 @@ class SchemeBase(ABC):
     Args:
         strategy: the format of weights that ``receive`` and ``weights`` return and that a transport is given,
             ``"tensordict"`` or ``"state_dict"``. ``send`` takes both.
-        sync: whether ``send`` waits until every worker uses the update; otherwise, as after ``send_async``,
-            ``wait_async`` waits for that. If a worker has died meanwhile, or has refused the update, the next ``send``
-            raises that error; before, it sends its own update to the workers that are left.
+        sync: whether ``send`` waits for the workers, see ``send``; otherwise, as after ``send_async``, ``wait_async``
+            does. If a worker has died meanwhile, or has refused the update, the next ``send`` first sends its own
+            update to the remaining workers, and then raises that error.
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
         bind: whether a worker's parameters may point directly into received, possibly shared memory. False for a worker
             that writes to its parameters, e.g. trains: it would corrupt the shared copy.
@@ -56,7 +56,7 @@ class SchemeBase(ABC):
     collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
     """Values of ``collector=`` in ``train.py`` that work with this scheme, the default first; empty if none does."""
     sends_weights: ClassVar[bool] = True
-    """Whether anything is sent at all."""
+    """Whether anything is sent; false for the backend ``none`` alone."""
     sender_driven: ClassVar[bool] = False
     """Whether ``connect`` of the sender also sets up the receivers, which are Ray actors of its ``context``."""
     delivers_at_connect: ClassVar[bool] = True
@@ -97,8 +97,9 @@ class SchemeBase(ABC):
         self.checksum: bool | None = None  # see ``SenderSettings``
         self.metrics = SyncMetrics(self.name or type(self).__name__)
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
         """Have ``inspect.signature`` name every option of a scheme."""
+        super().__init_subclass__(**options)
         cls.__signature__ = full_signature(cls)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class SchemeBase(ABC):
         return torch.device("cpu")
 
     def _uses_arena(self) -> bool:
-        """Return whether workers on the sender's machine use the arena; overridden where an option turns it off."""
+        """Return whether workers on the sender's machine use the arena: all do, or an option of the scheme says so."""
         return self.arena_only
 
     def _workers_by_option(self) -> Mapping[str, int]:
@@ -143,9 +144,10 @@ class SchemeBase(ABC):
 
     def _open_sender(self, model_id: str, source: Source, num_workers: int) -> Sender:
         """Open the listening socket, and set ``_address`` and ``_sent_model_id``."""
-        connections, self._address = self.create_rendezvous().open()
-        self._sent_model_id = model_id
-        return assembly.make_sender(self, source, num_workers, connections)
+        listener, address = self.create_rendezvous().open()
+        sender = assembly.make_sender(self, source, num_workers, listener)
+        self._address, self._sent_model_id = address, model_id
+        return sender
 
     def _open_receiver(self, model_id: str) -> RequestChannel:
         """Return the worker's end of the connection, which ``connect`` will make."""
@@ -170,7 +172,7 @@ class SchemeBase(ABC):
 
     @property
     def timeout(self) -> float | None:
-        """Seconds for calls that wait, None for no limit. A value set after ``init_on_sender`` is not pickled."""
+        """Seconds for ``connect`` and ``send``; None: no limit. One set after ``init_on_sender`` is not pickled."""
         role = self._role
         return role.sender.timeout if isinstance(role, SenderRole) else self._timeout
 

@@ -121,7 +121,7 @@ class Sender:
             deadline = update.deadline if update else deadline_in(self.timeout)
             try:
                 self.channel.wait_for_workers(everyone, sentinels, deadline)
-            finally:  # connect may be called again, and then accept some replacements and not all
+            finally:  # after an error, too: `connect` may be called again, and these workers stay connected
                 self._members.add(self.channel.workers)
             self._members.connected = True
             if update:
@@ -154,23 +154,21 @@ class Sender:
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
-            ValueError: there is no such worker.
         """
         with self.exclusive():
-            worker = single_worker(worker, self.num_workers)
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            # None: the worker has to connect in this call. Otherwise it has connected before, and this is the version
-            # that it was given then, if it has not answered yet; 0 if it has, or was given none.
-            unanswered = self.channel.pop_early_join(worker, sentinel)
+            # None: the worker is not connected yet. 0: it is, and has no version to acknowledge. Otherwise: it is, and
+            # has not acknowledged this version yet.
+            early_version = self.channel.pop_early_join(worker, sentinel)
             try:
-                if unanswered is None:
+                if early_version is None:
                     self.disconnect(worker)
                     self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
             finally:
                 self._members.add(self.channel.workers)
             expected = self._members.expected_version.get(worker)
             # If it was sent a newer version since, the answer is awaited by the `send` that sent it, or by `wait`.
-            if expected and unanswered in (None, expected):
+            if expected and early_version in (None, expected):
                 try:
                     self._updates.acks.require([worker], expected, deadline)
                 except SyncTimeout:  # the next call goes on waiting
@@ -275,7 +273,7 @@ class Sender:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Take the sender's lock and disable the fast path, which the next waiting ``send`` to all enables again.
+        """Take the sender's lock and disable the fast path, which the next ``send`` to all workers enables again.
 
         Raises:
             NotConnected: this process is a forked child of the one that made the sender.

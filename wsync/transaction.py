@@ -10,7 +10,7 @@ from typing import Any
 from wsync.errors import WorkerError
 from wsync.scheme import WeightSyncScheme
 from wsync.sending.transactions import Transaction
-from wsync.types import SyncReport
+from wsync.types import LAST_VERSION, SyncReport
 
 
 def synchronize(
@@ -36,7 +36,7 @@ def synchronize(
         WorkerDied, WorkerFailed, SyncTimeout: a worker could not prepare them, and nothing was applied anywhere; or, if
             the message says that it was committed, the other workers have all of them.
     """
-    number = secrets.randbits(63)
+    number = LAST_VERSION + secrets.randbits(62)  # no version
     carried = {scheme: weights for scheme, weights in updates.items() if scheme.sends_weights}
     senders = {str(scheme.model_id): (scheme.sender, weights) for scheme, weights in carried.items()}
     if len(senders) < len(carried):

@@ -588,6 +588,12 @@ def test_an_older_workers_pipe_leads_to_the_registered_buffers_too() -> None:
         sender.register_shared_weights("policy", weights)
         sender.init_on_sender("policy", num_workers=1)
     assert len(os.listdir("/proc/self/fd")) == descriptors
+    dropped = wsync.SharedMemWeightSyncScheme({"policy": weights})  # and never shut down
+    dropped.init_on_sender("policy", num_workers=1)
+    assert len(os.listdir("/proc/self/fd")) > descriptors
+    del dropped
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 # --- slots that the sender may write while a model is bound to them ---

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -212,6 +212,51 @@ def test_a_program_that_was_started_by_subprocess() -> None:
             scheme.connect(processes=[program.pid])  # it has been waited for: there is no such process any more
 
 
+def wait_for_its_end(process: BaseProcess | subprocess.Popen[bytes]) -> None:
+    """In a forked child: connect to a worker that the parent has started. Exit with 0 if the error is right."""
+    with connecting() as scheme:
+        threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL)).start()
+        try:
+            scheme.connect(processes=[process])
+        except wsync.WorkerDied as error:
+            os._exit(0 if "worker 0 (process" in str(error) and "has ended" in str(error) else 1)
+
+
+@pytest.mark.parametrize("library", ["multiprocessing", "subprocess"])
+def test_a_forked_trainer_waits_for_a_process_that_its_parent_has_started(library: str) -> None:
+    with ExitStack() as opened:
+        if library == "subprocess":
+            process = opened.enter_context(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        else:
+            process = opened.enter_context(forked(threading.Event().wait))
+        trainer = FORK.Process(target=wait_for_its_end, args=(process,))
+        trainer.start()
+        process.wait(60) if isinstance(process, subprocess.Popen) else process.join(60)
+        trainer.join(60)
+        assert trainer.exitcode == 0
+
+
+def test_a_process_of_two_workers_is_reported_for_both() -> None:
+    with wsync.SharedMemWeightSyncScheme(timeout=60.0) as scheme, forked(end_with, 3) as process:
+        scheme.init_on_sender("policy", model=nn.Linear(4, 2), num_workers=2)
+        with pytest.raises(wsync.WorkerDied) as raised:
+            scheme.connect(processes=[process, process])
+        assert sorted(raised.value.workers) == [0, 1]
+
+
+def test_a_lack_of_descriptors_is_not_called_a_wrong_process() -> None:
+    with connecting() as scheme, forked(threading.Event().wait) as process, ExitStack() as opened:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        used = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with suppress(OSError):
+            while True:
+                opened.callback(os.close, os.eventfd(0))
+        with pytest.raises(OSError, match="Too many open files"):
+            scheme.connect(processes=[process])
+
+
 def test_a_process_id_or_a_pidfd_leaves_the_exit_code_to_the_parent() -> None:
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "raise SystemExit(5)"], os.environ)
     pidfd = os.pidfd_open(pid)
@@ -254,6 +299,7 @@ def test_processes_that_live_are_not_in_the_way_and_leave_no_descriptor() -> Non
     ("processes", "error", "said"),
     [
         ([], ValueError, "0 entries for 1 worker"),
+        ([2**40], ValueError, f"worker 0: {2**40} is neither an open descriptor nor the id of a process"),
         ({3: 1}, ValueError, r"there is no worker 3: there are 1"),
         (["worker"], TypeError, "worker 0 is a multiprocessing.Process.*not 'worker'"),
         ("worker", TypeError, "processes is a list"),

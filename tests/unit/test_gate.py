@@ -190,6 +190,24 @@ def test_copies_are_ungated_and_of_the_original_class() -> None:
     assert type(model) is nn.Linear
 
 
+class MadeByKeywords(nn.Linear):
+    """Unpickling calls ``__new__`` with a keyword argument."""
+
+    def __new__(cls, *_: int, bias: bool = True) -> MadeByKeywords:
+        return super().__new__(cls)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[int, ...], dict[str, bool]]:
+        return (2, 2), {"bias": True}
+
+
+def test_a_gated_model_with_arguments_of_its_own_for_unpickling() -> None:
+    model = MadeByKeywords(2, 2)
+    gate_model(model)
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(twin) is MadeByKeywords
+        assert torch.equal(twin.weight, model.weight)
+
+
 class Registering(nn.Linear):
     """Each subclass is registered under a key that it must give."""
 

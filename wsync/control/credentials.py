@@ -1,8 +1,8 @@
 """Mutual authentication by a shared token, which is never transmitted.
 
 A worker sends a *claim*: a nonce and an HMAC of it. The sender answers with a *proof*: another HMAC of the same nonce.
-Both HMACs include the address that the worker connected to, so a process that reuses a former sender's address cannot
-replay a worker's claim to another sender. The messages that follow are neither signed nor encrypted.
+Both HMACs include the address that the worker connected to, so a process that has taken over a former sender's address
+cannot forward a worker's claim to another sender. The messages that follow are neither authenticated nor encrypted.
 """
 
 from __future__ import annotations

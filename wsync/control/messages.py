@@ -25,14 +25,14 @@ class Kind(IntEnum):
     """
 
     # from the sender to a worker
-    ACCEPTED = 1  # the worker is registered; version: of the weights that follow at once, or 0; payload: SenderSettings
+    ACCEPTED = 1  # the worker is registered; version: of its first weights, 0 for none; payload: SenderSettings
     REFUSED = 2  # the worker is not registered; payload: the reason
     LAYOUT = 3  # the layout of the weights; payload: SenderSettings
     # Install a version; payload: the version's checksum and extra state. It is empty with a TransportBackend, where
     # BEGIN_RECEIVE had them, and with the arena, where they are stored beside the weights.
     UPDATE = 4
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
-    # Drop what was prepared (version: the number of the transaction, random so that no version equals it); or, after a
+    # Drop what was prepared (version: the number of the transaction, which no version equals); or, after a
     # BEGIN_RECEIVE, stop receiving (version: that of the BEGIN_RECEIVE).
     ABORT = 6
     # Install what was prepared; version: the number of the transaction. It is not sent to workers that read the arena:

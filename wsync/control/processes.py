@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -86,10 +87,13 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
 
 
 def _as_process(worker: int, process: Process) -> Process:
-    """Return ``process``, or the ``multiprocessing.Process`` of that sentinel or id, which knows its exit code.
+    """Return ``process``, or the ``multiprocessing.Process`` of that sentinel or id, which has the exit code.
 
-    The id of a direct child is returned as it is: its exit code is read by a pidfd.
+    The id of a direct child is returned as it is: its exit code is read by a pidfd. A ``Popen`` that this process has
+    inherited by a fork is replaced by its id: its ``poll()`` would return 0 while it runs.
     """
+    if isinstance(process, subprocess.Popen) and process.returncode is None and not _is_child(process.pid):
+        return process.pid
     if isinstance(process, BaseProcess | subprocess.Popen | HasFileno):
         return process
     if not isinstance(process, Integral) or isinstance(process, bool):
@@ -125,7 +129,7 @@ def _is_child(pid: int) -> bool:
     """Return whether an integer is the id of a child of this process that has not been waited for."""
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except OSError:
+    except (OSError, OverflowError):
         return False
     return True
 
@@ -153,7 +157,9 @@ def _open_pidfd(worker: int, pid: int) -> int:
         return os.pidfd_open(pid)
     except ProcessLookupError:  # it has ended
         return _ended_descriptor()
-    except OSError as error:
+    except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.ENOENT):
+            raise  # no descriptor is left, for example
         raise ValueError(f"worker {worker}: {pid} is neither an open descriptor nor the id of a process") from error
 
 
@@ -176,7 +182,8 @@ def _describe_end(process: Process, sentinel: int) -> str:
         name, code = f"process {process.pid}", _exit_code(process)
         if code is None:
             if isinstance(process, BaseProcess):
-                process.join(_EXIT_CODE_TIMEOUT)
+                with suppress(AssertionError):  # of another process, from which this one was forked
+                    process.join(_EXIT_CODE_TIMEOUT)
             else:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_EXIT_CODE_TIMEOUT)

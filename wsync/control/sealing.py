@@ -1,7 +1,7 @@
 """Addresses in places that other processes can read and write, such as a ``torch.distributed`` store.
 
-The token of a sealed address is encrypted, and the address is signed, with a secret: ``WSYNC_AUTHKEY``, or a random key
-in a file that only the user can read, the same in all of the user's runs.
+The token of a sealed address is encrypted, and the address is authenticated, with a secret: ``WSYNC_AUTHKEY``, or a
+random key in a file that only the user can read, the same in all of the user's runs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def seal(address: Address) -> str:
     secret, nonce = shared_secret(), secrets.token_bytes(_NONCE_SIZE)
     sealed = _apply_pad(address.token, secret, nonce)
     parts = [address.host, address.port, nonce.hex(), sealed.hex()]
-    return json.dumps([*parts, _signature(secret, parts)])
+    return json.dumps([*parts, _mac(secret, parts)])
 
 
 def unseal(text: str | bytes) -> Address:
@@ -89,11 +89,9 @@ def unseal(text: str | bytes) -> Address:
     """
     secret = shared_secret()
     try:
-        *parts, signature = json.loads(text)
+        *parts, mac = json.loads(text)
         host, port, nonce, sealed = parts
-        genuine = isinstance(signature, str) and hmac.compare_digest(
-            signature.encode(), _signature(secret, parts).encode()
-        )
+        genuine = isinstance(mac, str) and hmac.compare_digest(mac.encode(), _mac(secret, parts).encode())
         if genuine:
             return Address.checked(host, port, _apply_pad(bytes.fromhex(sealed), secret, bytes.fromhex(nonce)))
     except (ValueError, TypeError, RecursionError) as error:
@@ -107,5 +105,5 @@ def _apply_pad(token: bytes, secret: bytes, nonce: bytes) -> bytes:
     return bytes(a ^ b for a, b in zip(token, pad, strict=True))
 
 
-def _signature(secret: bytes, parts: list[object]) -> str:
+def _mac(secret: bytes, parts: list[object]) -> str:
     return hmac.digest(secret, b"wsync address" + json.dumps(parts).encode(), "sha256").hex()

@@ -87,12 +87,12 @@ class WorkerConnections:
             self._early_joins.discard(worker)
         missing = set(workers) - self._connections.keys()
         while missing:
-            worker_of = {sentinels[worker]: worker for worker in missing if worker in sentinels}
-            ready = wait_readable([self._listener.fileno(), *worker_of, *self.awaited_descriptors], deadline)
+            watched = {worker: sentinels[worker] for worker in missing if worker in sentinels}
+            ready = wait_readable([self._listener.fileno(), *watched.values(), *self.awaited_descriptors], deadline)
             if not ready:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 causes = dict.fromkeys(missing, "did not connect in time")
-                raise SyncTimeout(why_not_connected(missing, worker_of.values()), causes)
+                raise SyncTimeout(why_not_connected(missing, watched), causes)
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)
             if self._listener.fileno() in ready:
@@ -103,7 +103,7 @@ class WorkerConnections:
             if gone:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(gone.items()))
                 raise WorkerDied(f"worker(s) {join_indices(gone)} were lost after they had connected{causes}", gone)
-            dead = {worker_of[fd]: "died before it had connected" for fd in ready if fd in worker_of}
+            dead = {worker: "died before it had connected" for worker, fd in watched.items() if fd in ready}
             if dead and self._listener.fileno() not in ready:  # accept first: it may have connected before it ended
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
 
@@ -271,13 +271,13 @@ class WorkerConnections:
     def process(self, worker: int, message: Message | None) -> None:
         """Process what ``read`` or ``reading_directly`` received from a worker; None: its connection has ended."""
         connection = self._connections.get(worker)
-        if connection is None or (message is not None and message.kind is Kind.STORE):  # STORE: after the set-up
+        if connection is None or (message is not None and message.kind is Kind.STORE):  # STORE: too late
             return
         if message is None or message.kind not in _EXPECTED_KINDS:
             self.mark_dead(worker, why_ended(connection.peer, message))
             return
         known = self._answers.get(worker)
-        if message.kind in _ANSWERS and (known is None or known.version <= message.version):  # older: a repeated one
+        if message.kind in _ANSWERS and (known is None or known.version <= message.version):  # not a repeated answer
             error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
             self._answers[worker] = Ack(worker, message.version, error, wait=message.wait, apply=message.apply)
         self._callbacks.on_message(worker, message)

@@ -61,13 +61,13 @@ worker of the same user on the same machine opens the files under ``/proc``, and
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import secrets
 import struct
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ from wsync.loops.words import (
     version_in,
     words_of_arena,
 )
-from wsync.shm.memory import allocate, memory_file, raise_shortage, whole_pages
+from wsync.shm.memory import allocate, memory_file, whole_pages, write_at
 from wsync.weights.clean_thread import in_clean_thread
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -213,15 +213,15 @@ class SenderArena(Arena):
 
     def __init__(self, workers: int) -> None:
         self._name = f"wsync-{secrets.token_hex(16)}"
-        words = memory_file(self._name, whole_pages(words_of_arena(workers) * 8))
-        try:
+        with ExitStack() as opened:
+            words = memory_file(self._name, whole_pages(words_of_arena(workers) * 8))
+            opened.callback(os.close, words)
             extra = memory_file("wsync-extra")
-        except BaseException:
-            os.close(words)
-            raise
-        super().__init__(workers, (words, extra))
-        self.writer = ArenaWriter(self.words, workers)
-        self.writer.initialise()
+            opened.callback(os.close, extra)
+            super().__init__(workers, (words, extra))
+            self.writer = ArenaWriter(self.words, workers)
+            self.writer.initialise()
+            opened.pop_all()  # ``close`` closes them
 
     @property
     def handle(self) -> tuple[int, int, int, str]:
@@ -252,15 +252,7 @@ class SenderArena(Arena):
         Raises:
             WeightSyncError: the machine has no memory left for it.
         """
-        rest, offset = memoryview(blob), slot * _EXTRA_SPAN
-        try:
-            while rest:  # Linux writes less than 2 GiB at once, and less than that if it has no memory for the rest
-                written = os.pwrite(self.fds[1], rest, offset)
-                if not written:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                rest, offset = rest[written:], offset + written
-        except OSError as error:
-            raise_shortage(error, len(blob))
+        write_at(self.fds[1], blob, slot * _EXTRA_SPAN)
         self.words[record_at(self.workers, slot) + SLOT_EXTRA_SIZE] = len(blob)
 
     def write_checksum(self, slot: int, extra: bytes) -> None:

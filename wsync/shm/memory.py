@@ -45,10 +45,27 @@ def allocate(descriptor: int, offset: int, size: int) -> None:
     try:
         os.posix_fallocate(descriptor, offset, size)
     except OSError as error:
-        raise_shortage(error, size)
+        _raise_shortage(error, size)
 
 
-def raise_shortage(error: OSError, size: int) -> NoReturn:
+def write_at(descriptor: int, data: bytes, offset: int) -> None:
+    """Write ``data`` to a file at ``offset``.
+
+    Raises:
+        WeightSyncError: the machine has no memory left for it.
+    """
+    rest = memoryview(data)
+    try:
+        while rest:  # Linux writes less than 2 GiB at once, and less than that if it has no memory for the rest
+            written = os.pwrite(descriptor, rest, offset)
+            if not written:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            rest, offset = rest[written:], offset + written
+    except OSError as error:
+        _raise_shortage(error, len(data))
+
+
+def _raise_shortage(error: OSError, size: int) -> NoReturn:
     """Raise WeightSyncError if ``error`` is a lack of memory for ``size`` bytes; else raise ``error``."""
     if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
         raise error

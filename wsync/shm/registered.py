@@ -23,7 +23,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from torch import Tensor
 
 from wsync.loops.tensors import copy_all
 from wsync.shm.arena import EXTRA_END, SenderArena, WorkerArena
-from wsync.shm.memory import allocate
+from wsync.shm.memory import allocate, write_at
 from wsync.weights.clean_thread import in_clean_thread
 from wsync.weights.layout import Layout
 
@@ -82,19 +84,34 @@ class RegisteredBuffers:
     Args:
         arena: the arena of the sender.
         tensors: by name.
-        fds: the descriptors of the memory files; owned by this object.
+        files: closes the descriptors of the memory files. Called by ``close``, or when this object is no longer used.
     """
 
-    def __init__(self, arena: SenderArena, tensors: Mapping[str, Tensor], fds: Sequence[int]) -> None:
+    def __init__(self, arena: SenderArena, tensors: Mapping[str, Tensor], files: Callable[[], None]) -> None:
         self._arena = arena
         self._tensors = dict(tensors)
-        self._fds = list(fds)
+        self._close_files = weakref.finalize(self, files)
         allocate(arena.fds[1], EXTRA_END, mmap.PAGESIZE)
         self._word = memoryview(mmap.mmap(arena.fds[1], mmap.PAGESIZE, offset=EXTRA_END)).cast("q")
 
     @classmethod
     def describe(cls, arena: SenderArena, tensors: Mapping[str, Tensor]) -> RegisteredBuffers | None:
-        """Describe to the workers of ``arena`` where ``tensors`` lie; None if not all lie in shared memory files."""
+        """Describe to the workers of ``arena`` where ``tensors`` lie; None if not all lie in shared memory files.
+
+        Raises:
+            WeightSyncError: the machine has no memory left for the description.
+        """
+        with ExitStack() as opened:
+            described = cls._described(tensors, opened)
+            if described is None:
+                return None
+            buffers = cls(arena, tensors, opened.pop_all().close)
+            write_at(arena.fds[1], json.dumps(described).encode(), _JSON)
+            return buffers
+
+    @staticmethod
+    def _described(tensors: Mapping[str, Tensor], opened: ExitStack) -> dict[str, Any] | None:
+        """Return what ``describe`` writes, or None; open the files for it, which ``opened`` closes."""
         mappings = _shared_mappings() if all(tensor.is_cpu for tensor in tensors.values()) else []
         files: dict[tuple[int, int], int] = {}  # descriptors
         places: dict[str, Any] = {}
@@ -104,21 +121,16 @@ class RegisteredBuffers:
             address = tensor.data_ptr()
             mapping = next((one for one in mappings if one.begin <= address < one.end), None)
             fd = None if mapping is None else files.get(mapping.file)
-            if mapping is not None and fd is None:
-                fd = _open(mapping)
+            if mapping is not None and fd is None and (fd := _open(mapping)) is not None:
+                opened.callback(os.close, fd)
             if mapping is None or fd is None:
-                for opened in files.values():
-                    os.close(opened)
                 return None
             files[mapping.file] = fd
             offset = mapping.offset + address - mapping.begin
             dtype = str(tensor.dtype).removeprefix("torch.")
             places[name] = [list(mapping.file), offset, dtype, list(tensor.shape), list(tensor.stride())]
-        buffers = cls(arena, tensors, list(files.values()))
         known = [[list(file), fd] for file, fd in files.items()]
-        text = json.dumps({"pid": os.getpid(), "files": known, "tensors": places}).encode()
-        os.pwrite(arena.fds[1], text, _JSON)
-        return buffers
+        return {"pid": os.getpid(), "files": known, "tensors": places}
 
     def holds(self, layout: Layout, tensors: Sequence[Tensor]) -> bool:
         """Whether ``tensors``, in the order of ``layout``, are the buffers themselves."""
@@ -153,9 +165,7 @@ class RegisteredBuffers:
 
     def close(self) -> None:
         """Close this end's descriptors. Idempotent."""
-        fds, self._fds = self._fds, []
-        for fd in fds:
-            os.close(fd)
+        self._close_files()
 
 
 class RegisteredView:
