@@ -34,7 +34,7 @@ class QueueLike(Protocol):
         ...
 
 
-class MPTransport:
+class MPTransport(TransportBackend):
     """Weights through a queue, acknowledgements through another (a ``TransportBackend``).
 
     Each end makes one over the same two queues. It needs no scheme; a user's scheme may return one from
@@ -121,9 +121,6 @@ class MPTransport:
         finally:
             if self._acks is not None:
                 self._acks.put((number, error))
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """See ``TransportBackend``: queues need no set-up."""
 
     def setup_connection_and_weights_on_receiver(
         self,
