@@ -8,16 +8,11 @@ import torch
 from torch import distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from wsync.legacy.names import OlderGroupTransport
 from wsync.options import SchemeOptions
-from wsync.process_group import check_backend, device_of
+from wsync.process_group import DistributedTransport, check_backend, device_of
 from wsync.rendezvous import TorchStoreRendezvous
 from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
-
-
-class DistributedTransport(OlderGroupTransport):
-    """Weights through ``torch.distributed``, to one worker: see ``GroupTransport`` for use without a scheme."""
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme):

@@ -15,9 +15,8 @@ import torch
 
 from wsync.control.processes import Process, Processes
 from wsync.errors import NotConnected, WeightSyncError, missing_extra
-from wsync.legacy.names import OlderGroupTransport
 from wsync.options import SchemeOptions
-from wsync.process_group import check_backend, device_of
+from wsync.process_group import DistributedTransport, check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
@@ -45,14 +44,14 @@ class ActorContext(Protocol):
         ...
 
 
-class RayTransport(OlderGroupTransport):
+class RayTransport(DistributedTransport):
     """Weights through ``torch.distributed``, to one actor.
 
     Args:
         remote_actor: the actor's handle, for reference.
         worker_idx: its worker index.
         backend: ``"gloo"`` or ``"nccl"``.
-        options: as for ``GroupTransport``.
+        options: as for ``DistributedTransport``.
     """
 
     def __init__(

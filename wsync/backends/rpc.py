@@ -17,9 +17,8 @@ from wsync.control import Address, Connection, Listener, connect
 from wsync.control.processes import Processes
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.legacy.names import OlderGroupTransport
 from wsync.options import SchemeOptions
-from wsync.process_group import check_backend, device_of
+from wsync.process_group import DistributedTransport, check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
 from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
@@ -89,7 +88,7 @@ class RpcRendezvous(SocketRendezvous):
         return connect(found, worker, deadline)
 
 
-class RPCTransport(OlderGroupTransport):
+class RPCTransport(DistributedTransport):
     """Weights through ``torch.distributed``, to a worker in an RPC group.
 
     Args:
@@ -97,7 +96,7 @@ class RPCTransport(OlderGroupTransport):
         collector_rref: a remote reference to its collector, for reference.
         collector_class: the class of that collector, for reference.
         worker_rank: without a scheme, the worker's rank in the default group.
-        options: as for ``GroupTransport``.
+        options: as for ``DistributedTransport``.
     """
 
     def __init__(

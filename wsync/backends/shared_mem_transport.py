@@ -13,9 +13,9 @@ from torch import nn
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
-from wsync.legacy.names import weights_of
 from wsync.loops.mutex import SIZE, Mutex, wait_while_equal, wake_all
 from wsync.transport import TransportBackend, apply_received
+from wsync.weights.snapshot import weights_of
 from wsync.weights.strategy import WeightStrategy
 
 _MUTEX_TIMEOUT = 60.0  # seconds; a process holds the mutex while it copies the weights
