@@ -2,7 +2,7 @@
 
 from wsync import transforms
 from wsync.backends.cuda import CudaWeightSyncScheme
-from wsync.backends.distributed import DistributedTransport, DistributedWeightSyncScheme
+from wsync.backends.distributed import DistributedWeightSyncScheme
 from wsync.backends.http import HTTPTransport, HTTPWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from wsync.backends.none import NoWeightSyncScheme
@@ -28,6 +28,7 @@ from wsync.gate import gate, gated
 from wsync.legacy.api import WeightReceiver, WeightSender
 from wsync.metrics import SyncMetrics
 from wsync.paths import NoSuchPath, find_model, find_object
+from wsync.process_group import DistributedTransport
 from wsync.registry import register_backend, registered_backends
 from wsync.rendezvous import Rendezvous, SocketRendezvous, TorchStoreRendezvous
 from wsync.scheme import WeightSyncScheme

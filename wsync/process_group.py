@@ -29,7 +29,7 @@ from wsync.group_of_two import gloo_group, nccl_group
 from wsync.transport import Transfer, apply_received
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
-from wsync.weights.snapshot import snapshot
+from wsync.weights.snapshot import snapshot, weights_of
 from wsync.weights.strategy import WeightStrategy
 
 BACKENDS = ("gloo", "nccl")
@@ -57,7 +57,7 @@ def device_of(backend: str) -> torch.device:
     return torch.device("cuda" if backend == "nccl" else "cpu")
 
 
-class GroupTransport:
+class DistributedTransport:
     """One side of a process group of two (a ``FlatTransport`` and a ``TransportBackend``). See there for threads.
 
     Args:
@@ -97,6 +97,7 @@ class GroupTransport:
         self._host = host
         self._pid = os.getpid()
         self._receiving: tuple[Buffer, Future[None]] | None = None  # begun, and not yet returned
+        self._sent: list[Transfer] = []  # by ``send_weights_async``, until ``wait_ack``
         self._buffer = None if weights_buffer is None else _buffer_like(weights_buffer, self.device)
 
     # --- under a scheme: FlatTransport ---
@@ -175,15 +176,41 @@ class GroupTransport:
         self._group = distributed.distributed_c10d._get_default_group()
         self._peer = self._rank if rank == 0 else 0
 
-    def send_weights(self, weights: Any) -> None:
+    def check_connection(self) -> bool:
+        """Return whether the two ends have formed their group. Of the older API."""
+        return self._group is not None
+
+    def send_weights(self, weights: Any, older_weights: Any = None) -> None:
         """Send one version, and return when it has been sent.
+
+        The older API's ``send_weights(model_id, weights)`` does the same.
 
         Raises:
             LayoutMismatch: the weights are not like ``weights_buffer``.
             RuntimeError: the group has broken.
         """
-        flat = self._packed(weights)
+        flat = self._packed(weights_of(weights, older_weights))
         self._group.send([flat], self._peer, self._tag).wait()
+
+    def send_weights_async(self, weights: Any, older_weights: Any = None) -> None:
+        """Begin to send one version, as ``send_weights`` does; ``wait_ack`` waits. Of the older API.
+
+        Raises:
+            LayoutMismatch: the weights are not like ``weights_buffer``.
+            RuntimeError: the group has broken.
+        """
+        self.wait_ack()  # the buffer is the same
+        self.begin_send(self._packed(weights_of(weights, older_weights)), self._sent)
+
+    def wait_ack(self) -> None:
+        """Wait until what ``send_weights_async`` has begun to send has been sent. Of the older API.
+
+        Raises:
+            RuntimeError: the group has broken.
+        """
+        sent, self._sent = self._sent, []
+        for transfer in sent:
+            transfer.wait()
 
     def _packed(self, weights: Any) -> Tensor:
         """Return ``weights`` as they are sent, in ``weights_buffer``; set the transport up."""

@@ -138,9 +138,9 @@ class SchemeBase(ABC):
         """Return how many workers an option of this scheme implies, by the option's name, e.g. ``{"urls": 2}``."""
         return {}
 
-    def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
+    def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
         transform = compose(self.send_transform, "send_transform")
-        return Source(weights, self.strategy, device_map_fn=device_map_fn, transform=transform)
+        return Source(weights, self.strategy, device_map_fn=device_map_fn, transform=transform, **options)
 
     def _open_sender(self, model_id: str, source: Source, num_workers: int) -> Sender:
         """Open the listening socket, and set ``_address`` and ``_sent_model_id``."""

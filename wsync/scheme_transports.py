@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from wsync.gate import process_gate
-from wsync.legacy.names import weights_of
 from wsync.receiver import Receiver
 from wsync.sender import Sender
 from wsync.transport import SenderEnd
+from wsync.weights.snapshot import weights_of
 from wsync.weights.strategy import WeightStrategy
 
 

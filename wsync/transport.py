@@ -1,7 +1,8 @@
 """The interfaces of transports, which carry weights from a sender to a worker. ``TransportBackend`` is TorchRL's name.
 
 A custom backend is a class with the four methods of ``TransportBackend``, and a scheme that returns it from
-``create_transport``::
+``create_transport``. A class that derives from ``TransportBackend`` may leave out the two set-up methods, which do
+nothing::
 
     class MyScheme(WeightSyncScheme):
         name = "mine"
@@ -55,7 +56,6 @@ class TransportBackend(Protocol):
         ``NotConnected``, and ``SyncTimeout`` if it was that. Each names the worker and the error. If the call has not
         returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
         """
-        ...
 
     def setup_connection_and_weights_on_receiver(
         self,
@@ -81,7 +81,6 @@ class TransportBackend(Protocol):
         Returns:
             The first weights, or None.
         """
-        ...
 
     def send_weights(self, weights: Any) -> None:
         """Send one version to the worker.

@@ -10,7 +10,6 @@ from torch import nn
 
 from wsync.deadlines import as_timeout, deadline_in, remaining
 from wsync.errors import SyncTimeout, WorkerFailed
-from wsync.legacy.names import weights_of
 from wsync.legacy.pipes import older_transport
 from wsync.loops.tensors import require_whole
 from wsync.options import SchemeOptions
@@ -18,7 +17,7 @@ from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
 from wsync.scheme_transports import SenderTransport
 from wsync.transport import TransportBackend, apply_received
-from wsync.weights.snapshot import snapshot
+from wsync.weights.snapshot import snapshot, weights_of
 from wsync.weights.strategy import Format, WeightStrategy
 
 
@@ -34,7 +33,7 @@ class QueueLike(Protocol):
         ...
 
 
-class MPTransport:
+class MPTransport(TransportBackend):
     """Weights through a queue, acknowledgements through another (a ``TransportBackend``).
 
     Each end makes one over the same two queues. It needs no scheme; a user's scheme may return one from
@@ -121,9 +120,6 @@ class MPTransport:
         finally:
             if self._acks is not None:
                 self._acks.put((number, error))
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """See ``TransportBackend``: queues need no set-up."""
 
     def setup_connection_and_weights_on_receiver(
         self,

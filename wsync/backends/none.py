@@ -17,7 +17,7 @@ from wsync.types import CollectorContext
 from wsync.weights.strategy import Format, WeightStrategy
 
 
-class NoTransport:
+class NoTransport(TransportBackend):
     """Carries nothing (a ``TransportBackend``)."""
 
     def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
@@ -37,14 +37,6 @@ class NoTransport:
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> None:
         """Return None at once: nothing ever arrives."""
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Set up nothing."""
-
-    def setup_connection_and_weights_on_receiver(
-        self, *, worker_idx: int | None = None, weights: Any = None, model: Any = None, strategy: Any = None
-    ) -> None:
-        """Set up nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Unpack, runtime_checkable
 
-import torch
-
 from wsync.control.processes import Process, Processes
 from wsync.errors import NotConnected, WeightSyncError, missing_extra
-from wsync.legacy.names import OlderGroupTransport
-from wsync.options import SchemeOptions
-from wsync.process_group import check_backend, device_of
+from wsync.options import GroupOptions, SchemeOptions
+from wsync.process_group import DistributedTransport
 from wsync.rendezvous import SocketRendezvous
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
@@ -45,14 +42,14 @@ class ActorContext(Protocol):
         ...
 
 
-class RayTransport(OlderGroupTransport):
+class RayTransport(DistributedTransport):
     """Weights through ``torch.distributed``, to one actor.
 
     Args:
         remote_actor: the actor's handle, for reference.
         worker_idx: its worker index.
         backend: ``"gloo"`` or ``"nccl"``.
-        options: as for ``GroupTransport``.
+        options: as for ``DistributedTransport``.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class RayTransport(OlderGroupTransport):
         self.remote_actor = remote_actor
 
 
-class RayWeightSyncScheme(WeightSyncScheme):
+class RayWeightSyncScheme(GroupOptions, WeightSyncScheme):
     """Weight synchronization to Ray actors.
 
     Given actors (``init_on_sender(..., actors=[…])``), the sender alone drives both ends: ``connect()`` has each actor
@@ -104,10 +101,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         **options: Unpack[SchemeOptions],
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
-        self.backend = check_backend(backend)
-        self.host = host
-        self.checksum = checksum
-        self.shared_memory = shared_memory
+        self._set_group_options(backend, host, checksum, shared_memory)
         if transport not in ("group", "object_store"):
             raise ValueError(f"transport is 'group' or 'object_store', not {transport!r}")
         if transport == "object_store" and backend == "nccl":
@@ -134,13 +128,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
         return SocketRendezvous(get_node_ip_address())
 
-    @property
-    def device(self) -> torch.device:
-        """See ``WeightSyncScheme``."""
-        return device_of(self.backend)
-
     def _uses_arena(self) -> bool:
-        return self.shared_memory and self.backend == "gloo" and self.transport == "group"
+        return super()._uses_arena() and self.transport == "group"
 
     def init_on_sender(
         self,

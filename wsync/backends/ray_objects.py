@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from wsync.control.settings import SenderSettings, layout_in
 from wsync.gate import process_gate
+from wsync.transport import TransportBackend
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import snapshot
@@ -129,7 +130,7 @@ def _packed_already(layout: Layout, tensors: list[Tensor]) -> Tensor | None:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-class RayObjectTransport:
+class RayObjectTransport(TransportBackend):
     """Weights through Ray's object store, to one worker. A ``TransportBackend``.
 
     Args:
@@ -146,9 +147,6 @@ class RayObjectTransport:
         self._seen = 0  # the number of what was taken last
         self._closed = False
         self._layout: tuple[bytes, Layout] | None = None
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Nothing has to be set up: the mailbox is there."""
 
     def send_weights(self, weights: Any) -> None:
         """Put ``weights`` into the object store, unless another worker's transport has, and tell the worker.

@@ -10,16 +10,14 @@ import secrets
 from typing import Any, ClassVar, Unpack
 from weakref import WeakValueDictionary
 
-import torch
 from torch.distributed import rpc
 
 from wsync.control import Address, Connection, Listener, connect
 from wsync.control.processes import Processes
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.legacy.names import OlderGroupTransport
-from wsync.options import SchemeOptions
-from wsync.process_group import check_backend, device_of
+from wsync.options import GroupOptions, SchemeOptions
+from wsync.process_group import DistributedTransport
 from wsync.rendezvous import SocketRendezvous
 from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
@@ -89,7 +87,7 @@ class RpcRendezvous(SocketRendezvous):
         return connect(found, worker, deadline)
 
 
-class RPCTransport(OlderGroupTransport):
+class RPCTransport(DistributedTransport):
     """Weights through ``torch.distributed``, to a worker in an RPC group.
 
     Args:
@@ -97,7 +95,7 @@ class RPCTransport(OlderGroupTransport):
         collector_rref: a remote reference to its collector, for reference.
         collector_class: the class of that collector, for reference.
         worker_rank: without a scheme, the worker's rank in the default group.
-        options: as for ``GroupTransport``.
+        options: as for ``DistributedTransport``.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class RPCTransport(OlderGroupTransport):
         self.collector_class = collector_class
 
 
-class RPCWeightSyncScheme(WeightSyncScheme):
+class RPCWeightSyncScheme(GroupOptions, WeightSyncScheme):
     """Weight synchronization between members of a ``torch.distributed.rpc`` group.
 
     ``init_rpc`` has been called in all of them. The first weights are delivered by the first ``send``.
@@ -145,10 +143,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         **options: Unpack[SchemeOptions],
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
-        self.backend = check_backend(backend)
-        self.host = host
-        self.checksum = checksum
-        self.shared_memory = shared_memory
+        self._set_group_options(backend, host, checksum, shared_memory)
         self.trainer = trainer
 
     def create_transport(self, worker_idx: int | None = None) -> RPCTransport:
@@ -158,14 +153,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     def create_rendezvous(self) -> RpcRendezvous:
         """See ``WeightSyncScheme``."""
         return RpcRendezvous(self.host, self.trainer)
-
-    @property
-    def device(self) -> torch.device:
-        """See ``WeightSyncScheme``."""
-        return device_of(self.backend)
-
-    def _uses_arena(self) -> bool:
-        return self.shared_memory and self.backend == "gloo"
 
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, Protocol, Unpack, runtime_checkable
 from tensordict import TensorDict, TensorDictBase
 
 from wsync.backends.shared_mem_transport import SharedMemTransport
-from wsync.errors import NotConnected
 from wsync.legacy.pipes import older_transport
 from wsync.options import SchemeOptions
 from wsync.roles import SenderRole
@@ -17,9 +16,8 @@ from wsync.scheme_transports import SenderTransport
 from wsync.sender import Sender
 from wsync.sending.channel import SenderSideChannel
 from wsync.sending.source import DeviceMap, Source
-from wsync.transforms.chain import compose
 from wsync.transport import TransportBackend
-from wsync.weights.snapshot import Snapshot, snapshot
+from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import Format
 
 
@@ -69,25 +67,6 @@ class CachingContext(Protocol):
     """A context that has shared buffers already."""
 
     cached_weights: TensorDictBase
-
-
-class _UnregisteredSource(Source):
-    """Refuses to define the buffers: ``auto_register`` is off, and none were registered."""
-
-    def __init__(self, model_id: str, weights: object) -> None:
-        super().__init__(weights)
-        self._model_id = model_id
-
-    def first(self, weights: object) -> Snapshot:
-        """Refuse.
-
-        Raises:
-            NotConnected: always; names the call that is missing.
-        """
-        raise NotConnected(
-            f"'{self._model_id}' has no shared buffers, and auto_register is off: call "
-            f"register_shared_weights('{self._model_id}', weights) before init_on_sender()"
-        )
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
@@ -237,18 +216,15 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         """See ``WeightSyncScheme``."""
         return self.acknowledge == "installed" and super().acknowledges
 
-    def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
+    def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
         registered = self._registered.get(model_id)
         if not self.auto_register and registered is None:
-            return _UnregisteredSource(model_id, weights)
-        return Source(
-            weights,
-            self.strategy,
-            device_map_fn=device_map_fn,
-            own_buffers=self.per_worker_weights,
-            registered_weights=registered,
-            transform=compose(self.send_transform, "send_transform"),
-        )
+            options["undefined"] = (
+                f"'{model_id}' has no shared buffers, and auto_register is off: call "
+                f"register_shared_weights('{model_id}', weights) before init_on_sender()"
+            )
+        options |= {"own_buffers": self.per_worker_weights, "registered_weights": registered}
+        return super()._make_source(model_id, weights, device_map_fn, **options)
 
     def shutdown(self) -> None:
         """See ``WeightSyncScheme.shutdown``; registered buffers stay the user's."""

@@ -13,15 +13,15 @@ from torch import nn
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
-from wsync.legacy.names import weights_of
 from wsync.loops.mutex import SIZE, Mutex, wait_while_equal, wake_all
-from wsync.transport import apply_received
+from wsync.transport import TransportBackend, apply_received
+from wsync.weights.snapshot import weights_of
 from wsync.weights.strategy import WeightStrategy
 
 _MUTEX_TIMEOUT = 60.0  # seconds; a process holds the mutex while it copies the weights
 
 
-class SharedMemTransport:
+class SharedMemTransport(TransportBackend):
     """Weights in shared memory, without a scheme (a ``TransportBackend``).
 
     ``SharedMemTransport()`` is handed to worker processes as an argument. Each call of ``receive_weights`` there waits
@@ -122,17 +122,3 @@ class SharedMemTransport:
         if self._weights is None:
             raise NotConnected("this transport has no buffers: call register_weights(weights) on the sender first")
         return self._weights
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """See ``TransportBackend``: nothing to do."""
-
-    def setup_connection_and_weights_on_receiver(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
-        model: nn.Module | None = None,
-        strategy: WeightStrategy | None = None,
-    ) -> Any | None:
-        """See ``TransportBackend``: the first weights arrive by ``receive_weights``."""
-        return None

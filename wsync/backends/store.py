@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any, ClassVar, Unpack
 
 from torch import nn
@@ -13,11 +12,10 @@ from wsync.errors import SyncTimeout
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender
-from wsync.sending.source import DeviceMap, Part, Source, per_worker
+from wsync.sending.source import DeviceMap, Source
 from wsync.store.receiving import StoreReceiveChannel
 from wsync.store.sending import SAME_WEIGHTS, StoreSendChannel, publish
 from wsync.store.versions import VersionStore
-from wsync.transforms.chain import compose
 from wsync.transforms.delta import delta_of
 from wsync.transport import apply_received
 from wsync.weights.packing import packed
@@ -68,7 +66,6 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self.url = url
         self.keep = keep
         self.durable = durable
-        # workers wait in connect for this version or a newer one; 0: they do not wait. Travels in the pickle
         # Of workers that have this scheme, pickled: the oldest version that they use, and whether they wait for it.
         self._first_version, self._begins_with_weights = 1, True
 
@@ -105,12 +102,8 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self._sent_model_id = model_id
         return sender
 
-    def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
-        if device_map_fn is not None:
-            raise ValueError(f"{SAME_WEIGHTS}: device_map_fn cannot be used")
-        if len(per_worker(weights) or ()) > 1:
-            raise ValueError(f"{SAME_WEIGHTS}: weights per worker cannot be used")
-        return SameWeightsSource(weights, self.strategy, transform=compose(self.send_transform, "send_transform"))
+    def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
+        return super()._make_source(model_id, weights, device_map_fn, one_for_all=SAME_WEIGHTS, **options)
 
     def _open_receiver(self, model_id: str) -> StoreReceiveChannel:
         store = VersionStore(self._folder(model_id))
@@ -123,16 +116,6 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         """See ``WeightSyncScheme``."""
         super().shutdown()
         self._first_version, self._begins_with_weights = 1, True
-
-
-class SameWeightsSource(Source):
-    """A ``Source`` that has the same weights for all workers."""
-
-    def parts(self, weights: object, *arguments: Any, **options: Any) -> Iterable[Part]:
-        """See ``Source``; weights per worker are refused before any are packed."""
-        if len(per_worker(weights) or ()) > 1:
-            raise ValueError(f"{SAME_WEIGHTS}: weights per worker cannot be used")
-        return super().parts(weights, *arguments, **options)
 
 
 class StoreTransport:

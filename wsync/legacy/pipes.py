@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from wsync.control import Address
 from wsync.deadlines import deadline_in, milliseconds, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.legacy.names import weights_of
 from wsync.roles import ReceiverRole, SenderRole
 from wsync.transport import SenderEnd, TransportBackend
 from wsync.types import RemoteWorker
+from wsync.weights.snapshot import weights_of
 
 if TYPE_CHECKING:
     from wsync.scheme import WeightSyncScheme

@@ -73,13 +73,15 @@ class Source:
         registered_weights: the registered buffers, as the user has given them. Weights that all workers are sent are
             also written into them, as they are before the transform.
         transform: applied to the weights before they are packed.
+        one_for_all: why all workers get the same weights: the error where a map is given, or weights per worker.
+        undefined: why no weights define the layout: the error of ``first``.
 
     Attributes:
         shared_buffers: the registered buffers, if they are in shared memory; the sender then writes them.
 
     Raises:
         TypeError: the weights, or the map, are of a wrong type.
-        ValueError: weights per worker together with a map that would make them.
+        ValueError: weights per worker together with a map that would make them; or ``one_for_all``.
     """
 
     def __init__(
@@ -91,13 +93,21 @@ class Source:
         own_buffers: bool = False,
         registered_weights: TensorDictBase | None = None,
         transform: Chain | None = None,
+        one_for_all: str = "",
+        undefined: str = "",
     ) -> None:
+        if one_for_all and device_map_fn is not None:
+            raise ValueError(f"{one_for_all}: device_map_fn cannot be used")
         if weights is not None and not isinstance(weights, nn.Module | TensorDictBase | Mapping):
             raise no_weights(weights)
         if device_map_fn is not None and not callable(device_map_fn):
             raise TypeError(f"device_map_fn is a function of a worker's index and weights, not {device_map_fn!r}")
         if device_map_fn is not None and per_worker(weights) is not None:
             raise ValueError("these are each worker's own weights already: leave device_map_fn out")
+        self._one_for_all = one_for_all
+        self._undefined = undefined
+        if one_for_all:
+            self._require_same(per_worker(weights) or {})
         self.weights = registered_weights if weights is None else weights
         self.registered_weights = registered_weights
         self.shared_buffers: RegisteredBuffers | None = None
@@ -111,6 +121,10 @@ class Source:
         self._fallback_reader = Reader()  # reads ``weights``, for those that an update lacks
         self._same_for_all = device_map_fn is None and registered_weights is None and not own_buffers
 
+    def _require_same(self, by_worker: Mapping[int, Any]) -> None:
+        if self._one_for_all and len(by_worker) > 1:
+            raise ValueError(f"{self._one_for_all}: weights per worker cannot be used")
+
     @property
     def changes_weights(self) -> bool:
         """Whether other weights are sent than those given: made by a ``device_map_fn`` or a ``send_transform``."""
@@ -120,8 +134,10 @@ class Source:
         """Return one worker's weights, which define the layout.
 
         Raises:
-            NotConnected: there are none yet.
+            NotConnected: there are none yet; or ``undefined``.
         """
+        if self._undefined:
+            raise NotConnected(self._undefined)
         given = self._given(weights)
         by_worker = per_worker(given)
         one = self._reader.read(given if by_worker is None else next(iter(by_worker.values())))
@@ -188,11 +204,12 @@ class Source:
         Raises:
             LayoutMismatch: some weights do not fit.
             NotConnected: there are none.
-            ValueError: weights per worker lack one of ``workers``, or name another.
+            ValueError: weights per worker lack one of ``workers``, or name another; or ``one_for_all``.
         """
         given = self._given(weights)
         by_worker = per_worker(given)
         if by_worker is not None:
+            self._require_same(by_worker)
             if weights is None:
                 by_worker = {worker: own for worker, own in by_worker.items() if worker in workers or worker in absent}
             wrong = sorted((by_worker.keys() ^ set(workers)) - set(absent))

@@ -204,6 +204,29 @@ def no_weights(source: object) -> TypeError:
     return TypeError(f"weights are a torch.nn.Module, a TensorDict or a state dict, not a {type(source).__name__}")
 
 
+def weights_of(first: Any, second: Any, model_id: str | None = None) -> Any:
+    """Return the weights in ``send_weights(weights)`` or, of the older API, ``send_weights(model_id, weights)``.
+
+    Args:
+        first: the first argument.
+        second: the second one; None if there is none.
+        model_id: the model id of the transport's model, where it is known.
+
+    Raises:
+        TypeError: two arguments, and the first is no name.
+        ValueError: the name is another model's.
+    """
+    if not isinstance(first, str):
+        if second is not None:
+            raise TypeError(
+                f"send_weights(weights) or send_weights(model_id, weights), not ({type(first).__name__}, …)"
+            )
+        return first
+    if model_id is not None and first != model_id:
+        raise ValueError(f"this transport carries the model '{model_id}', not '{first}'")
+    return second
+
+
 def _is_extra(name: str) -> bool:
     return name == EXTRA or name.endswith("." + EXTRA)
 
