@@ -203,8 +203,8 @@ class WeightSyncScheme(SchemeBase):
     ) -> SyncReport | None:
         """Deliver an update. When this returns, every forward that starts later in a worker uses it.
 
-        It returns what the update has cost. With ``sync=False`` it is ``send_async``, and returns None.
-        With ``initiator="receiver"`` it only makes the version available; the backend ``store`` writes it to a file.
+        It returns what the update has cost. With ``sync=False`` it is ``send_async``, and returns None. With
+        ``initiator="receiver"`` it only makes the version available; the backend ``store`` writes it to a file.
 
         Args:
             weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads the model (or the
@@ -268,10 +268,9 @@ class WeightSyncScheme(SchemeBase):
     def shutdown(self) -> None:
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
 
-        Updates that were sent without waiting may not arrive any more: call ``wait_async`` first. On the sender this
-        waits until a call in another thread has ended; then up to five seconds until the queued messages are in the
-        sockets, or until HTTP requests have ended, and up to two for each thread of a transport. In a worker, no other
-        thread may be in a call of the scheme meanwhile, except ``receive``, which then returns None, and ``pull``.
+        Updates sent without waiting may not arrive any more: call ``wait_async`` first. The sender waits until a call
+        in another thread has ended; then up to five seconds for queued messages and HTTP requests, and up to two for
+        each thread of a transport. In a worker, other threads may be in ``receive``, which returns None, and ``pull``.
 
         Raises:
             RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.

@@ -146,7 +146,7 @@ class SchemeBase(ABC):
         """Open the listening socket, and set ``_address`` and ``_sent_model_id``."""
         listener, address = self.create_rendezvous().open()
         sender = assembly.make_sender(self, source, num_workers, listener)
-        self._address, self._sent_model_id = address, model_id
+        self._address, self._sent_model_id = address, model_id  # last: they are not set if this fails
         return sender
 
     def _open_receiver(self, model_id: str) -> RequestChannel:
@@ -224,10 +224,7 @@ class SchemeBase(ABC):
 
     @property
     def sent_version(self) -> int:
-        """On a sender the newest version that workers were given: ``version`` also counts numbers that none was given.
-
-        On a receiver the same as ``version``. 0 before the first.
-        """
+        """On a sender the newest version that workers were given, 0 before the first; on a receiver ``version``."""
         return self._role.sent_version
 
     @property
