@@ -119,18 +119,6 @@ class RayConfig(RemoteConfig):
     scheduling_strategy: str = "DEFAULT"
 
 
-@dataclass
-class ChaosConfig:
-    """Faults that are injected into the workers of a run; see ``collectors.chaos.Monkey``."""
-
-    _target_: str = "collectors.chaos.Monkey"
-    faults: list[str] = field(default_factory=list)
-    rate: float = 12.0
-    seed: int = 1
-    pause: float = 2.0
-    limit: int | None = None
-
-
 BUNDLED: dict[str, CollectorConfig] = {
     "single": SingleConfig(),
     "multi_sync": MultiSyncConfig(),
@@ -177,8 +165,7 @@ def _kind(collector: Any) -> tuple[str, bool | None] | None:
 
 
 def register_configs() -> None:
-    """Add the groups ``env``, ``collector`` and ``chaos`` to Hydra's ConfigStore, as ``base_<name>``."""
+    """Add the groups ``env`` and ``collector`` to Hydra's ConfigStore, as ``base_<name>``."""
     store_once("env", "base_gym", EnvConfig)
     for name in ("single", "multi_sync", "multi_async", "distributed", "rpc", "ray"):
         store_once("collector", f"base_{name}", type(BUNDLED[name]))
-    store_once("chaos", "base_chaos", ChaosConfig)

@@ -68,7 +68,7 @@ class EngineApp:
             protocol.INIT: (weights.initialise, "Weight transfer initialized"),
             protocol.START: (weights.start, "Weight update started"),
             protocol.UPDATE: (weights.add, "Weights updated"),
-            protocol.FINISH: (lambda fields: weights.finish(fields, generations.installed), "Weight update finished"),
+            protocol.FINISH: (weights.finish, "Weight update finished"),
         }
         self._controls: Mapping[str, Callable[[Mapping[str, Sequence[str]]], Awaitable[Mapping[str, Any]]]] = {
             protocol.PAUSE: self._pause_generation,
@@ -297,4 +297,4 @@ def engine_app(
     if destination.module is not None:
         gate_model(destination.module)
     weights = EngineWeights(destination, version, max_bytes)
-    return EngineApp(weights, token, pause, resume, Generations(version, pause_limit))
+    return EngineApp(weights, token, pause, resume, Generations(lambda: weights.version, pause_limit))

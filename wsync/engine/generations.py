@@ -63,7 +63,7 @@ class Generation:
             owner._steps += 1
         try:
             with process_gate().hold():
-                version = owner._version
+                version = owner._version()
                 yield
             spans, start = self.weight_versions, self._steps
             self._steps += 1
@@ -80,12 +80,12 @@ class Generations:
     """All generations of one engine.
 
     Args:
-        version: the name of the engine's weights.
+        version: returns the name of the engine's weights, which changes inside the gate.
         pause_limit: seconds after which a pause ends by itself: its trainer may have been killed. None for no limit.
     """
 
-    def __init__(self, version: str, pause_limit: float | None) -> None:
-        self._version = version  # changes inside the gate
+    def __init__(self, version: Callable[[], str], pause_limit: float | None) -> None:
+        self._version = version
         self._pause_limit = pause_limit
         self._changed = threading.Condition()
         self._running: set[Generation] = set()
@@ -93,10 +93,6 @@ class Generations:
         self._mode: PauseMode | None = None  # while paused
         self._pauses = 0
         self._limit: float | None = None  # when the pause ends by itself
-
-    def installed(self, version: str) -> None:
-        """Record a new version. Called inside the gate."""
-        self._version = version
 
     @property
     def paused(self) -> bool:

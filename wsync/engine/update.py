@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -189,12 +189,8 @@ class EngineWeights:
                 raise Refused(422, f"LayoutMismatch: {misfit}")
             session.keep(protocol.as_tensor(content), entries)
 
-    def finish(self, fields: Mapping[str, Any], installed: Callable[[str], None]) -> dict[str, Any]:
+    def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Phase 4: check that the version is whole, then load it inside the gate.
-
-        Args:
-            fields: the fields of the request.
-            installed: called inside the gate with the version's name, after it has been loaded.
 
         Returns:
             ``weight_version``, ``wait_seconds`` for the gate, and ``apply_seconds``.
@@ -215,11 +211,9 @@ class EngineWeights:
             assert version is not None, "_begun() has checked it"
             session.held = version
             asked = time.perf_counter()
-            return process_gate().call_without_forward(self._install, session, version, asked, installed)
+            return process_gate().call_without_forward(self._install, session, version, asked)
 
-    def _install(
-        self, session: _Session, version: str, asked: float, installed: Callable[[str], None]
-    ) -> dict[str, Any]:
+    def _install(self, session: _Session, version: str, asked: float) -> dict[str, Any]:
         began = time.perf_counter()
         try:
             session.target.install(session.views)
@@ -229,7 +223,6 @@ class EngineWeights:
             raise
         self._guard.set("")
         self.version = version
-        installed(version)
         seconds = {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
         return {"weight_version": version, **seconds}
 
