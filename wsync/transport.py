@@ -285,14 +285,15 @@ def require_transport(made: object) -> TransportBackend | FlatTransport:
     """Return what ``create_transport`` has returned.
 
     Raises:
-        TypeError: it is no transport; names the methods that it lacks.
+        TypeError: it is no transport; names what it lacks.
     """
     if isinstance(made, (TransportBackend, FlatTransport)):
         return made
-    lacking = [name for name, value in vars(TransportBackend).items() if name[0] != "_" and callable(value)]
-    lacking = [name for name in lacking if not callable(getattr(made, name, None))]
-    what = f"create_transport() returned {made!r}, which lacks the method(s) {', '.join(lacking)}"
-    raise TypeError(f"{what}; a class for the sender's end derives from wsync.transport.SenderEnd")
+    kind = FlatTransport if hasattr(made, "begin_send") else TransportBackend
+    needed = [name for name in (*kind.__annotations__, *vars(kind)) if name[0] != "_"]
+    what = ", ".join(name for name in needed if not hasattr(made, name))
+    hint = "" if kind is FlatTransport else "; a class for the sender's end derives from wsync.transport.SenderEnd"
+    raise TypeError(f"create_transport() returned {made!r}, which lacks {what} of wsync.{kind.__name__}{hint}")
 
 
 TransportFactory = Callable[[int], TransportBackend | FlatTransport]
