@@ -1,8 +1,7 @@
 """The interfaces of transports, which carry weights from a sender to a worker. ``TransportBackend`` is TorchRL's name.
 
-A custom backend is a class with the four methods of ``TransportBackend``, and a scheme that returns it from
-``create_transport``. A class that derives from ``TransportBackend`` may leave out the two set-up methods, which do
-nothing::
+A custom backend is a class with the four methods of ``TransportBackend`` (a class that derives from it may leave out
+the two set-up methods), and a scheme that returns it from ``create_transport``::
 
     class MyScheme(WeightSyncScheme):
         name = "mine"
@@ -10,10 +9,8 @@ nothing::
         def create_transport(self, worker_idx=None):
             return MyTransport(self.folder, worker_idx)
 
-Versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates are not a transport's concern: the
-scheme handles them.
-
-A ``TransportBackend`` with resources to release has a method ``close`` as well (``Closable``).
+The scheme handles versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates. A
+``TransportBackend`` with resources to release has a method ``close`` as well (``Closable``).
 
 A ``FlatTransport`` is for a medium that sends one tensor asynchronously, such as a process group. It takes the place of
 a ``TransportBackend``: instead of a TensorDict or state dict it is given the flat buffer into which all weights are
@@ -23,6 +20,7 @@ connection.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol, runtime_checkable
@@ -82,6 +80,7 @@ class TransportBackend(Protocol):
             The first weights, or None.
         """
 
+    @abstractmethod
     def send_weights(self, weights: Any) -> None:
         """Send one version to the worker.
 
@@ -101,6 +100,7 @@ class TransportBackend(Protocol):
         """
         ...
 
+    @abstractmethod
     def receive_weights(
         self,
         timeout: float | None = None,
