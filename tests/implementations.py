@@ -61,6 +61,6 @@ def new_arena(layout: Layout, workers: int) -> SenderArena:
 
 def worker_arena(arena: SenderArena) -> WorkerArena:
     """A worker's view of an arena."""
-    opened = WorkerArena(arena.workers, (os.dup(arena.fds[0]), os.dup(arena.fds[1])))
+    opened = WorkerArena(arena.num_workers, (os.dup(arena.fds[0]), os.dup(arena.fds[1])))
     opened.set_layout(arena.layout)
     return opened

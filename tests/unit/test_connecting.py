@@ -86,7 +86,7 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("settings", [b"[]", SenderSettings(None, None, workers=1).dump().replace(b"1", b"-1")])
+@pytest.mark.parametrize("settings", [b"[]", SenderSettings(None, None, num_workers=1).dump().replace(b"1", b"-1")])
 def test_descriptors_that_come_with_invalid_settings_are_closed(settings: bytes, pipe: tuple[int, int]) -> None:
     targets = {os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in pipe}
 

@@ -35,7 +35,7 @@ class SenderSettings:
         layout: the layout of the weights (its fields: see ``Layout``); None until the sender has some.
         checksum: which updates have a checksum. True: all. None: all but those in the arena. False: none
             but those of a ``TransportBackend``, which always have one.
-        workers: the number of workers.
+        num_workers: the number of workers.
         connection_number: how many connections were accepted with this index, this one included; 0 where it is not
             used.
         arena_handle: where a process on the same machine finds the sender's arena of shared memory: the sender's
@@ -46,7 +46,7 @@ class SenderSettings:
 
     layout: Layout | None
     checksum: bool | None
-    workers: int = 1
+    num_workers: int = 1
     connection_number: int = 0
     arena_handle: tuple[int, int, int, str] | None = None
     delta: bool = False
@@ -54,7 +54,7 @@ class SenderSettings:
     def dump(self) -> bytes:
         """Return the settings as bytes."""
         layout = None if self.layout is None else _plain(self.layout)
-        fields = [layout, self.checksum, self.workers, self.connection_number, self.arena_handle, self.delta]
+        fields = [layout, self.checksum, self.num_workers, self.connection_number, self.arena_handle, self.delta]
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
@@ -64,7 +64,7 @@ class SenderSettings:
         Raises:
             ValueError: ``data`` is malformed, or the layout exceeds its buffer; says why.
         """
-        layout, checksum, workers, connection_number, arena_handle, delta = _list(_parse(data), 6, "settings")
+        layout, checksum, num_workers, connection_number, arena_handle, delta = _list(_parse(data), 6, "settings")
         if not isinstance(checksum, bool | None):
             raise ValueError("checksum must be a bool or null")
         if not isinstance(delta, bool):
@@ -72,7 +72,7 @@ class SenderSettings:
         return cls(
             None if layout is None else _layout(layout),
             checksum,
-            _number(workers, 1, "workers"),
+            _number(num_workers, 1, "num_workers"),
             _number(connection_number, 0, "connection_number"),
             None if arena_handle is None else _arena_handle(arena_handle),
             delta,

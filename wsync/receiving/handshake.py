@@ -50,8 +50,8 @@ def settings_in(accepted: Message, worker: int) -> SenderSettings:
     """
     try:
         settings = SenderSettings.load(accepted.payload)
-        if worker >= settings.workers:
-            raise ValueError(f"there is no worker {worker} of {settings.workers}")
+        if worker >= settings.num_workers:
+            raise ValueError(f"there is no worker {worker} of {settings.num_workers}")
     except ValueError:
         for descriptor in accepted.fds:
             os.close(descriptor)
@@ -140,7 +140,7 @@ class ReaderFactory:
         try:
             if settings.arena_handle is not None:
                 connection.send(Message(Kind.ROUTE, worker, int(files is not None)))  # see ``Kind.ROUTE``
-            return None if files is None else WorkerArena(settings.workers, files)
+            return None if files is None else WorkerArena(settings.num_workers, files)
         except BaseException:  # also Ctrl-C: the descriptors have no other owner yet
             for descriptor in files or ():
                 os.close(descriptor)

@@ -103,7 +103,7 @@ class Arena:
     """One process's mapping of the slots. Base class of ``SenderArena`` and ``WorkerArena``.
 
     Args:
-        workers: the number of workers.
+        num_workers: the number of workers.
         fds: the two memory files.
 
     Attributes:
@@ -113,11 +113,11 @@ class Arena:
             and the compiled fast path of a worker installs with it.
     """
 
-    def __init__(self, workers: int, fds: tuple[int, int]) -> None:
-        self.workers = workers
+    def __init__(self, num_workers: int, fds: tuple[int, int]) -> None:
+        self.num_workers = num_workers
         self.fds = fds
         self.plans: list[PackPlan] = []
-        self._slots_offset = whole_pages(words_of_arena(workers) * 8)
+        self._slots_offset = whole_pages(words_of_arena(num_workers) * 8)
         self._layout: Layout | None = None
         self._slot_size = 0
         self._mapping_lock = threading.Lock()  # in a worker, two threads may map a slot at the same time
@@ -180,7 +180,7 @@ class Arena:
 
     def read_extra(self, slot: int) -> bytes:
         """Return a slot's extra state."""
-        size, extra = self.words[record_at(self.workers, slot) + SLOT_EXTRA_SIZE], bytearray()
+        size, extra = self.words[record_at(self.num_workers, slot) + SLOT_EXTRA_SIZE], bytearray()
         while len(extra) < size:  # Linux reads less than 2 GiB at once
             part = os.pread(self.fds[1], size - len(extra), slot * _EXTRA_SPAN + len(extra))
             if not part:
@@ -205,21 +205,21 @@ class SenderArena(Arena):
     meanwhile.
 
     Args:
-        workers: the number of workers.
+        num_workers: the number of workers.
 
     Attributes:
         writer: the operations on the words.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, num_workers: int) -> None:
         self._name = f"wsync-{secrets.token_hex(16)}"
         with ExitStack() as opened:
-            words = memory_file(self._name, whole_pages(words_of_arena(workers) * 8))
+            words = memory_file(self._name, whole_pages(words_of_arena(num_workers) * 8))
             opened.callback(os.close, words)
             extra = memory_file("wsync-extra")
             opened.callback(os.close, extra)
-            super().__init__(workers, (words, extra))
-            self.writer = ArenaWriter(self.words, workers)
+            super().__init__(num_workers, (words, extra))
+            self.writer = ArenaWriter(self.words, num_workers)
             self.writer.initialise()
             opened.pop_all()  # ``close`` closes them
 
@@ -243,7 +243,7 @@ class SenderArena(Arena):
 
     def published_slots(self) -> list[int]:
         """Return the slots that published words name, without duplicates."""
-        words = [self.writer.published(worker) for worker in range(self.workers)]
+        words = [self.writer.published(worker) for worker in range(self.num_workers)]
         return sorted({slot for version, slot in words if version})
 
     def write_extra(self, slot: int, blob: bytes) -> None:
@@ -253,11 +253,11 @@ class SenderArena(Arena):
             WeightSyncError: the machine has no memory left for it.
         """
         write_at(self.fds[1], blob, slot * _EXTRA_SPAN)
-        self.words[record_at(self.workers, slot) + SLOT_EXTRA_SIZE] = len(blob)
+        self.words[record_at(self.num_workers, slot) + SLOT_EXTRA_SIZE] = len(blob)
 
     def write_checksum(self, slot: int, extra: bytes) -> None:
         """Store the checksum of what was packed into a slot."""
-        at = record_at(self.workers, slot) + SLOT_CHECKSUM
+        at = record_at(self.num_workers, slot) + SLOT_CHECKSUM
         self._unsigned_words[at] = checksum_of(self.buffer(slot).flat, extra)
 
 
@@ -279,9 +279,9 @@ class WorkerArena(Arena):
 
     def slot_version(self, slot: int) -> int:
         """Return the version of the weights in a slot; 0 while the sender writes to it."""
-        return self.words[record_at(self.workers, slot) + SLOT_VERSION]
+        return self.words[record_at(self.num_workers, slot) + SLOT_VERSION]
 
     def find_damage(self, version: int, slot: int, extra: bytes) -> str:
         """Compare a slot with its checksum; return a description of the damage, empty if there is none."""
-        checksum = self._unsigned_words[record_at(self.workers, slot) + SLOT_CHECKSUM]
+        checksum = self._unsigned_words[record_at(self.num_workers, slot) + SLOT_CHECKSUM]
         return find_damage(version, self.buffer(slot).flat, extra, checksum)
