@@ -6,9 +6,6 @@ import inspect
 from collections.abc import Container, Sequence
 from typing import Literal, TypedDict, Unpack
 
-import torch
-
-from wsync.process_group import check_backend, device_of
 from wsync.transforms.chain import Transform
 
 __all__ = ["SchemeOptions"]
@@ -21,24 +18,6 @@ class SchemeOptions(TypedDict, total=False):
     receive_transform: Transform | Sequence[Transform] | None
     initiator: Literal["sender", "receiver"]
     max_staleness: int | None
-
-
-class GroupOptions:
-    """The options of a scheme whose weights may go through a process group. A base before ``WeightSyncScheme``."""
-
-    def _set_group_options(self, backend: str, host: str, checksum: bool | None, shared_memory: bool) -> None:
-        self.backend = check_backend(backend)
-        self.host = host
-        self.checksum = checksum
-        self.shared_memory = shared_memory
-
-    @property
-    def device(self) -> torch.device:
-        """See ``WeightSyncScheme``."""
-        return device_of(self.backend)
-
-    def _uses_arena(self) -> bool:
-        return self.shared_memory and self.backend == "gloo"
 
 
 def full_signature(scheme: type) -> inspect.Signature:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Unpack
 
+import torch
 from torch import distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from wsync.options import GroupOptions, SchemeOptions
-from wsync.process_group import DistributedTransport
+from wsync.options import SchemeOptions
+from wsync.process_group import DistributedTransport, check_backend, device_of
 from wsync.rendezvous import TorchStoreRendezvous
 from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
 
 
-class DistributedWeightSyncScheme(GroupOptions, WeightSyncScheme):
+class DistributedWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization over ``torch.distributed``.
 
     A worker finds the sender by the pickled scheme. Where each process makes its own scheme (``torchrun``), the
@@ -64,7 +65,10 @@ class DistributedWeightSyncScheme(GroupOptions, WeightSyncScheme):
         **options: Unpack[SchemeOptions],
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
-        self._set_group_options(backend, host, checksum, shared_memory)
+        self.backend = check_backend(backend)
+        self.host = host
+        self.checksum = checksum
+        self.shared_memory = shared_memory
         self._group = group
         self._rendezvous = TorchStoreRendezvous(host, store)
 
@@ -76,8 +80,13 @@ class DistributedWeightSyncScheme(GroupOptions, WeightSyncScheme):
         """See ``WeightSyncScheme``."""
         return self._rendezvous
 
+    @property
+    def device(self) -> torch.device:
+        """See ``WeightSyncScheme``."""
+        return device_of(self.backend)
+
     def _uses_arena(self) -> bool:
-        return super()._uses_arena() and self._group is None
+        return self.shared_memory and self.backend == "gloo" and self._group is None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address; a group belongs to this process."""

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Unpack, runtime_checkable
 
+import torch
+
 from wsync.control.processes import Process, Processes
 from wsync.errors import NotConnected, WeightSyncError, missing_extra
-from wsync.options import GroupOptions, SchemeOptions
-from wsync.process_group import DistributedTransport
+from wsync.options import SchemeOptions
+from wsync.process_group import DistributedTransport, check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
@@ -64,7 +66,7 @@ class RayTransport(DistributedTransport):
         self.remote_actor = remote_actor
 
 
-class RayWeightSyncScheme(GroupOptions, WeightSyncScheme):
+class RayWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization to Ray actors.
 
     Given actors (``init_on_sender(..., actors=[…])``), the sender alone drives both ends: ``connect()`` has each actor
@@ -101,7 +103,10 @@ class RayWeightSyncScheme(GroupOptions, WeightSyncScheme):
         **options: Unpack[SchemeOptions],
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
-        self._set_group_options(backend, host, checksum, shared_memory)
+        self.backend = check_backend(backend)
+        self.host = host
+        self.checksum = checksum
+        self.shared_memory = shared_memory
         if transport not in ("group", "object_store"):
             raise ValueError(f"transport is 'group' or 'object_store', not {transport!r}")
         if transport == "object_store" and backend == "nccl":
@@ -128,8 +133,13 @@ class RayWeightSyncScheme(GroupOptions, WeightSyncScheme):
 
         return SocketRendezvous(get_node_ip_address())
 
+    @property
+    def device(self) -> torch.device:
+        """See ``WeightSyncScheme``."""
+        return device_of(self.backend)
+
     def _uses_arena(self) -> bool:
-        return super()._uses_arena() and self.transport == "group"
+        return self.shared_memory and self.backend == "gloo" and self.transport == "group"
 
     def init_on_sender(
         self,

@@ -10,14 +10,15 @@ import secrets
 from typing import Any, ClassVar, Unpack
 from weakref import WeakValueDictionary
 
+import torch
 from torch.distributed import rpc
 
 from wsync.control import Address, Connection, Listener, connect
 from wsync.control.processes import Processes
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.options import GroupOptions, SchemeOptions
-from wsync.process_group import DistributedTransport
+from wsync.options import SchemeOptions
+from wsync.process_group import DistributedTransport, check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
 from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
@@ -112,7 +113,7 @@ class RPCTransport(DistributedTransport):
         self.collector_class = collector_class
 
 
-class RPCWeightSyncScheme(GroupOptions, WeightSyncScheme):
+class RPCWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization between members of a ``torch.distributed.rpc`` group.
 
     ``init_rpc`` has been called in all of them. The first weights are delivered by the first ``send``.
@@ -143,7 +144,10 @@ class RPCWeightSyncScheme(GroupOptions, WeightSyncScheme):
         **options: Unpack[SchemeOptions],
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
-        self._set_group_options(backend, host, checksum, shared_memory)
+        self.backend = check_backend(backend)
+        self.host = host
+        self.checksum = checksum
+        self.shared_memory = shared_memory
         self.trainer = trainer
 
     def create_transport(self, worker_idx: int | None = None) -> RPCTransport:
@@ -153,6 +157,14 @@ class RPCWeightSyncScheme(GroupOptions, WeightSyncScheme):
     def create_rendezvous(self) -> RpcRendezvous:
         """See ``WeightSyncScheme``."""
         return RpcRendezvous(self.host, self.trainer)
+
+    @property
+    def device(self) -> torch.device:
+        """See ``WeightSyncScheme``."""
+        return device_of(self.backend)
+
+    def _uses_arena(self) -> bool:
+        return self.shared_memory and self.backend == "gloo"
 
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
