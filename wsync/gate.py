@@ -1,7 +1,7 @@
 """The gate: no model changes while its forward runs.
 
 There is one re-entrant gate per process, for all synchronised models in it. A forward of a gated model holds it. Each
-model has a *hook*, the object that installs its updates (``GateHook``). Further hooks serve registered buffers
+model has a *hook*, the object that installs its updates (``GateHook``). Further hooks serve registered weights
 (``register_shared_weights``), and refuse the forwards of a model with mixed weights (``MixedWeightsGuard``).
 When a thread that does not hold the gate yet enters it, and only then, the gate has each hook install a pending update;
 so a forward sees one version from its first layer to its last. When the thread leaves the gate, each hook releases what

@@ -64,7 +64,7 @@ class Receiver:
         # Handles messages and installs updates: without the arena the updater itself, with it a ``WorkerSlot``, which
         # calls the updater.
         self._handler: ModelUpdater | WorkerSlot = self.updater
-        # Attached to the gate: for the handler, and for registered buffers (``shm/registered.py``) if there are any.
+        # Attached to the gate: for the handler, and for registered weights (``shm/registered.py``) if there are any.
         self._hooks: list[GateHook] = []
 
     # --- connect and close ---
@@ -138,7 +138,7 @@ class Receiver:
         arena_reader, policy = self._channel.arena, self.updater.install_policy
         self._handler = self.updater if arena_reader is None else arena_reader.handler_for(self.updater)
         self._hooks = [policy.gate_hook(self._handler)]
-        memory = None if arena_reader is None else arena_reader.registered_buffers()
+        memory = None if arena_reader is None else arena_reader.registered_weights()
         if memory is not None:
             self._hooks.append(RegisteredBufferBinder(memory, self.updater))
         for hook in self._hooks:

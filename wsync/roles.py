@@ -110,7 +110,7 @@ class Role:
         """On a receiver: whether the sender has shut down."""
         return False
 
-    def initial_weights(self) -> Any:
+    def source_weights(self) -> Any:
         """Return what ``send()`` without arguments reads: a model, weights, ``{worker: weights}`` or None.
 
         Raises:
@@ -284,7 +284,7 @@ def prepared_weights(role: Role, weights: Any, model_id: str, strategy: WeightSt
         NotConnected: there are none.
     """
     if weights is None:
-        weights = role.initial_weights() if context is None else find_model(context, model_id)
+        weights = role.source_weights() if context is None else find_model(context, model_id)
     if weights is None:
         raise NotConnected(f"there are no weights of '{model_id}' to prepare: give weights or a context")
     return extracted(weights, strategy)

@@ -180,8 +180,8 @@ class FlatTransport(Protocol):
         """Connect this end to the other end.
 
         Called once per connection at each end, in a thread for this call only. Both calls run at the same time. If one
-        end fails (an error, the deadline, the death of the peer), so does the other: ``store`` then raises in each
-        call. Whatever else this method waits for has to end by ``deadline``. After a failure, ``close`` is called.
+        end fails (an error, the deadline, the death of the peer), later calls of ``store`` raise at the other end, too.
+        Whatever else this method waits for has to end by ``deadline``. After a failure, ``close`` is called.
 
         Args:
             store: a ``torch.distributed`` store that only these two processes use, for as long as this call runs at

@@ -1,4 +1,4 @@
-"""What only shared memory has: registered buffers, slots per worker, and memory that processes share."""
+"""What only shared memory has: registered weights, slots per worker, and memory that processes share."""
 
 from __future__ import annotations
 
@@ -387,7 +387,7 @@ def test_an_interrupted_receive_leaves_no_lock_held(shared: SharedMemory) -> Non
         assert session.outputs() == [2]
 
 
-# --- registered buffers that lie in shared memory already ---
+# --- registered weights that lie in shared memory already ---
 
 
 class Scaled(Small):

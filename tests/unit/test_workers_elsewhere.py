@@ -278,7 +278,7 @@ def test_an_update_that_a_worker_lacks_is_not_undone_by_the_registered_buffers(l
             stack.enter_context(workers[1])
             with pytest.raises(wsync.WorkerFailed, match="ArithmeticError"):
                 sender.send(model_of(3))
-            with pytest.raises(wsync.WeightSyncError, match="registered buffers lack version 2"):
+            with pytest.raises(wsync.WeightSyncError, match="registered weights lack version 2"):
                 sender.send()
             sender.send(model_of(4))
             sender.send()
@@ -296,7 +296,7 @@ def test_registered_buffers_lack_an_update_while_the_arena_has_two_versions() ->
             sender.send(model_of(3))
         sender.disconnect(1)
         sender.send(model_of(4), worker_ids=[0])
-        with pytest.raises(wsync.WeightSyncError, match="registered buffers lack version 2"):
+        with pytest.raises(wsync.WeightSyncError, match="registered weights lack version 2"):
             sender.send()
         assert weights_of(workers[0]) == [4, 4]
 

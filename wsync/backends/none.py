@@ -58,7 +58,7 @@ class IdleRole(Role):
         """Return False: a forked child may use all that there is."""
         return False
 
-    def initial_weights(self) -> Any:
+    def source_weights(self) -> Any:
         """See ``Role``."""
         return self.source
 

@@ -227,12 +227,12 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         return super()._make_source(model_id, weights, device_map_fn, **options)
 
     def shutdown(self) -> None:
-        """See ``WeightSyncScheme.shutdown``; registered buffers stay the user's."""
+        """See ``WeightSyncScheme.shutdown``; registered weights stay the user's."""
         role = self._role
         super().shutdown()
         if isinstance(role, SenderRole) and role.sender.source.shared_buffers is not None:
             role.sender.source.shared_buffers.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options and the sender's address: registered buffers stay with the sender."""
+        """Return the options and the sender's address: registered weights stay with the sender."""
         return {**super().__getstate__(), "_registered": {}}

@@ -6,8 +6,8 @@ Public: collectors use it too, for connections of their own.
   they have the token of the ``Address`` before anything else is read.
 - ``Connection``: framed messages; it closes when the process on either side exits.
 - ``WorkerConnections``: a sender's connections to all workers: registration, acknowledgements, deaths.
-- ``seal`` and ``unseal``: encrypt and sign an address for places that other processes can read and write, such as a
-  store.
+- ``seal`` and ``unseal``: encrypt and authenticate an address for places that other processes can read and write, such
+  as a store.
 - ``PeerProcess``: a descriptor that is readable once a process on this machine has exited.
 """
 

@@ -193,7 +193,7 @@ class ArenaReader:
         if number == NONE or self._updater is None:
             return
         if registered is not None and registered.version == slot.version and not slot.disconnected:
-            return  # it is bound to the registered buffers, or will be before its next forward
+            return  # it is bound to the registered weights, or will be before its next forward
         with torch.inference_mode(False):  # inference tensors could not be used by autograd later
             self._updater.copy_to_own_memory(stay_unbound=True)
         versions = [self._arena.slot_version(number)] + ([] if registered is None else [registered.version])
@@ -216,7 +216,7 @@ class ArenaReader:
         if self._torn:
             raise (NotConnected if self._slot.disconnected else WeightSyncError)(self._torn)
 
-    def registered_buffers(self) -> RegisteredView | None:
+    def registered_weights(self) -> RegisteredView | None:
         """Return the buffers that the user has registered, to which the model stays bound; None if there are none."""
         self._registered = RegisteredView.of(self._arena) if self.binds else None
         return self._registered

@@ -53,7 +53,7 @@ class ModelUpdater:
         worker_idx: the worker's index; -1 before ``connect``.
         error: the traceback of the last install; empty if it did not raise.
         version, waiting: see ``SlotUpdater``. Changed by ``state``, or by the ``WorkerSlot``.
-        unbound_at_version: while the model has this version, it is not bound to registered buffers.
+        unbound_at_version: while the model has this version, it is not bound to registered weights.
         announced_at: see ``SlotUpdater``. Set outside the gate by the thread in ``process``, read and cleared inside.
     """
 
@@ -186,7 +186,7 @@ class ModelUpdater:
         Called by the thread in ``apply_weights``, by the fork hook in the forking thread, or by ``ArenaReader``.
 
         Args:
-            stay_unbound: do not bind the model to the registered buffers again before the next version.
+            stay_unbound: do not bind the model to the registered weights again before the next version.
         """
         if stay_unbound:
             self.unbound_at_version = self.version

@@ -21,7 +21,7 @@ from wsync.sending.queued_update import QueuedUpdate
 from wsync.sending.routes import Routes
 from wsync.sending.send_loop import SendLoop
 from wsync.sending.transport_fast_path import transport_fast_calls
-from wsync.shm.registered import RegisteredBuffers
+from wsync.shm.registered import RegisteredWeights
 from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
@@ -122,11 +122,11 @@ class SenderSideChannel:
         with self._lock:
             return self._routes.carried_bytes(version)
 
-    def share_registered(self, tensors: Mapping[str, Tensor]) -> RegisteredBuffers | None:
-        """Describe to the workers where registered buffers lie; None if that is not in shared memory."""
+    def share_registered(self, tensors: Mapping[str, Tensor]) -> RegisteredWeights | None:
+        """Describe to the workers where registered weights lie; None if that is not in shared memory."""
         slots = self._routes.slots
         with self._lock:
-            return None if slots is None else RegisteredBuffers.describe(slots.arena, tensors)
+            return None if slots is None else RegisteredWeights.describe(slots.arena, tensors)
 
     def published_views(self) -> list[Sequence[Tensor]]:
         """Return each slot that workers are pointed to, as new tensors."""

@@ -24,7 +24,7 @@ class InFlight:
         workers: the workers that have to acknowledge it.
         extra: the extra state of each group of workers, absent ones included.
         acknowledge: whether the sender waits for acknowledgements.
-        must_copy: whether the weights are to be copied into registered buffers once all workers have acknowledged them.
+        must_copy: whether the weights are to be copied into registered weights once all workers have acknowledged them.
         write_registered: see ``Source.registered_writer``; None once it was called.
         answers: those that ``Unawaited.collect`` has read.
     """

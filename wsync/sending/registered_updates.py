@@ -18,7 +18,7 @@ from wsync.weights.layout import Layout
 
 
 class RegisteredUpdates:
-    """Updates the registered buffers of one sender, if it has any.
+    """Updates the registered weights of one sender, if it has any.
 
     Used by the thread that calls the scheme, under the sender's lock.
 
@@ -89,6 +89,6 @@ class RegisteredUpdates:
     def error(self) -> WeightSyncError:
         """Return the error of such an update: a worker has not installed the version, and may still use the buffers."""
         return WeightSyncError(
-            f"the registered buffers lack version {self._lacking}, because not every worker has installed it: give "
+            f"the registered weights lack version {self._lacking}, because not every worker has installed it: give "
             "send() the weights"
         )

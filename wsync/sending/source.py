@@ -13,7 +13,7 @@ from wsync.errors import LayoutMismatch, NotConnected
 from wsync.sending.membership import as_plain_integer
 from wsync.sending.reader import Reader
 from wsync.sending.tensor_finders import TensorFinder, TransformedFinder
-from wsync.shm.registered import RegisteredBuffers
+from wsync.shm.registered import RegisteredWeights
 from wsync.transforms.chain import Chain
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import Snapshot, describe, no_weights, snapshot
@@ -67,17 +67,17 @@ class Source:
 
     Args:
         weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send is given its own.
-        strategy: the format that ``device_map_fn`` is given; also writes the registered buffers.
+        strategy: the format that ``device_map_fn`` is given; also writes the registered weights.
         device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
         own_buffers: whether every worker gets a part (and so a buffer) of its own, even if all parts are equal.
-        registered_weights: the registered buffers, as the user has given them. Weights that all workers are sent are
-            also written into them, as they are before the transform.
+        registered_weights: as the user has given them. Weights that all workers are sent are also written into them, as
+            they are before the transform.
         transform: applied to the weights before they are packed.
         one_for_all: why all workers get the same weights: the error where a map is given, or weights per worker.
         undefined: why no weights define the layout: the error of ``first``.
 
     Attributes:
-        shared_buffers: the registered buffers, if they are in shared memory; the sender then writes them.
+        shared_buffers: the registered weights, if they are in shared memory; the sender then writes them.
 
     Raises:
         TypeError: the weights, or the map, are of a wrong type.
@@ -110,7 +110,7 @@ class Source:
             self._require_same(per_worker(weights) or {})
         self.weights = registered_weights if weights is None else weights
         self.registered_weights = registered_weights
-        self.shared_buffers: RegisteredBuffers | None = None
+        self.shared_buffers: RegisteredWeights | None = None
         self._strategy = strategy or WeightStrategy()
         self._device_map_fn = device_map_fn
         self._own_buffers = own_buffers
@@ -228,7 +228,7 @@ class Source:
     def registered_writer(self, weights: object) -> Callable[[], None] | None:
         """Return a function that writes an update to all workers into the user's own buffers, to be called once sent.
 
-        None if they do not change with this update, or lie in shared memory: ``RegisteredBuffers`` writes those.
+        None if they do not change with this update, or lie in shared memory: ``RegisteredWeights`` writes those.
 
         Raises:
             LayoutMismatch: the weights do not fit the buffers.
@@ -251,7 +251,7 @@ class Source:
     def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
         """Return a part of a model, completed by ``rest``."""
         if not self._same_for_all:
-            raise ValueError("a partial update needs a scheme without registered buffers or weights per worker")
+            raise ValueError("a partial update needs a scheme without registered weights or weights per worker")
         some = snapshot(given).tensors
         if self._partial_transform is not None:
             some = self._partial_transform(some)

@@ -47,7 +47,7 @@ class Updates:
         timeout: seconds for each update; None for no limit.
         version: the newest version number used: sent, skipped by ``continue_from``, or failed. 0 before the first.
         acks: the acknowledgements of the workers.
-        registered_updates: keeps registered buffers up to date.
+        registered_updates: keeps registered weights up to date.
         layout: the layout that the first weights have defined; None before.
         transaction_channel: the channel; None if the workers cannot keep an update that may be aborted.
         unawaited: the updates that were sent without waiting.
@@ -96,7 +96,7 @@ class Updates:
         """Send the next version, without waiting for the workers: see ``packing``.
 
         Unless ``on_request``, acknowledgements are awaited even if ``acknowledge`` is false: if the update has extra
-        state, if a worker may not have mapped the arena yet, and before registered buffers are overwritten.
+        state, if a worker may not have mapped the arena yet, and before registered weights are overwritten.
         """
         with self.packing(weights, workers, absent, rest=rest) as (update, packed):
             # set_extra_state may raise; and until a worker has mapped the arena, its forwards do not read it.
@@ -149,7 +149,7 @@ class Updates:
 
         Raises:
             NotConnected: a transform or another function of the user's has forked, and this is the child.
-            WeightSyncError: ``weights`` is None, and the registered buffers lack the newest version.
+            WeightSyncError: ``weights`` is None, and the registered weights lack the newest version.
         """
         deadline = deadline_in(self.timeout)
         if self.registered_updates.lack_update(weights):

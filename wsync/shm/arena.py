@@ -96,7 +96,7 @@ from wsync.weights.pinned import PinnedMapping
 PREPARE_PAYLOAD = struct.Struct("<QI")  # of a PREPARE message to a worker that uses the arena: transaction, slot
 _EXTRA_SPAN = 1 << 36  # bytes of (sparse) file between the extra states of two slots
 EXTRA_END = MAX_SLOTS * _EXTRA_SPAN
-"""Where the extra states in file 2 end; the description of registered buffers follows, see ``registered.py``."""
+"""Where the extra states in file 2 end; the description of registered weights follows, see ``registered.py``."""
 
 
 class Arena:

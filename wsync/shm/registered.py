@@ -2,20 +2,20 @@
 
 Otherwise (an update was sent from other weights, and is not copied into them yet) the model is bound to a slot.
 
-The *registered buffers* (not the buffers of a module) are those given to ``SharedMemWeightSyncScheme`` by
-``register_shared_weights``, or as its ``policy_weights``. They lie in memory files (``share_memory_()``,
-``memmap_()``); if they do not, workers are not bound to them. The arena's second file records their location, after the
-extra states::
+The *registered weights* are those given to ``SharedMemWeightSyncScheme`` by ``register_shared_weights``, or as its
+``policy_weights``. They lie in memory files (``share_memory_()``, ``memmap_()``); if they do not, workers are not bound
+to them. The arena's second file records their location, after the extra states::
 
-    page   one word: the version of the weights in the buffers
+    page   one word: the version of the registered weights
     JSON   the files' descriptors in the sender's process, and the place, dtype, shape and strides of each tensor
 
-Every update is packed into a slot. If it was packed from the buffers, the sender stores its version in the word, and
+Every update is packed into a slot. If it was packed from them, the sender stores its version in the word, and
 then publishes the update. Otherwise the sender publishes the update first, and waits until every worker has
-acknowledged it: no forward uses the buffers then. It copies the weights into the buffers, and then stores the word.
+acknowledged it: no forward uses the registered weights then. It copies the new values into them, and then stores the
+word.
 
-A worker binds its model to the buffers again on the way into a forward, if the word names the version that the model
-has. ``send`` never changes the buffers during a forward of a connected worker; the user's own writes can.
+A worker binds its model to them again on the way into a forward, if the word names the version that the model has.
+``send`` never changes them during a forward of a connected worker; the user's own writes can.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _open(mapping: _Mapping) -> int | None:
     return None
 
 
-class RegisteredBuffers:
+class RegisteredWeights:
     """The sender's end. Made by ``init_on_sender``; afterwards called under the sender's lock: see ``SenderArena``.
 
     Args:
@@ -95,7 +95,7 @@ class RegisteredBuffers:
         self._word = memoryview(mmap.mmap(arena.fds[1], mmap.PAGESIZE, offset=EXTRA_END)).cast("q")
 
     @classmethod
-    def describe(cls, arena: SenderArena, tensors: Mapping[str, Tensor]) -> RegisteredBuffers | None:
+    def describe(cls, arena: SenderArena, tensors: Mapping[str, Tensor]) -> RegisteredWeights | None:
         """Describe to the workers of ``arena`` where ``tensors`` lie; None if not all lie in shared memory files.
 
         Raises:
