@@ -2,7 +2,7 @@
 
 There is one re-entrant gate per process, for all synchronised models in it. A forward of a gated model holds it. Each
 model has a *hook*, the object that installs its updates (``GateHook``). Further hooks serve registered weights
-(``register_shared_weights``), and refuse the forwards of a model with mixed weights (``MixedWeightsGuard``).
+(``register_shared_weights``), and refuse the forwards of a model mixed from two versions (``MixedWeightsGuard``).
 When a thread that does not hold the gate yet enters it, and only then, the gate has each hook install a pending update;
 so a forward sees one version from its first layer to its last. When the thread leaves the gate, each hook releases what
 the forward used (a slot of shared memory). An error of a hook is raised in the caller of the forward. If it means that
@@ -177,9 +177,8 @@ class MixedWeightsGuard:
 
     def poll_update(self) -> bool:
         """See ``GateHook``. Raises WeightSyncError if the weights are mixed."""
-        if self.why and entered_for_forward_of(
-            self._model
-        ):  # a pass over the hooks that has begun may call it after ``set("")``
+        # ``why`` is empty if a pass over the hooks has begun before ``set("")``.
+        if self.why and entered_for_forward_of(self._model):
             raise WeightSyncError(self.why)
         return False
 

@@ -15,7 +15,7 @@ from wsync.receiving import gated_models
 from wsync.receiving.cascade import Cascade
 from wsync.receiving.install_policy import InstallOnArrival
 from wsync.receiving.protocols import ReadsStore, ReceiveChannel
-from wsync.receiving.updating import MakeInstallPolicy, ModelUpdater, RegisteredBufferBinder
+from wsync.receiving.updating import MakeInstallPolicy, ModelUpdater, RegisteredBinder
 from wsync.receiving.versions import Phase
 from wsync.types import ANY_VERSION, Ack
 from wsync.weights.strategy import WeightStrategy
@@ -138,9 +138,9 @@ class Receiver:
         arena_reader, policy = self._channel.arena, self.updater.install_policy
         self._handler = self.updater if arena_reader is None else arena_reader.handler_for(self.updater)
         self._hooks = [policy.gate_hook(self._handler)]
-        memory = None if arena_reader is None else arena_reader.registered_weights()
-        if memory is not None:
-            self._hooks.append(RegisteredBufferBinder(memory, self.updater))
+        registered = None if arena_reader is None else arena_reader.registered_weights()
+        if registered is not None:
+            self._hooks.append(RegisteredBinder(registered, self.updater))
         for hook in self._hooks:
             process_gate().attach(hook)
         policy.install_now()

@@ -152,7 +152,7 @@ class WeightSyncScheme(SchemeBase):
             NotConnected: not initialised; or the sender is gone, or refused this worker.
             SyncTimeout: names workers that did not come, or did not install the first weights, within ``timeout``.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
-            LayoutMismatch: on the receiver, if its model is not like the sender's.
+            LayoutMismatch, WeightSyncError: on the receiver, if its model is not like the sender's, or raised an error.
             TypeError, ValueError: a wrong form of ``processes``; no ``worker_idx``; an argument of the other end.
             RuntimeError: on a receiver that is connected already, or inside the gate.
         """
@@ -182,8 +182,8 @@ class WeightSyncScheme(SchemeBase):
 
         It gets the newest update that was sent to this index, and other workers are not affected. If it has connected
         already (while another worker was awaited, or in an earlier call that ended by ``SyncTimeout``), it is kept;
-        given ``process``, only if it connected after that was started, and that is alive. Any other worker with this
-        index is disconnected. For ``process`` see ``connect``; ``timeout``: seconds, None for the scheme's.
+        given ``process``, only if that is alive, and was started before the connection was made. Any other worker with
+        this index is disconnected. For ``process`` see ``connect``; ``timeout``: seconds, None for the scheme's.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
@@ -216,7 +216,7 @@ class WeightSyncScheme(SchemeBase):
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
             LayoutMismatch: the weights do not fit the model; no worker's model was changed.
             ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
-            WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks it. ``version`` None: nothing was sent.
+            WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks it; its ``version`` None: none was sent.
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update
@@ -245,7 +245,7 @@ class WeightSyncScheme(SchemeBase):
 
         Raises:
             NotConnected: the sender died, ended without ``shutdown``, or has disconnected this worker; or an earlier
-                call has returned None because of a shutdown. WeightSyncError: the model may have mixed weights.
+                call has returned None because of a shutdown. WeightSyncError: the model may be mixed from two versions.
             RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
         """
         return self._role.as_receiver("receive").receiver.receive(timeout)
@@ -270,7 +270,7 @@ class WeightSyncScheme(SchemeBase):
 
         Updates sent without waiting may not arrive any more: call ``wait_async`` first. The sender waits until a call
         in another thread has ended; then up to five seconds for queued messages and HTTP requests, and up to two for
-        each thread of a transport. In a worker, other threads may be in ``receive``, which returns None, and ``pull``.
+        each thread of a transport. In a worker, ``receive`` in another thread returns None, and ``pull`` ends, too.
 
         Raises:
             RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.

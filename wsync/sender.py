@@ -32,7 +32,8 @@ _PATIENCE = 0.1  # seconds that ``disconnect`` waits before it has another threa
 class Sender:
     """Sends one model's weights to all its workers. Any thread may call; one call runs at a time.
 
-    A call holds the *sender's lock* throughout, and in each step also the *channel's lock* (of ``SenderSideChannel``).
+    A call holds the *sender's lock*, and where it uses connections or slots, except in a fast update, also the
+    *channel's lock* (of ``SenderSideChannel``).
     The *send-loop thread* (``sending/send_loop.py``) sends what had to wait for an answer, and takes only the latter.
 
     Args:

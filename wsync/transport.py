@@ -115,7 +115,7 @@ class TransportBackend(Protocol):
         in ``connect`` for the first weights. While it waits, that thread serves no other model of the process.
 
         The medium may deliver an older version first (a stream, after a receive that timed out): the scheme compares
-        each result with the update's checksum. For each update:
+        each result with the update's checksum. For each update (none for one that has arrived already):
 
         1. The first call comes when the sender announces the update; ``send_weights`` may still run. If it returns the
            update's weights, no other call follows.
@@ -180,7 +180,7 @@ class FlatTransport(Protocol):
         """Connect this end to the other end.
 
         Called once per connection at each end, in a thread for this call only. Both calls run at the same time. If one
-        end fails (an error, the deadline, the death of the peer), later calls of ``store`` raise at the other end, too.
+        end fails (an error, the deadline, the death of the peer), ``get`` and ``wait`` of ``store`` then raise at both.
         Whatever else this method waits for has to end by ``deadline``. After a failure, ``close`` is called.
 
         Args:

@@ -48,10 +48,10 @@ def close_socket(sock: socket.socket, opener: int) -> None:
 class Connection:
     """One side of the connection between a sender and one worker, over a stream socket.
 
-    Any thread may call ``send`` (once the first call has returned), ``flush`` and ``interrupt``; a lock inside keeps
-    messages whole. One thread at a time calls ``receive``: on the sender the thread that holds the channel's lock
-    (``SenderSideChannel``), or in a fast update the sender's lock; in a worker the thread that connects, and afterwards
-    the receiver thread.
+    Any thread may call ``send`` (after the first call, which sends the preamble), ``flush`` and ``interrupt``; a lock
+    inside keeps messages whole. One thread at a time calls ``receive``: on the sender the thread that holds the
+    channel's lock (``SenderSideChannel``), or in a fast update the sender's lock; in a worker the thread that connects,
+    and afterwards the receiver thread.
 
     The compiled fast path sends and receives whole messages on the socket (``fileno()``) itself: on the sender under
     the sender's lock; in a worker the receiver thread receives, and the thread that installs answers, in the gate.

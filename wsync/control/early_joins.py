@@ -18,20 +18,25 @@ class EarlyJoins:
     """The replacements that are connected already; for each, the version that it has not answered yet, or 0."""
 
     def __init__(self) -> None:
-        self._joins: dict[int, tuple[int, float]] = {}  # worker -> (version, when it connected)
+        self._versions: dict[int, int] = {}
+        self._connected_at: dict[int, float] = {}  # of all workers, on the clock of start times in /proc
+
+    def note_connection(self, worker: int) -> None:
+        """Record that a worker connects now."""
+        self._connected_at[worker] = time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def add(self, worker: int, version: int) -> None:
-        """Record that a worker has connected, and was given ``version``; 0 for none."""
-        self._joins[worker] = version, time.clock_gettime(time.CLOCK_BOOTTIME)
+        """Record that a worker that has connected was given ``version``; 0 for none."""
+        self._versions[worker] = version
 
     def set_answered(self, worker: int) -> None:
         """Record that the answer of a worker has been returned: none is awaited any more."""
-        if worker in self._joins:
-            self._joins[worker] = 0, self._joins[worker][1]
+        if worker in self._versions:
+            self._versions[worker] = 0
 
     def discard(self, worker: int) -> None:
         """Forget a worker."""
-        self._joins.pop(worker, None)
+        self._versions.pop(worker, None)
 
     def pop(self, worker: int, sentinel: int | None) -> int | None:
         """Return a worker's version, and forget the worker.
@@ -39,8 +44,10 @@ class EarlyJoins:
         0: no answer is awaited. None: it is not recorded; or it is not the process of ``sentinel`` (a descriptor that
         is readable when that process has ended), because that has ended, or was started after the worker connected.
         """
-        version, connected_at = self._joins.pop(worker, (None, 0.0))
-        return None if sentinel is not None and _cannot_be(sentinel, connected_at) else version
+        version = self._versions.pop(worker, None)
+        if version is None or (sentinel is not None and _cannot_be(sentinel, self._connected_at[worker])):
+            return None
+        return version
 
 
 def _cannot_be(sentinel: int, connected_at: float) -> bool:

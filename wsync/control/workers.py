@@ -26,8 +26,9 @@ _LEAVE_TIMEOUT = 5.0  # seconds to get the queued messages, and then a LEAVE, in
 class WorkerConnections:
     """The connections to all workers of one sender.
 
-    Messages are read only while a method of this object runs: in a method of the scheme, or in the send-loop thread
-    (``sending/send_loop.py``); both hold the channel's lock. A finalizer may call ``close`` without it.
+    Except in fast updates, messages are read only while a method of this object runs: in a method of the scheme, or in
+    the send-loop thread (``sending/send_loop.py``); both hold the channel's lock. A finalizer may call ``close``
+    without it.
 
     Args:
         listener: where workers connect; closed with this object.
@@ -148,6 +149,7 @@ class WorkerConnections:
             except ConnectionError:  # it has disconnected: treated as never connected
                 return self._undo_join(worker, death)
             self._joined.add(worker)
+            self._early_joins.note_connection(worker)
             if worker not in awaited:
                 self._early_joins.add(worker, accepted.version)
             _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)

@@ -9,7 +9,7 @@ class GateHook(Protocol):
     """What the gate calls before and after each forward: the object that installs one model's updates.
 
     Implemented by ``ModelUpdater``, ``WorkerSlot``, ``InstallOnRequest`` (installs only when the worker asks for it),
-    ``RegisteredBufferBinder`` and ``MixedWeightsGuard``.
+    ``RegisteredBinder`` and ``MixedWeightsGuard``.
     """
 
     def poll_update(self) -> bool:

@@ -270,7 +270,7 @@ def _require_undamaged(update: Update) -> None:
         raise WeightSyncError(update.damage)
 
 
-class RegisteredBufferBinder:
+class RegisteredBinder:
     """Binds a model to the buffers that the user has registered, while these have the model's version.
 
     Implements ``wsync.loops.gate_state.GateHook``: all methods are called inside the gate, after those of the hook that

@@ -133,7 +133,7 @@ class RegisteredWeights:
         return {"pid": os.getpid(), "files": known, "tensors": places}
 
     def holds(self, layout: Layout, tensors: Sequence[Tensor]) -> bool:
-        """Whether ``tensors``, in the order of ``layout``, are the buffers themselves."""
+        """Whether ``tensors``, in the order of ``layout``, are the registered ones."""
         own = [self._tensors.get(name) for name in layout.names]
         return all(
             not tensor.numel()
@@ -142,13 +142,13 @@ class RegisteredWeights:
         )
 
     def announce(self, version: int) -> None:
-        """Record that the buffers have the weights of ``version``: workers may bind their models to them."""
+        """Record that the registered weights have ``version``: workers may bind their models to them."""
         self._word[0] = version
 
     def copy_published(self, version: int) -> bool:
-        """Copy the published weights into the buffers. If workers have different ones, copy nothing, and return False.
+        """Copy the published weights into them. If workers have different ones, copy nothing, and return False.
 
-        Called when every worker has acknowledged ``version``, so no forward of a connected worker uses the buffers.
+        Called when every worker has acknowledged ``version``, so no forward of a connected worker uses them.
         """
         slots, names = self._arena.published_slots(), self._arena.layout.names
         if len(slots) != 1:
@@ -158,7 +158,7 @@ class RegisteredWeights:
             for name, view in zip(names, self._arena.views(slots[0]), strict=True)
             if name in self._tensors
         ]
-        self.announce(0)  # a worker that was disconnected copies the buffers, and then looks at this word
+        self.announce(0)  # a disconnected worker copies the registered weights, and then reads this word
         copy_all([own for own, _ in pairs], [view for _, view in pairs])
         self.announce(version)
         return True
@@ -173,7 +173,7 @@ class RegisteredView:
 
     Args:
         word: the mapped page.
-        tensors: the buffers, mapped here, by name.
+        tensors: the registered weights, mapped here, by name.
     """
 
     def __init__(self, word: memoryview, tensors: Mapping[str, Tensor]) -> None:
@@ -182,12 +182,12 @@ class RegisteredView:
 
     @property
     def version(self) -> int:
-        """The version of the weights in the buffers; 0 before the first, and while the sender writes the buffers."""
+        """Their version; 0 before the first, and while the sender writes them."""
         return self._word[0]
 
     @classmethod
     def of(cls, arena: WorkerArena) -> RegisteredView | None:
-        """Return the buffers that the sender has registered; None if there are none, or they cannot be opened here."""
+        """Return the sender's registered weights; None if there are none, or they cannot be opened here."""
         size = os.fstat(arena.fds[1]).st_size
         if size <= _JSON:
             return None
