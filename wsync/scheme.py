@@ -270,7 +270,7 @@ class WeightSyncScheme(SchemeBase):
 
         Updates sent without waiting may not arrive any more: call ``wait_async`` first. The sender waits until a call
         in another thread has ended; then up to five seconds for queued messages and HTTP requests, and up to two for
-        each thread of a transport. In a worker, ``receive`` in another thread returns None, and ``pull`` ends, too.
+        each thread of a transport. In a worker, another thread may be in ``receive`` or ``pull`` alone: they then end.
 
         Raises:
             RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.

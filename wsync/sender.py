@@ -33,8 +33,8 @@ class Sender:
     """Sends one model's weights to all its workers. Any thread may call; one call runs at a time.
 
     A call holds the *sender's lock*, and where it uses connections or slots, except in a fast update, also the
-    *channel's lock* (of ``SenderSideChannel``).
-    The *send-loop thread* (``sending/send_loop.py``) sends what had to wait for an answer, and takes only the latter.
+    *channel's lock* (of ``SenderSideChannel``). The *send-loop thread* (``sending/send_loop.py``), which sends what had
+    to wait for an answer, takes only the channel's lock.
 
     Args:
         channel: the channel to the workers: connections, and memory or transports for weights; kept as an attribute.

@@ -3,7 +3,7 @@
 When a process exits, its socket closes, which wakes every wait of the peer. A forked child may keep a copy of it open,
 so on one machine the peer also watches the process's pidfd (a descriptor that is readable once a process has exited).
 If a whole machine fails, or the network to it, the connection is closed after about ten seconds, or later if its
-process had not read before: see ``tcp_watch.py``. A peer that is stopped or busy, so does not read, stays connected.
+process had not read before: see ``tcp_watch.py``. A stopped or busy peer, which does not read, stays connected.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def flush(self, deadline: float | None = None) -> None:
-        """Wait until all messages of earlier calls are in the socket. It is called before ``close``.
+        """Wait until all messages of earlier calls are in the socket. Call it before ``close``.
 
         It returns at the deadline, whether or not they are.
 

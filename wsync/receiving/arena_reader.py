@@ -217,7 +217,7 @@ class ArenaReader:
             raise (NotConnected if self._slot.disconnected else WeightSyncError)(self._torn)
 
     def registered_weights(self) -> RegisteredView | None:
-        """Return the buffers that the user has registered, to which the model stays bound; None if there are none."""
+        """Return the registered weights, to which the model stays bound; None if there are none."""
         self._registered = RegisteredView.of(self._arena) if self.binds else None
         return self._registered
 

@@ -271,13 +271,13 @@ def _require_undamaged(update: Update) -> None:
 
 
 class RegisteredBinder:
-    """Binds a model to the buffers that the user has registered, while these have the model's version.
+    """Binds a model to the registered weights, while these have the model's version.
 
     Implements ``wsync.loops.gate_state.GateHook``: all methods are called inside the gate, after those of the hook that
     installs updates.
 
     Args:
-        memory: the buffers: see ``wsync/shm/registered.py``.
+        memory: the registered weights: see ``wsync/shm/registered.py``.
         updater: the updater of the model.
     """
 

@@ -84,13 +84,13 @@ class RegisteredWeights:
     Args:
         arena: the arena of the sender.
         tensors: by name.
-        files: closes the descriptors of the memory files. Called by ``close``, or when this object is no longer used.
+        close_files: closes the memory files' descriptors. Called by ``close``, or when this object is no longer used.
     """
 
-    def __init__(self, arena: SenderArena, tensors: Mapping[str, Tensor], files: Callable[[], None]) -> None:
+    def __init__(self, arena: SenderArena, tensors: Mapping[str, Tensor], close_files: Callable[[], None]) -> None:
         self._arena = arena
         self._tensors = dict(tensors)
-        self._close_files = weakref.finalize(self, files)
+        self._close_files = weakref.finalize(self, close_files)
         allocate(arena.fds[1], EXTRA_END, mmap.PAGESIZE)
         self._word = memoryview(mmap.mmap(arena.fds[1], mmap.PAGESIZE, offset=EXTRA_END)).cast("q")
 
@@ -105,9 +105,9 @@ class RegisteredWeights:
             described = cls._described(tensors, opened)
             if described is None:
                 return None
-            buffers = cls(arena, tensors, opened.pop_all().close)
+            registered = cls(arena, tensors, opened.pop_all().close)
             write_at(arena.fds[1], json.dumps(described).encode(), _JSON)
-            return buffers
+            return registered
 
     @staticmethod
     def _described(tensors: Mapping[str, Tensor], opened: ExitStack) -> dict[str, Any] | None:
