@@ -302,7 +302,9 @@ def test_connect_after_init_on_worker_leaves_the_connection_to_it_also_if_it_rai
     sender, worker, model = both_ends(make)
     with sender, worker:
         worker.timeout = 0.01
-        with pytest.raises(wsync.SyncTimeout, match=r"did not answer within 0.01 s: does it call connect\(\) too"):
+        with pytest.raises(
+            wsync.SyncTimeout, match=r"did not answer within 0.01 s: does it call connect\(\) or readmit"
+        ):
             worker.connect()
         with pytest.raises(ValueError, match="has begun to connect worker 0, not 1"):
             worker.connect(worker_idx=1)

@@ -189,7 +189,7 @@ def wait_first_update(
 def _wait_message(connection: Connection, worker: int, deadline: float | None) -> Message:
     ready = wait_readable(connection.descriptors, deadline)
     if not ready:
-        raise SyncTimeout(f"worker {worker}: the sender did not answer: does it call connect() too?")
+        raise SyncTimeout(f"worker {worker}: the sender did not answer: does it call connect() or readmit()?")
     # A forked child of a dead sender may keep the socket open: then only the pidfd is readable.
     message = connection.receive() if connection.fileno() in ready else None
     if message is None or message.kind is Kind.LEAVE:

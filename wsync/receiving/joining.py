@@ -71,7 +71,7 @@ class BackgroundConnect:
         if process_gate().held_here:
             raise RuntimeError("call connect() outside any forward and any wsync.gate() block")
         if not self.wait(timeout):
-            raise SyncTimeout(f"the sender did not answer within {timeout} s: does it call connect() too?")
+            raise SyncTimeout(f"the sender did not answer within {timeout} s: does it call connect() or readmit()?")
 
     def close(self) -> None:
         """Stop waiting for the sender, and end ``wait`` in other threads. On return no ``connect`` is running."""
