@@ -80,9 +80,9 @@ class BaseCollector(WeightUpdates, ABC):
         arguments.check_frames(frames_per_batch, total_frames)
         arguments.check_schemes(weight_sync_schemes)
         arguments.check_policy(policy)
-        # Of a policy that only a factory makes, the workers find out whether it has weights to synchronise.
-        self._tentative = weight_sync_schemes is None and policy is None and policy_factory is not None
-        if weight_sync_schemes is None and (self._tentative or arguments.has_weights(policy)):
+        # Whether a policy that only a factory makes has weights is known once it is made: until then it is assumed to.
+        self._scheme_is_assumed = weight_sync_schemes is None and policy is None and policy_factory is not None
+        if weight_sync_schemes is None and (self._scheme_is_assumed or arguments.has_weights(policy)):
             weight_sync_schemes = {"policy": self._default_scheme()}
         warn_if_greedy(policy if policy_factory is None else None, same_process=self._acts_here)
         self.policy = policy
@@ -103,7 +103,7 @@ class BaseCollector(WeightUpdates, ABC):
         """Return the policy's scheme for a collector that was given no schemes."""
         return wsync.SharedMemWeightSyncScheme(acknowledge="published")
 
-    def _drop_tentative_scheme(self) -> None:
+    def _drop_assumed_scheme(self) -> None:
         """Do without the scheme that was assumed: the policies have no weights.
 
         Raises:
@@ -224,7 +224,7 @@ class BaseCollector(WeightUpdates, ABC):
         Raises:
             KeyError, TypeError, ValueError: not a state, or there is no scheme to send its weights by; nothing changed.
             wsync.LayoutMismatch: the weights do not fit the policy; nothing changed.
-            wsync.WeightSyncError: as ``update_policy_weights_``.
+            wsync.WeightSyncError: as ``update_policy_weights_``; only that update is then missing.
         """
         self._require_open()
         frames, version = int(state_dict["frames"]), int(state_dict.get("policy_version", 0))
@@ -243,10 +243,10 @@ class BaseCollector(WeightUpdates, ABC):
             scheme.continue_from(max(0, version - 1) if resend else version)
         if weights is not None and self.policy is not None:
             as_state_dict.apply_weights(self.policy, weights)
-        if resend:
-            self.send_weights(weights if self.policy is None else None, model_id="policy")
         self.frames = frames
         self._resume()
+        if resend:
+            self.send_weights(weights if self.policy is None else None, model_id="policy")
 
     def _policy_with_scheme(self) -> nn.Module | None:
         """Return the policy in this process, if the scheme for ``"policy"`` carries its weights; else None."""

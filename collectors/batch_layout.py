@@ -1,4 +1,4 @@
-"""Batches: the layout of one in a flat buffer, of which batches are views that are never pickled; and its frames."""
+"""The layout of a batch in a flat buffer, of which it is a view that is never pickled; and how many frames it has."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Monkey:
         limit: number of faults; None: no limit.
 
     Attributes:
-        counts: number of workers that each kind of fault has hit.
+        counts: how often each kind of fault was applied.
 
     Raises:
         ValueError: an unknown fault, numbers out of range, or workers without a process on this machine.

@@ -82,6 +82,11 @@ def env_config(env: Any) -> EnvConfig:
     return EnvConfig(**({"id": env["_target_"]} | own), make=make)
 
 
+def task_of(env: EnvConfig) -> dict[str, Any]:
+    """Return what defines the environment and its returns, as plain values."""
+    return {name: getattr(env, name) for name in ("id", "max_episode_steps", "kwargs", "wrappers", "make")}
+
+
 def env_factory(env: EnvConfig, num_envs: int | None) -> Callable[[], GymEnv]:
     """Return what makes `num_envs` environments that are stepped together; picklable.
 

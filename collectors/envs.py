@@ -52,9 +52,9 @@ class GymEnv:
             max_frames_per_traj: truncate episodes after so many steps.
             vectorization_mode: how several environments are stepped: "sync" (the default) or "async", in which an
                 ended episode starts again within the same step; "vector_entry_point", Gymnasium's native vector
-                environment; or "auto": the native one if it is registered and neither ``make_kwargs`` nor
-                ``max_frames_per_traj`` are given, else "sync". A native one resets an ended row in a step of its own,
-                which is not a frame: "mask" is false there.
+                environment; or "auto": the native one of several environments if it is registered without additional
+                wrappers, and neither ``make_kwargs`` nor ``max_frames_per_traj`` are given, else "sync". A native one
+                resets an ended row in a step of its own, which is not a frame: "mask" is false there.
             transforms: what changes observations and rewards on their way out; see ``append_transform``.
             **make_kwargs: for ``gymnasium.make``.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
-_OURS = tuple(str(_ROOT / package) for package in ("wsync", "collectors", "learning"))
-_NOT_OF_THE_USER = (*_OURS, sys.prefix, sys.base_prefix, "<")
+_OURS = (_ROOT / package for package in ("wsync", "collectors", "learning"))
+_NOT_OF_THE_USER = (*(f"{folder}{os.sep}" for folder in (*_OURS, sys.prefix, sys.base_prefix)), "<")
 
 
 class ConfigError(ValueError):

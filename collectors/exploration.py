@@ -10,8 +10,6 @@ from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, Tensor
 from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
-_SAMPLES = (InteractionType.RANDOM,)
-
 
 def warn_if_greedy(policy: Any, *, same_process: bool) -> None:
     """Warn if a probabilistic policy of ``tensordict.nn`` will take its most likely action in each step.
@@ -25,10 +23,14 @@ def warn_if_greedy(policy: Any, *, same_process: bool) -> None:
         same_process: whether it acts in this process, where ``set_interaction_type(InteractionType.RANDOM)`` counts.
     """
     asked = interaction_type()
-    if asked is not None and (same_process or asked not in _SAMPLES):
+    if asked is not None and (same_process or asked is not InteractionType.RANDOM):
         return
     chooser = _chooser(policy)
-    if chooser is None or chooser.default_interaction_type in _SAMPLES or _is_certain(chooser.distribution_class):
+    if (
+        chooser is None
+        or chooser.default_interaction_type is InteractionType.RANDOM
+        or _is_certain(chooser.distribution_class)
+    ):
         return
     how = chooser.default_interaction_type.name
     warnings.warn(

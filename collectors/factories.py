@@ -42,11 +42,11 @@ def make_env(create_env_fn: EnvMaker | GymEnv | gymnasium.Env | gymnasium.vector
     return env
 
 
-MAKE_THERE = "give a factory (create_env_fn, policy_factory) that makes it there"
-LEAVE_OUT = "leave what only the trainer needs out of the scheme's __getstate__, e.g. sockets and queues"
+REMEDY_FACTORY = "give a factory (create_env_fn, policy_factory) that makes it there"
+REMEDY_GETSTATE = "leave what only the trainer needs out of the scheme's __getstate__, e.g. sockets and queues"
 
 
-def pickled(value: Any, name: str, remedy: str = MAKE_THERE) -> bytes:
+def pickled(value: Any, name: str, remedy: str = REMEDY_FACTORY) -> bytes:
     """Pickle ``value`` with cloudpickle, which takes lambdas and local functions; ``name``, ``remedy``: for the error.
 
     Raises:

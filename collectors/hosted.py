@@ -23,8 +23,8 @@ def connect_hosted(schemes: Mapping[str, wsync.WeightSyncScheme], find: Callable
     """Initialise and connect the schemes of hosted models.
 
     Args:
-        schemes: ``{"env.transform[0].module": scheme}``: the path of a ``HostedModelUser``, and of the model in its
-            actors; those of other models are left alone.
+        schemes: ``{"env.transform[0].module": scheme}``: ``env.transform[0]`` is the path of a ``HostedModelUser`` in
+            the environments, ``module`` that of the model in its actors. Only schemes with ``sender_driven`` are used.
         find: returns the objects at a path in all environments.
 
     Raises:
@@ -32,7 +32,9 @@ def connect_hosted(schemes: Mapping[str, wsync.WeightSyncScheme], find: Callable
         LookupError, TypeError: there is no ``HostedModelUser`` there.
         Exception: as ``init_on_sender`` and ``connect``.
     """
-    for model_id, scheme in [(name, one) for name, one in schemes.items() if one.sender_driven]:
+    for model_id, scheme in schemes.items():
+        if not scheme.sender_driven:
+            continue
         path, _, name = model_id.rpartition(".")
         if not path:
             raise ValueError(f"'{model_id}' names no transform: a {type(scheme).__name__} is for a path like "

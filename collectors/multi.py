@@ -31,7 +31,8 @@ class MultiCollector(WorkerCollector):
     def __new__(cls, *given: Any, sync: bool | None = None, **options: Any) -> MultiCollector:
         """Choose the class by ``sync``."""
         if cls is not MultiCollector:
-            return super().__new__(cls, *given, sync=sync, **options)
+            stated = {} if sync is None else {"sync": sync}  # a subclass may have no such argument
+            return super().__new__(cls, *given, **stated, **options)
         check_arguments(cls, given, options)
         if sync is None:
             raise TypeError("MultiCollector needs sync=True or sync=False")

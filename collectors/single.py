@@ -48,8 +48,9 @@ class Collector(BaseCollector):
         max_staleness: as ``WorkerCollector``; of use if another thread updates the weights.
 
     Raises:
-        TypeError: there is no environment, or the policy cannot be copied, or is not usable as a policy.
-        ValueError: a number is out of range, or ``weight_updater`` contradicts the schemes.
+        TypeError: the policy cannot be copied, or is not usable as a policy.
+        ValueError: there is not exactly one environment function, a number is out of range, or ``weight_updater``
+            contradicts the schemes.
         RuntimeError: a scheme is initialised already.
         LookupError: a model id leads nowhere.
     """
@@ -93,8 +94,8 @@ class Collector(BaseCollector):
         if factory is not None:
             warn_if_greedy(acting, same_process=True)
         arguments.check_policy(acting)
-        if self._tentative and not arguments.has_weights(acting):
-            self._drop_tentative_scheme()
+        if self._scheme_is_assumed and not arguments.has_weights(acting):
+            self._drop_assumed_scheme()
         self.env = make_env(makers[0])
         try:
             self._actor = Actor(

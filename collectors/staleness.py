@@ -46,7 +46,9 @@ class Staleness:
             check_count("max_staleness", self.max_staleness)
 
     def admits(self, batch: TensorDictBase, newest: int, worker: int) -> bool:
-        """Return whether ``batch`` of ``worker`` may be delivered while ``newest`` is the newest version; count it.
+        """Return whether ``batch`` of ``worker`` may be delivered while ``newest`` is the newest version.
+
+        A batch that may not is counted as dropped.
 
         Raises:
             RuntimeError: so many batches of the worker were dropped in a row that waiting for another one is useless.

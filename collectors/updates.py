@@ -33,7 +33,7 @@ class WeightUpdates:
     closed: bool
     weight_sync_schemes: dict[str, wsync.WeightSyncScheme]
     weight_updater: WeightUpdaterBase | None
-    _worker_schemes: dict[str, wsync.WeightSyncScheme]  # without those of models that no worker has
+    _worker_schemes: dict[str, wsync.WeightSyncScheme]  # of models in workers; not of hosted ones (``hosted.py``)
     _last_versions = _Versions()  # ``_versions`` before the shutdown
     _process: int  # that has made the collector
 
@@ -162,7 +162,7 @@ class WeightUpdates:
             wsync.NotConnected: as ``update_policy_weights_``.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        if self.closed:  # else not ``_require_open``: in a forked child ``send`` raises, and ``getpid`` costs 1 µs
+        if self.closed:  # called only to raise: its ``getpid`` costs 1 µs, and in a forked child ``send`` raises
             self._require_open()
         scheme = self.weight_sync_schemes.get(model_id or "policy") or self._scheme(model_id)
         send = scheme.send if wait else scheme.send_async

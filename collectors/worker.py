@@ -33,9 +33,8 @@ class WorkerOptions:
 
     Attributes:
         worker_idx: its index.
-        frames: the number of frames of a batch; rounded up to a multiple of the number of environments.
-        buffers: batches in flight: 1 for synchronous collection, 2 or more so that the worker can run ahead of the
-            trainer.
+        frames: the number of rows of a batch; rounded up to a multiple of the number of environments.
+        buffers: batches in flight: 1 for synchronous collection, else one more than the worker may run ahead.
         device: the device of the policy.
         init_random_frames: number of first frames with random actions.
         max_frames_per_traj: episodes are truncated after this number of steps.
@@ -62,14 +61,14 @@ class WorkerSpec:
         policy: the policy that acts, unless there is a factory.
         policy_factory: makes it.
         schemes: by model id; those that the worker receives by.
-        tentative: whether to leave the schemes out if the policy has no weights.
+        scheme_is_assumed: whether to leave the schemes out if the policy has no weights.
     """
 
     create_env_fn: Any
     policy: Any
     policy_factory: Any
     schemes: Mapping[str, wsync.WeightSyncScheme]
-    tentative: bool = False
+    scheme_is_assumed: bool = False
 
 
 class RolloutWorker:
@@ -97,7 +96,7 @@ class RolloutWorker:
             if factory is not None and options.worker_idx == 0:  # one warning, not one of each worker
                 warn_if_greedy(policy, same_process=True)
             self._has_weights = has_weights(policy)
-            if unpickled.tentative and not self._has_weights:
+            if unpickled.scheme_is_assumed and not self._has_weights:
                 self._schemes = {}
             self._actor = Actor(
                 env,
@@ -132,9 +131,9 @@ class RolloutWorker:
         """
         if command == "ask":
             question, path = argument
-            return "answer", self._has_weights if question == "has_weights" else cloudpickle.dumps(
-                self._actor.find(path)
-            )
+            if question == "has_weights":
+                return "answer", self._has_weights
+            return "answer", cloudpickle.dumps(self._actor.find(path))
         if command == "connect":
             for model_id in argument:
                 self._schemes[model_id].connect(worker_idx=self._worker_idx)
@@ -161,8 +160,9 @@ def serve(connection: WorkerConnection) -> None:
     ``build`` is ``("ready", (layout, number of buffers, number of environments))``. After ``("error", traceback)`` or
     ``("unusable", traceback)`` the worker ends.
     """
-    connection.wait_without_limit()
-    # An error is reported before the schemes are closed: the trainer would otherwise hear only that they were closed.
+    connection.remove_time_limits()
+    # Inside, an error is reported before the schemes are closed: the trainer would otherwise hear only that they were
+    # closed. Outside, an error of closing them is reported.
     with closing(connection), _reported_errors(connection), ExitStack() as opened, _reported_errors(connection):
         _serve(connection, opened)
 
@@ -233,15 +233,15 @@ def set_worker_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def exit_with_process(pid: int) -> None:
+def exit_when_process_ends(pid: int) -> None:
     """Start a thread that ends this process when the process ``pid`` ends."""
     try:
-        exit_with_descriptors(os.pidfd_open(pid))
+        exit_when_readable(os.pidfd_open(pid))
     except ProcessLookupError:
         os._exit(1)
 
 
-def exit_with_descriptors(*descriptors: int) -> Callable[[], None]:
+def exit_when_readable(*descriptors: int) -> Callable[[], None]:
     """Start a thread that ends this process when one of ``descriptors`` is readable or its other end is closed.
 
     Returns:

@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 import wsync
 from collectors import arguments
 from collectors.base import BaseCollector, UpdaterOrFactory
-from collectors.factories import LEAVE_OUT, EnvMaker, PolicyFactory, check_picklable, pickled
+from collectors.factories import REMEDY_GETSTATE, EnvMaker, PolicyFactory, check_picklable, pickled
 from collectors.hosted import connect_hosted
 from collectors.staleness import Staleness
 from collectors.worker import WorkerOptions, WorkerSpec
@@ -175,9 +175,9 @@ class WorkerCollector(BaseCollector):
         # The workers end at exit (in the order of wsync's own finalizers), or when the collector is garbage.
         self._finalizer = util.Finalize(self, _finalize, args=(weakref.ref(self), pool), exitpriority=1)
         self._group = WorkerGroup(pool, failure_policy, self._worker_schemes, self.failures)
-        schemes, tentative = self._worker_schemes, self._tentative
+        schemes, assumed = self._worker_schemes, self._scheme_is_assumed
         made = zip(makers, factories, strict=True)
-        self._start([WorkerSpec(env, sent_policy, factory, schemes, tentative) for env, factory in made], options)
+        self._start([WorkerSpec(env, sent_policy, factory, schemes, assumed) for env, factory in made], options)
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         return super()._default_scheme() if self._host is None else wsync.DistributedWeightSyncScheme(host=self._host)
@@ -186,10 +186,11 @@ class WorkerCollector(BaseCollector):
         try:
             for model_id, scheme in self._worker_schemes.items():
                 scheme.init_on_sender(model_id, context=self, num_workers=self.num_workers)
-            sent = [pickled(spec, "weight-sync scheme", LEAVE_OUT) for spec in specs]  # with the schemes' addresses
+            # After init_on_sender: the pickles have the schemes' addresses.
+            sent = [pickled(spec, "weight-sync scheme", REMEDY_GETSTATE) for spec in specs]
             self._group.build(sent, options)
-            if self._tentative:
-                self._settle_tentative_scheme()
+            if self._scheme_is_assumed:
+                self._settle_assumed_scheme()
             self._gathering.check_shapes(self.remote_workers, self.frames_per_batch)
             connect_hosted(self.weight_sync_schemes, self._find_in_workers)
             self._group.connect()
@@ -197,11 +198,11 @@ class WorkerCollector(BaseCollector):
             self.shutdown()
             raise
 
-    def _settle_tentative_scheme(self) -> None:
+    def _settle_assumed_scheme(self) -> None:
         """Keep the scheme that was assumed if the policies that the workers have made have weights."""
         have_weights = self._group.ask("has_weights")
         if not any(have_weights):
-            self._drop_tentative_scheme()
+            self._drop_assumed_scheme()
         elif not all(have_weights):
             without = [worker for worker, has in enumerate(have_weights) if not has]
             raise ValueError(

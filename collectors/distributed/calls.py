@@ -101,7 +101,7 @@ class CalledWorker(WorkerHandle):
         """
 
     def exit_reason(self, error: str) -> str:
-        """Return how the worker has ended, as the predicate of a sentence, after a call has raised ``error``."""
+        """Return how the worker has ended, as text to follow "worker 3 ", after a call has raised ``error``."""
         return error
 
 

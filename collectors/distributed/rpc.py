@@ -39,7 +39,7 @@ class RPCCollector(WorkerCollector):
         create_env_fn: one function per worker; each makes an environment (lambdas work).
         policy: see ``WorkerCollector``.
         sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
-        workers: names in the group of this process, one per worker.
+        workers: names in the group of this process, one per worker. ``threads`` has no effect on them.
         host: the interface of a group that is started, and the one on which the default scheme listens; give it with
             ``workers`` if they are on other machines. Unless ``TP_SOCKET_IFNAME`` is set, a loopback address keeps all
             of the group's traffic on the loopback interface.

@@ -143,8 +143,8 @@ class TcpPool(ConnectionPool):
             self._accept()
             for worker in (starting[fd] for fd in ready if isinstance(fd, int) and fd in starting):
                 if worker.connection is None and worker.process is not None:
-                    index, reason = worker.worker_idx, exit_reason(worker.process)
-                    raise WorkerDied(f"worker {index} {reason}, before it had joined", {index: "died"})
+                    index, cause = worker.worker_idx, f"{exit_reason(worker.process)}, before it had joined"
+                    raise WorkerDied(f"worker {index} {cause}", {index: cause})
         self.workers.sort(key=lambda worker: worker.worker_idx)
 
     def _missing(self) -> list[int]:
@@ -164,14 +164,15 @@ class TcpPool(ConnectionPool):
         del self._registered[registration["key"]]
         channel, liveness = both["messages"], both["liveness"]
         missing = self._missing()
-        index = greeting.worker if greeting.worker >= 0 or not missing else missing[0]
+        index = greeting.worker if greeting.worker >= 0 else missing[0]
+        is_accepted = index in missing
         reason = f"there is a worker {index} already, or there are only {self._count}"
         for end in (liveness, channel):  # also authenticates this end
             with suppress(ConnectionError):  # the worker has ended meanwhile; if it was accepted, ``poll`` reports it
-                WorkerConnection(end).send(*(("accepted", index) if index in missing else ("refused", reason)))
-            if index not in missing:
+                WorkerConnection(end).send(*(("accepted", index) if is_accepted else ("refused", reason)))
+            if not is_accepted:
                 end.close()
-        if index in missing:
+        if is_accepted:
             worker = ConnectedWorker(index, b"", liveness=liveness, name=registration["name"])
             self.workers.append(worker)
             self._attach(worker, channel)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import wait
 
 from collectors.distributed import torchrun
-from collectors.worker import exit_with_descriptors, serve, set_worker_signals
+from collectors.worker import exit_when_readable, serve, set_worker_signals
 from collectors.workers.connections import WorkerConnection
 from wsync import NotConnected
 from wsync.control import Address, Connection, connect
@@ -38,7 +38,7 @@ def join_trainer(*, timeout: float = 60.0) -> int:
 
     Raises:
         NotConnected: there is no trainer, or it did not accept this worker.
-        SyncTimeout: rank 0 has not published its address.
+        SyncTimeout: rank 0 has not published its address, or the trainer's machine did not answer in time.
         ValueError: an address cannot be parsed, or there is no key.
     """
     set_worker_signals()
@@ -88,6 +88,7 @@ def join(address: Address, worker_idx: int, timeout: float) -> None:
 
     Raises:
         NotConnected: there is no trainer, or it did not accept this worker.
+        SyncTimeout: the trainer's machine did not answer in time.
     """
     deadline, key = time.monotonic() + timeout, secrets.token_hex(16)
     name = f"(process {os.getpid()} on {socket.gethostname()})"
@@ -98,7 +99,7 @@ def join(address: Address, worker_idx: int, timeout: float) -> None:
             ends[purpose] = connect(address, worker_idx, deadline, registration.encode())
         for end in ends.values():
             _require_accepted(end, address, deadline)
-        stop_watching = exit_with_descriptors(*ends["liveness"].descriptors)
+        stop_watching = exit_when_readable(*ends["liveness"].descriptors)
         try:
             serve(WorkerConnection(ends["messages"]))
         finally:

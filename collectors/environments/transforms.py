@@ -62,7 +62,7 @@ class Transform(ABC):
 
     @abstractmethod
     def probe(self, *inputs: Array) -> Array:
-        """Call the function for the shape of its result, without side effects. Called once, on construction."""
+        """Call the function for the shape of its result, without side effects. Called when it is appended."""
 
 
 class ModuleTransform(Transform):

@@ -58,7 +58,7 @@ class ActionSource(ABC):
 
 
 class RandomActions(ActionSource):
-    """Random actions, with their log-probabilities; other outputs of a policy are 0."""
+    """Random actions, with their log-probabilities; "is_init" is true, and other outputs of a policy are 0."""
 
     def __init__(self, stepper: Stepper, batched: bool) -> None:
         self._stepper = stepper
@@ -153,8 +153,8 @@ class PolicyInParts(ActionSource):
         self._policy, self._device = policy, device
         self._observation = as_tensors(stepper.observation, stepper.num_envs)  # always with a leading dimension
         self._stays = device == self._observation.device
-        # The gate of a synchronised module is in its call, which its parts bypass. It is entered without a scheme, too:
-        # unlike an arbitrary function, a network does not wait for another thread.
+        # The gate of a synchronised module is in its call, which its parts bypass. It is entered without a scheme, too
+        # (unlike that of ``CalledPolicy``): a network waits for no other thread, which might need the gate.
         with without_side_effects(policy, device), wsync.gate():
             parameters = policy.distribution_parameters(self._observation.clone().to(device))
             action = policy.choose(parameters, None)

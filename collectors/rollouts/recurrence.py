@@ -20,7 +20,7 @@ class RecurrentState:
     """What a policy writes under ``("next", key)`` is its input ``key`` in the next step.
 
     At the start of an episode the input is zero, and "is_init" is true. Inputs and outputs are stored with the batch.
-    Of a policy that reads "is_init" and writes no such key, "is_init" is all.
+    A policy that reads "is_init" and writes no such key has no state: then only "is_init" is given and stored.
 
     Args:
         output: the output of the policy's first call, which has no state as its input.

@@ -40,7 +40,8 @@ class Rollout:
     """Steps one environment with one policy; episodes continue from batch to batch.
 
     ``collect`` fills a batch that ``buffer`` made; it may be in shared memory, and several batches may alternate. All
-    top-level tensors that the policy writes are stored unchanged.
+    top-level tensors that the policy writes are stored (bfloat16 as float32), except "observation", "policy_version"
+    and "is_init", which the rollout writes.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class Rollout:
             gate: wraps a function so that it runs inside a gate; applied to the policy call and the reading of its
                 outputs. The parts of a ``SampledPolicy`` always run inside wsync's gate.
             init_random_frames: the first frames have random actions, of those that an "action_mask" in the observation
-                allows (``policy_version`` -1; "action_log_prob" is that of the draw; other policy outputs are 0).
+                allows (``policy_version`` -1; "action_log_prob" is that of the draw, "is_init" is true; other policy
+                outputs are 0).
             max_frames_per_traj: truncate episodes after this many steps, if ``env`` does not do so earlier.
 
         Raises:

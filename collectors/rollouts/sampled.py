@@ -16,8 +16,8 @@ GREEDY = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.M
 class SampledPolicy(TensorDictModuleBase, ABC):
     """A distribution over actions: reads ``observation`` ``[*B, *obs]``, writes ``action`` and ``action_log_prob``.
 
-    It samples, unless ``tensordict.nn.set_interaction_type(InteractionType.DETERMINISTIC)`` (or ``MODE``) asks for the
-    most likely action. The caller decides about gradients: acting belongs under ``torch.no_grad()``.
+    It samples, unless ``tensordict.nn.set_interaction_type(InteractionType.DETERMINISTIC)`` (or ``MODE``, ``MEAN``)
+    asks for the most likely action. The caller decides about gradients: acting belongs under ``torch.no_grad()``.
 
     Subclasses define the four parts, and ``forward`` combines them. Collectors call the parts instead: noise once per
     batch, parameters and choice in each step, log-probabilities once per batch. A policy that overrides ``forward`` or

@@ -87,7 +87,7 @@ class ConnectedWorker(WorkerHandle):
             ) from error
 
     def exit_reason(self) -> str:
-        """Return how the worker has ended, as the predicate of a sentence; wait for the end of its process."""
+        """Return how the worker has ended, as text to follow "worker 3 "; wait for the end of its process."""
         if self.process is not None:
             return exit_reason(self.process)
         return f"{self._name} is gone: it was killed, or its machine or the network failed"
@@ -151,9 +151,11 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
             poller.register(self.listener if worker.connection is None else worker.connection, select.POLLIN)
         seconds = pollable(timeout)
         ready = {descriptor for descriptor, _ in poller.poll(None if seconds is None else seconds * 1e3)}
-        if self.listener.fileno() in ready:
-            self._accept()
         events: list[Event] = []
+        if self.listener.fileno() in ready:
+            waiting = [worker for worker in workers if worker.connection is None]
+            self._accept()
+            events += [Event(worker, "accepted") for worker in waiting if worker.connection is not None]
         for worker in workers:
             readable = worker.connection is not None and worker.connection.fileno() in ready
             if readable or worker.sentinel in ready:
@@ -180,7 +182,8 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         """Receive a message; messages that a worker has sent before it ended come before its end."""
         connection = worker.connection
         try:
-            # Of a worker that has ended, while a forked child of it may still have the socket.
+            # Of a worker that has ended, the last message may still be on its way over TCP. The end of the stream may
+            # never come: a forked child may hold the socket.
             patience = 0.0 if connection is not None and connection.shares_memory else SHUTDOWN_GRACE
             if connection is None or not (readable or wait([connection.fileno()], patience)):
                 return "died", worker.exit_reason()

@@ -66,7 +66,7 @@ class WorkerConnection:
 
     # --- the worker's end ---
 
-    def wait_without_limit(self) -> None:
+    def remove_time_limits(self) -> None:
         """Let no read and no write fail because it makes no progress: the trainer may be busy for long."""
         with socket.socket(fileno=socket.dup(self._connection.fileno())) as sock:
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

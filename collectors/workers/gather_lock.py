@@ -11,7 +11,7 @@ from collectors.workers.wake_event import WakeEvent
 
 
 class GatherLock:
-    """A re-entrant lock with two modes: gathering, which may wait for workers for long, and updating, which is short.
+    """A re-entrant lock with two modes: gathering, which is given up when an update asks for it, and updating.
 
     Threads take the lock in the order in which they asked for it: a thread that releases the lock and asks again at
     once stands behind those that wait, so neither continuous updates nor continuous gathering starves the other. A

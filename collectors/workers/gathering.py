@@ -35,7 +35,7 @@ class SyncGathering:
     buffers = 1
 
     def __init__(self, cat_results: int | Literal["stack"]) -> None:
-        if cat_results != "stack" and not isinstance(cat_results, int):
+        if cat_results != "stack" and (isinstance(cat_results, bool) or not isinstance(cat_results, int)):
             raise ValueError(f"cat_results is a dimension or 'stack', not {cat_results!r}")
         self._cat_results: int | Literal["stack"] = cat_results
         self._joiner: Joiner | None = None
@@ -80,8 +80,8 @@ class SyncGathering:
                 for worker in to_collect:
                     group.collect(worker, 0)
                 joined = joined or self._begin(participants)  # while the workers collect
-                while not arrived >= set(participants).intersection(group.active_workers):
-                    received = group.next_batch()
+                while missing := set(participants).intersection(group.active_workers) - arrived:
+                    received = group.next_batch(missing)
                     # Other batches are those of workers that failed within an earlier batch.
                     if received is not None and received[0] in participants:
                         arrived.add(received[0])
@@ -132,7 +132,7 @@ class AsyncGathering:
                 for buffer in range(self.buffers):
                     group.collect(worker, buffer)
             self._collecting = set(active)
-            received = group.next_batch()
+            received = group.next_batch(active)
             if received is not None:
                 worker, buffer = received
                 batch: Any = worker.batches[buffer]

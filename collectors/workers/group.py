@@ -23,7 +23,7 @@ _ERROR_GRACE = 2.0  # seconds in which a worker that has left a scheme has to re
 
 
 class WorkerGroup(WorkerSupervisor):
-    """All workers. One thread may gather while other threads deliver weights."""
+    """A collector's operations on all workers. One thread may gather while other threads deliver weights."""
 
     def build(self, specs: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
         """Build all workers. Called once, before any other method.
@@ -68,7 +68,11 @@ class WorkerGroup(WorkerSupervisor):
         for record in self._records:
             self._connect(record)
         for scheme in self.schemes.values():
-            scheme.connect()
+            try:
+                scheme.connect()
+            except (wsync.WorkerDied, wsync.SyncTimeout) as error:
+                self.raise_worker_error(error)
+                raise
         self._step_until(WorkerState.ACTIVE)
         self._started = True
 
@@ -96,14 +100,17 @@ class WorkerGroup(WorkerSupervisor):
         with self._lock.gathering():
             self._send(worker, "collect", buffer)
 
-    def next_batch(self) -> tuple[WorkerHandle, int] | None:
-        """Return the next batch: its worker, which may have failed since, and the buffer. None: another event came.
+    def next_batch(self, awaited: Collection[WorkerHandle]) -> tuple[WorkerHandle, int] | None:
+        """Return the next batch: its worker, which may have failed since, and the buffer.
+
+        None if another event came, or if none of ``awaited`` is active (any more): an update in another thread may have
+        failed them since the caller looked.
 
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: see ``wait_for_workers``.
         """
         with self._lock.gathering():
-            if not self._batches:
+            if not self._batches and any(worker in awaited for worker in self.active_workers):
                 self._step()
             return self._batches.popleft() if self._batches else None
 
@@ -184,8 +191,9 @@ class WorkerGroup(WorkerSupervisor):
         unreached = [worker for worker in addressed if worker in error.workers and worker not in error.refused]
         for record in [self._records[worker] for worker in unreached]:
             if record.worker is not None:
-                self._traceback_of(record.worker, _patience_after(error))
-        self._handle_events()  # keeps finished batches; and a worker's own error is the better cause
+                self._error_of(record.worker, _patience_after(error))
+        # Before workers are failed below: finished batches are still delivered, and a traceback is the better cause.
+        self._handle_events()
         for worker in unreached:
             record, detail = self._records[worker], error.workers[worker].strip()
             if record.gets_updates:
@@ -212,9 +220,9 @@ class WorkerGroup(WorkerSupervisor):
             for index in error.workers:
                 record = self._records[index]
                 if record.worker is not None:
-                    raised = self._traceback_of(record.worker, _patience_after(error))
-                    if raised is not None:
-                        self._fail(record, FailureCause.of(index, "error", raised))
+                    cause = self._error_of(record.worker, _patience_after(error))
+                    if cause is not None:
+                        self._fail(record, cause)
             self.ended_by_failure = died
 
     # --- for any thread ---

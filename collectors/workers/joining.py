@@ -15,7 +15,7 @@ How = int | Literal["stack"]
 
 
 class Joiner:
-    """Joins the batches of a fixed list of workers, as often as they have collected.
+    """Joins one batch of each of a fixed list of workers; used for every round of the same workers.
 
     The result is what ``torch.stack`` or ``torch.cat`` of the TensorDicts gives. So that little is left to do when the
     last worker is ready, ``begin`` allocates while the workers collect, and each batch is copied when it arrives.

@@ -50,7 +50,10 @@ class WorkerHandle(ABC):
         """A descriptor that is readable once the worker has ended."""
 
     def fileno(self) -> int:
-        """Return ``sentinel``: where a scheme is given a process, an integer could be the id of another one."""
+        """Return ``sentinel``.
+
+        A scheme takes this object in place of a process; a bare descriptor could be mistaken for a process id.
+        """
         return self.sentinel
 
     def set_ready(self, layout: BatchLayout, buffers: list[torch.Tensor], num_envs: int) -> None:
@@ -65,9 +68,9 @@ class Event(NamedTuple):
     Attributes:
         worker: the worker.
         kind: ``ready``, ``answer``, ``connected`` or ``batch``: the answer to a command; ``error``: the worker raised
-            and ends; ``unusable``: it raised ``UnusablePolicy``, and ends; ``part``: of a batch, the rest of which is
-            still to come; ``died``: it ended without a message; ``unplaced``: a replacement has found no place in time,
-            and another one would not either.
+            and ends; ``unusable``: it raised ``UnusablePolicy``, and ends; ``accepted``: its connection was accepted;
+            ``part``: of a batch, the rest of which is still to come; ``died``: it, or its connection, ended without a
+            message; ``unplaced``: a replacement has found no place in time, and another one would not either.
         value: the buffer's index for ``batch`` and ``part``, the answer for ``answer``, a traceback for ``error`` and
             ``unusable``, the reason for ``died`` and ``unplaced``.
     """

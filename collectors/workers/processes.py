@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectors.worker import exit_with_process, set_worker_signals
+from collectors.worker import exit_when_process_ends, set_worker_signals
 from collectors.workers.pool import SHUTDOWN_GRACE
 from collectors.workers.server_cleanup import folder_named
 
@@ -71,7 +71,7 @@ def _context() -> BaseContext:
 
 def _run(target: Callable[..., None], trainer: int, environment: Mapping[str, str], arguments: tuple[Any, ...]) -> None:
     set_worker_signals()
-    exit_with_process(trainer)
+    exit_when_process_ends(trainer)
     os.environ.clear()
     os.environ.update(environment)  # the fork server has the environment of the time when it was started
     torch.seed()  # all children of a fork server inherit the same state of the generators
@@ -95,7 +95,7 @@ def pipe() -> tuple[Connection, Connection]:
 
 
 def exit_reason(process: BaseProcess) -> str:
-    """Return how a process has ended, as the predicate of a sentence; wait for its end, but not for ever."""
+    """Return how a process has ended, as text to follow "worker 3 "; wait for its end, but not for ever."""
     process.join(SHUTDOWN_GRACE)
     if process.exitcode is None:
         return f"(process {process.pid}) has lost its connection, and has not ended"

@@ -78,7 +78,7 @@ class Failures:
         """Return the counts for a JSON file: ``{"failed": {"1": 2}, …}``."""
         return {name: {str(w): n for w, n in sorted(counts.items())} for name, counts in vars(self).items()}
 
-    def after(self, earlier: Mapping[str, Mapping[str, int]]) -> Failures:
+    def including(self, earlier: Mapping[str, Mapping[str, int]]) -> Failures:
         """Return these counts together with those of an earlier run, as its ``as_dict`` has given them."""
         before = {name: Counter({int(w): n for w, n in earlier.get(name, {}).items()}) for name in vars(self)}
         return Failures(**{name: before[name] + counts for name, counts in vars(self).items()})
@@ -105,7 +105,7 @@ class FailureCause:
     Attributes:
         kind: the class of the error.
         worker: its index.
-        detail: for the error's ``workers``: the traceback if the worker raised, or else the predicate of a sentence.
+        detail: for the error's ``workers``: the traceback if the worker raised, or else text to follow "worker 3 ".
     """
 
     kind: type[WorkerDied] | type[WorkerFailed] | type[SyncTimeout]
@@ -195,7 +195,7 @@ class WorkerRecord:
         waiting_since: when the worker last answered, or began to owe an answer; ``time.monotonic``.
         restart_at: when a worker is restarted that is due; ``time.monotonic``.
         num_envs: number of environments of one worker.
-        frames: delivered in all, including those of an earlier run.
+        frames: collected in all, also in batches that were dropped; including those of an earlier run.
     """
 
     options: WorkerOptions

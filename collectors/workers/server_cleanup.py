@@ -19,9 +19,9 @@ FOLDER = "WSYNC_FORK_SERVER_FOLDER"  # environment variable of the server
 
 @contextmanager
 def folder_named() -> Iterator[None]:
-    """Name the folder to a server that is started inside; one that runs already has its environment.
+    """Put the folder to remove into the environment, for a fork server that is started inside the block.
 
-    A process that ``multiprocessing`` has started shares the folder of its parent, whose server removes it.
+    Not in a process that ``multiprocessing`` has started: it uses the folder of its parent, whose server removes it.
     """
     if multiprocessing.parent_process() is not None:
         yield

@@ -17,12 +17,12 @@ from collectors.workers.pool import RAISED, Event, WorkerHandle, WorkerPool
 from collectors.workers.records import FailureCause, FailurePolicy, Failures, WorkerRecord, WorkerState
 
 _ENDED = (*RAISED, "died", "unplaced")
-_REJOIN_TIMEOUT = 10.0  # seconds in which a restarted worker has to join a scheme, at least: or the scheme's timeout
+_REJOIN_TIMEOUT = 10.0  # seconds that a restarted worker has to join a scheme, or the scheme's timeout if longer
 _log = logging.getLogger(__name__)
 
 
 class WorkerSupervisor:
-    """Executes what each event of a worker entails.
+    """Handles the events of workers: starts, failures, restarts. ``WorkerGroup`` adds a collector's operations.
 
     All methods run under ``_lock``, except while the collector is being made, when there is one thread.
 
@@ -106,8 +106,8 @@ class WorkerSupervisor:
         self._events.extend(events)
         return events
 
-    def _traceback_of(self, worker: WorkerHandle, patience: float = 0.0) -> str | None:
-        """Return the traceback that ``worker`` has sent, if it has raised; its event is still to be handled.
+    def _error_of(self, worker: WorkerHandle, patience: float = 0.0) -> FailureCause | None:
+        """Return the error that ``worker`` has sent, if it has raised; its event is still to be handled.
 
         Args:
             worker: the worker.
@@ -122,8 +122,8 @@ class WorkerSupervisor:
             left = 0.0 if wait([worker.sentinel], 0.0) else max(0.0, deadline - time.monotonic())
             if not self._poll(left) and not left:
                 break
-        errors = (event.value for event in self._events if event.worker is worker and event.kind in RAISED)
-        return next(errors, None)
+        errors = (event for event in self._events if event.worker is worker and event.kind in RAISED)
+        return next((FailureCause.of(worker.worker_idx, one.kind, one.value) for one in errors), None)
 
     def _time_left(self) -> float | None:
         """Seconds until the next deadline or restart; None if there is none."""
@@ -148,7 +148,7 @@ class WorkerSupervisor:
     def _handle(self, record: WorkerRecord, event: Event) -> None:
         worker, kind, value = event
         record.waiting_since = time.monotonic()
-        if kind == "part":
+        if kind in ("accepted", "part"):
             return
         record.answers_owed -= 1
         if kind == "batch":
@@ -233,7 +233,7 @@ class WorkerSupervisor:
         self._build(record)
 
     def _rejoin(self, record: WorkerRecord, worker: WorkerHandle) -> None:
-        """Let a restarted worker join every scheme; the trainer waits for it, some milliseconds."""
+        """Let a restarted worker join every scheme, while the trainer waits: usually some milliseconds."""
         self._connect(record)
         index = record.index
         try:
@@ -241,9 +241,8 @@ class WorkerSupervisor:
                 timeout = None if scheme.timeout is None else max(_REJOIN_TIMEOUT, scheme.timeout)
                 scheme.readmit(index, worker.process or worker, timeout)
         except (wsync.WeightSyncError, OSError) as error:
-            raised = self._traceback_of(worker)  # the worker's own error is the better cause
-            cause = FailureCause(wsync.WorkerDied, index, f"could not rejoin: {error}")
-            self._fail(record, cause if raised is None else FailureCause.of(index, "error", raised))
+            own = self._error_of(worker)  # the better cause
+            self._fail(record, own or FailureCause(wsync.WorkerDied, index, f"could not rejoin: {error}"))
 
     def _seed_restarted(self, worker: WorkerHandle) -> None:
         """Seed a restarted worker with an unused seed, so that it does not repeat its predecessor's episodes."""

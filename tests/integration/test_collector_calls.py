@@ -121,9 +121,18 @@ class Named(Collector):
     """A user's subclass without a constructor."""
 
 
+class OfOneSize(MultiSyncCollector):
+    """A user's subclass whose constructor takes fewer arguments."""
+
+    def __init__(self, create_env_fn: Any) -> None:
+        super().__init__(create_env_fn, frames_per_batch=16)
+
+
 def test_subclasses_of_users() -> None:
     with Own([make_env], frames_per_batch=16, colour="blue") as collector:
         assert collector.colour == "blue"
+    with OfOneSize([make_env]) as collector:
+        assert next(collector).numel() == 16
     assert "colour" in inspect.signature(Own).parameters
     with pytest.raises(TypeError, match=r"^Named has no argument 'frames_per_bach'"):
         Named(make_env, frames_per_bach=16)  # pyright: ignore[reportCallIssue]

@@ -749,6 +749,7 @@ def test_a_collector_in_one_process_that_cannot_be_made_leaves_nothing():
         (dict(storing_device="nope"), RuntimeError, "nope"),
         (dict(create_env_fn=[cartpole(), acrobot]), ValueError, r"cannot join .* \[2, 4\]: .*for key observation"),
         (dict(policy_factory=[policy, scored_policy]), ValueError, "not all have action_log_prob"),
+        (dict(cat_results=True), ValueError, "a dimension or 'stack', not True"),
         (dict(cat_results=5), ValueError, r"cat_results=5 cannot join workers' batches of shape \[2, 4\]"),
         (dict(create_env_fn=[cartpole(2), cartpole(4)]), ValueError, r"cannot join .* \[2, 4\], \[4, 2\]"),
         (dict(total_frames=-7), ValueError, "total_frames"),
@@ -863,6 +864,31 @@ def test_workers_that_would_never_fetch_an_update_are_refused():
                     collector.update_policy_weights_()
                 next(collector)
                 assert next(collector)["policy_version"].min() >= scheme.version - 1
+
+
+def test_what_a_worker_raises_as_it_connects_is_the_error():
+    class Unreachable(wsync.SharedMemWeightSyncScheme):
+        def connect(self, **given):
+            if not self.is_sender:
+                raise OSError("no route to the trainer")
+            super().connect(**given)
+
+    with pytest.raises(wsync.WorkerFailed, match="no route to the trainer"):
+        multi(weight_sync_schemes={"policy": Unreachable()})
+
+
+def test_a_state_whose_weights_could_not_be_sent_counts_its_frames():
+    with Collector(cartpole(), policy(), frames_per_batch=16) as collector:
+        state = collector.state_dict() | {"frames": 48}
+        scheme = collector.weight_sync_schemes["policy"]
+
+        def fail(*_, **__):
+            raise wsync.SyncTimeout("not in time")
+
+        scheme.send = fail
+        with pytest.raises(wsync.SyncTimeout):
+            collector.load_state_dict(state)
+        assert collector.frames == 48
 
 
 def test_a_state_of_a_collector_without_a_policy_fits_one_in_this_process():

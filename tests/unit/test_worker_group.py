@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Collection
 from typing import Any
@@ -16,11 +17,15 @@ from collectors.workers.records import FailurePolicy, Failures
 
 
 class FakeWorker(WorkerHandle):
-    """A worker without a process."""
+    """A worker without a process; it does not end."""
+
+    def __init__(self, worker_idx: int) -> None:
+        super().__init__(worker_idx)
+        self.never = os.eventfd(0)
 
     @property
     def sentinel(self) -> int:
-        return -1
+        return self.never
 
 
 class ScriptedPool(WorkerPool[FakeWorker]):
@@ -35,13 +40,16 @@ class ScriptedPool(WorkerPool[FakeWorker]):
         pass
 
     def poll(self, workers: Collection[FakeWorker], wakeup_fd: int, timeout: float | None) -> list[Event]:
+        assert self.script or timeout is not None, "nothing would end this wait"
         return [Event(self.workers[i], kind) for i, kind in (self.script.pop(0) if self.script else [])]
 
     def discard(self, worker: FakeWorker) -> None:
         self.workers.remove(worker)
+        os.close(worker.never)
 
     def close(self) -> None:
-        self.workers = []
+        for worker in list(self.workers):
+            self.discard(worker)
 
 
 def start(*script: list[tuple[int, str]], update: Callable[[WorkerGroup], object] = lambda _: None) -> None:
@@ -63,6 +71,18 @@ def test_a_worker_that_answers_while_another_is_handled_is_not_late() -> None:
 def test_a_worker_without_an_answer_is_named() -> None:
     with pytest.raises(wsync.SyncTimeout, match="worker 1 did not answer"):
         start([(0, "ready")])
+
+
+def test_a_batch_of_a_worker_that_an_update_has_dropped_meanwhile_is_not_waited_for() -> None:
+    def update(group: WorkerGroup) -> None:
+        def send(_weights: object, _workers: object) -> None:
+            raise wsync.SyncTimeout("worker 1 is late", {1: "late"}, version=2)
+
+        awaited = [worker for worker in group.active_workers if worker.worker_idx == 1]
+        group.deliver(send, None, None)
+        assert group.next_batch(awaited) is None
+
+    start([(0, "ready"), (1, "ready")], [(0, "connected"), (1, "connected")], update=update)
 
 
 def test_an_update_that_the_shutdown_overtakes_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

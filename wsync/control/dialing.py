@@ -45,7 +45,8 @@ def connect(address: Address, worker: int, deadline: float | None, payload: byte
         raise SyncTimeout(f"worker {worker}: the sender at {address.host} did not answer in time") from None
     except BlockingIOError:
         raise SyncTimeout(
-            f"worker {worker}: the sender accepts no connections, and its queue is full: does it call connect() or readmit()?"
+            f"worker {worker}: the sender accepts no connections, and its queue is full: "
+            "does it call connect() or readmit()?"
         ) from None
     except OSError as error:
         if sock is not None:
