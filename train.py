@@ -44,7 +44,7 @@ def start_fork_server() -> None:
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":  # torchrun: ranks above 0 fork no workers
     start_fork_server()
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import hydra
@@ -55,7 +55,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import collectors.config
 from collectors.distributed import is_worker, join_trainer
-from collectors.env_config import env_config, env_factory, solved_at
+from collectors.env_config import env_config, env_factory, solved_at, task_of
 from collectors.errors import ConfigError
 from collectors.rollouts.rollout import seed_generators
 from collectors.targets import instantiate_setting
@@ -79,7 +79,7 @@ from learning.reporting.console import ConsoleReporter, worker_pids
 from learning.reporting.files import Pictures, RunFiles
 from learning.reporting.guarded import Guarded
 from learning.resuming import SettingsFiles, config_folders, resume_command
-from learning.run import reported_errors, resumed_seed, stop_requests
+from learning.run import own_folder, reported_errors, resumed_seed, stop_requests
 from learning.summary import objective_of
 from learning.validation import actor_critic, check_parts, network_settings
 
@@ -103,13 +103,13 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
     logger = instantiate_setting("logger", cfg.logger, _convert_="all")
     callbacks = [instantiate_setting(f"callbacks[{i}]", one, _convert_="all") for i, one in enumerate(cfg.callbacks)]
     check_parts(learner, logger, callbacks)
-    for hint in hints(cfg.env, learner, HydraConfig.get().runtime.choices["env"] if env_option() is None else None):
+    for hint in hints(cfg, learner, HydraConfig.get().runtime.choices["env"] if env_option() is None else None):
         log.warning(hint)
 
     goal = Goal(cfg.total_frames, solved_at(cfg.env), cfg.stop_when_solved)
     delay = WeightDelay(cfg.staleness)
     training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, delay, device=device, facts=facts(cfg))
-    training.observations = normalizer
+    training.task, training.observations = task_of(cfg.env), normalizer
     training.rewards = RewardNormalizer(cfg.env.rewards, getattr(learner, "gamma", 0.99))
     if cfg.resume is not None:
         training.resume(Path(cfg.resume))
@@ -166,7 +166,7 @@ def main(composed: DictConfig) -> float:
     run = HydraConfig.get()
     sweep = run.mode is RunMode.MULTIRUN
     folder = Path(run.runtime.output_dir)
-    with reported_errors(folder, describe_error, sweep=sweep):
+    with reported_errors(folder, describe_error, sweep=sweep), own_folder(folder) if sweep else nullcontext():
         status, objective = train(*resolved(composed, run), folder)
     if status:
         raise SystemExit(status)

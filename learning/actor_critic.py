@@ -15,7 +15,11 @@ from learning.recurrent import STATE, RecurrentPolicy
 
 
 class Diverged(FloatingPointError):
-    """A loss or a gradient is not finite, and the networks are unusable; or what they would learn from is not."""
+    """A loss or a gradient is not finite, and the networks are unusable."""
+
+
+class UnusableBatch(ValueError):
+    """A batch has values that are not finite, or an action mask that allows no action; nothing was learnt from it."""
 
 
 class ActorCritic(ABC):
@@ -60,7 +64,7 @@ class ActorCritic(ABC):
 
         Raises:
             Diverged: a loss or the gradient is not finite; the networks are unusable.
-            ValueError: an action mask in the batch allows no action.
+            UnusableBatch: see there; the networks are unchanged.
         """
 
     def _scheduled(self, first: float, final: float) -> float:
@@ -71,27 +75,28 @@ class ActorCritic(ABC):
         """Check `batch`; set the scheduled learning rate; return it, and the scheduled number of passes.
 
         Raises:
-            ValueError: an action mask in it allows no action.
+            UnusableBatch: see there.
         """
+        check_finite(batch)
         allowed = action_mask(batch.get("observation"))
         if allowed is not None:
             frames, possible = batch.get("mask", None), self.policy.can_act(allowed)
             impossible = int((~possible if frames is None else frames & ~possible).sum())
             if impossible:
-                raise ValueError(
+                raise UnusableBatch(
                     f"the action mask of {impossible} frame(s) of the batch allows no action: check the environment"
                 )
         lr = self._scheduled(self.lr, self.lr_final)
         self.optimizer.param_groups[0]["lr"] = lr
         return lr, round(self._scheduled(self.epochs, self.epochs_final))
 
-    def _minibatch_sizes(self, rows: int, length: int) -> list[int]:
-        """Return the sizes of the minibatches of one pass over `rows` sequences of `length` frames.
+    def _minibatch_sizes(self, sequences: int, length: int) -> list[int]:
+        """Return the sizes of the minibatches of one pass over `sequences` of `length` frames each.
 
         There are as few as ``minibatch_size`` allows, with one sequence at least; the sizes differ by one at most.
         """
-        count = max(1, math.ceil(rows / max(1, self.minibatch_size // length)))
-        return [(rows + i) // count for i in range(count)]
+        count = max(1, math.ceil(sequences / max(1, self.minibatch_size // length)))
+        return [(sequences + i) // count for i in range(count)]
 
     def _descend(self, loss: Tensor) -> Tensor:
         """Do one gradient step on `loss`; return the norm of the gradient before it is scaled down."""
@@ -102,20 +107,15 @@ class ActorCritic(ABC):
         self.optimizer.step()
         return grad_norm
 
-    def _check_finite(self, stats: dict[str, float], batch: TensorDictBase, lr: float) -> None:
-        """Raise Diverged if a loss or the norm of the gradient is not finite; the message names the cause."""
+    def _check_diverged(self, stats: dict[str, float], lr: float) -> None:
+        """Raise Diverged if a loss or the norm of the gradient is not finite."""
         needed = {name: stats[name] for name in ("loss_policy", "loss_value", "grad_norm")}
         wrong = [f"{name} is {value}" for name, value in needed.items() if not math.isfinite(value)]
-        if not wrong:
-            return
-        if inputs := _not_finite(batch):
-            advice = f"the batch has {' and '.join(inputs)} that are not finite: check the environment"
-        else:
-            advice = (
-                f"resume from an earlier checkpoint, or start again, with a learning rate (algorithm.lr) below {lr:g}"
+        if wrong:
+            raise Diverged(
+                f"{type(self).__name__} diverged after {self.frames} frames: {', '.join(wrong)}; resume from an "
+                f"earlier checkpoint, or start again, with a learning rate (algorithm.lr) below {lr:g}"
             )
-        name = type(self).__name__
-        raise Diverged(f"{name} diverged after {self.frames} frames: {', '.join(wrong)}; {advice}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed learner needs: both networks, the optimizer, the position in the schedules."""
@@ -138,9 +138,10 @@ class ActorCritic(ABC):
 
 
 def zero_gaps(batch: TensorDictBase) -> TensorDictBase:
-    """Return `batch` with zeros where its "mask" has no frame, in what is computed from observations there.
+    """Return `batch` with observation, action, log-probability and next state set to 0 where its "mask" is false.
 
-    A gap follows the end of an episode; its observation is the episode's last one, which may have any values, e.g. NaN.
+    Such a row is no frame: the environment was being reset. It repeats the last observation of the episode that has
+    ended, which may have any values, e.g. NaN.
     """
     mask = batch.get("mask", None)
     if mask is None:
@@ -160,18 +161,39 @@ def as_sequences(x: Tensor, dimensions: int) -> Tensor:
 
 
 def kl_divergence(log_ratio: Tensor) -> Tensor:
-    """Return an estimate in nats with low variance, never negative: http://joschu.net/blog/kl-approx.html."""
+    """Estimate KL(old ‖ new) in nats from log(new/old) at actions that old has drawn; the estimate is never negative.
+
+    It is "k3" of http://joschu.net/blog/kl-approx.html.
+    """
     return (log_ratio.exp() - 1.0 - log_ratio).mean()
 
 
-def explained_variance(error: Tensor, target: Tensor) -> Tensor:
-    """Return the part of the variance of `target` that predictions with the variance `error` of errors explain."""
-    return 1.0 - error / target.var(correction=0).clamp_min(1e-8)
+def explained_variance(error_variance: Tensor, target: Tensor) -> Tensor:
+    """Return 1 - Var(target - prediction) / Var(target); `error_variance` is the numerator."""
+    return 1.0 - error_variance / target.var(correction=0).clamp_min(1e-8)
 
 
-def _not_finite(batch: TensorDictBase) -> list[str]:
-    """Return which inputs of `batch` are not finite; an observation after a terminated episode does not count."""
-    step = batch.get("next")
-    successors = step.get("observation")[~step.get("terminated").squeeze(-1)]
-    parts = {"observations": (batch.get("observation"), successors), "rewards": (step.get("reward"),)}
-    return [name for name, tensors in parts.items() if not all(x.isfinite().all() for x in tensors)]
+def check_finite(batch: TensorDictBase) -> None:
+    """Check the observations and rewards of the frames of `batch`, except observations after a terminated episode.
+
+    Raises:
+        UnusableBatch: some are not finite.
+    """
+    step, mask = batch.get("next"), batch.get("mask", None)
+    terminated = step.get("terminated").squeeze(-1)
+    frames = torch.ones_like(terminated) if mask is None else mask
+    parts = (
+        ("observations", batch.get("observation"), frames),
+        ("next observations", step.get("observation"), frames & ~terminated),
+        ("rewards", step.get("reward"), frames),
+    )
+    if wrong := [name for name, values, rows in parts if not _is_finite(values, rows)]:
+        raise UnusableBatch(f"the batch has {' and '.join(wrong)} that are not finite: check the environment")
+
+
+def _is_finite(values: Tensor | TensorDictBase, rows: Tensor) -> bool:
+    """Return whether `values` are finite in `rows`."""
+    tensors = values.values(True, True) if isinstance(values, TensorDictBase) else [values]
+    return all(
+        not one.is_floating_point() or bool(one.isfinite().all()) or bool(one[rows].isfinite().all()) for one in tensors
+    )

@@ -29,7 +29,7 @@ import collectors.config
 import wsync.config
 from collectors.errors import ConfigError
 from learning import validation
-from learning.actor_critic import Diverged
+from learning.actor_critic import Diverged, UnusableBatch
 from learning.checkpoint import CheckpointError
 from learning.config_errors import CONF, Parameters, one_line
 from learning.help import print_help
@@ -50,7 +50,9 @@ from learning.run import CLAIM, interrupt_by_signals, run_command
 from wsync import WeightSyncError, WorkerDied
 
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
-_EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, ReporterError, WeightSyncError)
+_EXPECTED = (
+    *_OF_HYDRA, CheckpointError, ConfigError, Diverged, FolderError, ReporterError, UnusableBatch, WeightSyncError,
+)  # fmt: skip
 
 
 class RunFolders(Callback):

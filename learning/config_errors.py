@@ -63,7 +63,8 @@ def one_line(
             return f"{name} is not there yet{_suggestion(key, parameters)}; say +{name}=… to add it"
         return unknown(name, settings, chosen)
     if found := re.match(r"Error merging override (.+)", text):
-        return f"{found[1]}: {reason}"
+        whole = re.search(r"Value '([0-9]+)\.0' of type 'float' could not be converted to Integer", reason)
+        return f"{found[1]}: {reason}" + (f"; write {int(whole[1]):_}" if whole else "")
     if found := re.match(r"In '(.+)/(.+?)': .*\nKey '(.+?)' not in", text):
         group, option, name = found.groups()
         return f"{group}/{option}.yaml: {unknown(f'{group}.{name}', settings, {group: option})}"
@@ -85,6 +86,8 @@ def one_line(
         return f"{group}={name}: there is no such option{_suggestion(name, options)}; {known}"
     if found := re.search(r"type `(.+)Config` has missing mandatory value: (\w+)", text):
         scheme, name = found.groups()
+        if scheme == "Env":
+            return f"env={(chosen or {}).get('env', 'gym')} needs an id of Gymnasium: env.{name}=MountainCar-v0"
         return f"{scheme} needs a value for {name!r}: weight_sync.{name}=…"
     if found := re.match(r"While dereferencing interpolation '(.+)': (.+)\n\s+full_key: (\S+)", text):
         return f"{found[3]}={found[1]}: {found[2]}"

@@ -106,7 +106,7 @@ class IMPALA(ActorCritic):
 
         Raises:
             Diverged: a loss or the gradient is not finite; the networks are unusable.
-            ValueError: an action mask in the batch allows no action.
+            UnusableBatch: see there; the networks are unchanged.
 
         """
         batch = zero_gaps(batch)
@@ -115,7 +115,7 @@ class IMPALA(ActorCritic):
         steps = [step for _ in range(epochs) for step in self._epoch(trajectories)]
         self.frames += int(trajectories.mask.sum())
         stats = dict(zip(STATS, torch.stack(steps).mean(0).tolist(), strict=True))
-        self._check_finite(stats, batch, lr)
+        self._check_diverged(stats, lr)
         return stats | {"epochs": float(epochs), "lr": lr}
 
     def _prepare(self, batch: TensorDictBase) -> Trajectories:

@@ -16,7 +16,7 @@ import torch
 from collectors.errors import ConfigError
 from collectors.workers.records import Failures
 from learning import checkpoint
-from learning.actor_critic import ActorCritic, Diverged, zero_gaps
+from learning.actor_critic import ActorCritic, Diverged, check_finite
 from learning.delay import WeightDelay
 from learning.normalization import ObservationNormalizer, RewardNormalizer
 from learning.progress import Progress
@@ -45,7 +45,7 @@ class Collector(Iterable[Any], Protocol):
         """End the wait for the current batch soon. Called from a signal handler, on the main thread, at most once."""
 
     def update_policy_weights_(self, policy: nn.Module, /) -> Any:
-        """Send the weights of `policy` to every worker. Called once per batch; may raise WeightSyncError."""
+        """Send the weights of `policy` to every worker. Called at most once per batch; may raise WeightSyncError."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ class Training:
         failures: the failures of workers in this process; those of the collector.
         earlier_failures: the failures of workers before a resume, as ``Failures.as_dict`` gives them.
         device: the learner's, to which batches are copied.
-        facts: more entries for the summary (seed, number of workers, ...); ``env`` names the environment.
+        task: what defines the environment, in plain values; after a resume with another one, earlier returns do not
+            count.
+        facts: entries of the summary that describe the run (environment, seed, number of workers, ...).
     """
 
     learner: ActorCritic
@@ -109,15 +111,17 @@ class Training:
     failures: Failures = field(default_factory=Failures)
     earlier_failures: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    task: Mapping[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
         """Train until the goal is reached or `stop` is requested; return the summary, which reporters get too.
 
         However the run ends, a checkpoint and the summary are written. Networks that have diverged are not: the last
-        checkpoint stays. An error is raised again afterwards, unless it came after a request to stop (a signal to the
-        process group ends the workers as well). A file that cannot be written then is a note on the first error. After
-        a ``KeyboardInterrupt``, which is the second request, reporters do not ``conclude``.
+        checkpoint stays. An error is raised again afterwards, unless it is a RuntimeError (of a worker, or of the
+        scheme) after a request to stop: a signal to the process group ends the workers as well. A file that cannot be
+        written then is a note on the first error. After a ``KeyboardInterrupt``, which is the second request, reporters
+        do not ``conclude``.
         """
         conclude = True
         try:
@@ -160,19 +164,19 @@ class Training:
 
     def _loop(self, collector: Collector, stop: StopRequest) -> str:
         progress, scheme, saved_at = self.progress, self.scheme, time.monotonic()
-        batches, never_sent = iter(collector), 0  # updates with weight_sync=none: they count as staleness
+        batches, not_sent = iter(collector), 0  # updates with weight_sync=none, which has no versions: counted instead
         progress.begin(scheme.version)
         self.delay.acting_policy(self.learner.policy)  # copies it now if there is a delay: the first update changes it
         while (status := self.goal.outcome(progress)) is None:
             if stop.requested:
                 return "interrupted"
             batch = next(batches)
-            progress.collected(batch, scheme.version + len(self.delay) + never_sent, collector.staleness)
+            progress.collected(batch, scheme.version + len(self.delay) + not_sent, collector.staleness)
             progress.note_solved(self.goal.solved_at)
             learning = self._learn(batch)
             if (due := self.delay.exchange(self.learner.policy)) is not None:
                 collector.update_policy_weights_(due)
-                never_sent += not scheme.sends_weights
+                not_sent += not scheme.sends_weights
             failed = self._counted().failed.total()
             row = progress.synchronised(learning, scheme.metrics, scheme.version, failed)
             for reporter in self.reporters:
@@ -194,14 +198,13 @@ class Training:
         observations, mask = self.observations, batch.get("mask", None)
         if mask is not None and not mask.any():  # of one step, in which all environments were reset
             return {}
-        if observations is not None and not zero_gaps(batch).get("observation").isfinite().all():  # they are clipped
-            env = self.facts.get("env")
-            raise Diverged(f"the batch has observations that are not finite: check the environment {env}")
-        first = observations is not None and observations.is_new
-        if observations is not None and first:
+        check_finite(batch)  # before the statistics take it into account; a learner of the user's may not check it
+        if observations is None:
+            return self.learner.update(self.rewards(batch))
+        if first := observations.is_new:
             observations.update(batch.get("observation"), mask)
         learning = self.learner.update(self.rewards(batch))
-        if observations is not None and not first:
+        if not first:
             observations.update(batch.get("observation"), mask)
         return learning
 
@@ -214,7 +217,7 @@ class Training:
             "delay": self.delay.state_dict(),
             "worker_failures": self._counted().as_dict(),
             "chaos": self._faults(),
-            "env": self.facts.get("env"),
+            "task": self.task,
         }
 
     def resume(self, folder: Path) -> None:
@@ -235,8 +238,8 @@ class Training:
             self.progress.load_state_dict(state["progress"])
             self.rewards.load_state_dict(state["rewards"])
             self.delay.load_state_dict(state["delay"], self.learner.policy)
-            self.earlier_failures, self.earlier_chaos = state["worker_failures"], state.get("chaos", {})
-            if state["env"] != self.facts.get("env"):
+            self.earlier_failures, self.earlier_chaos = state["worker_failures"], state["chaos"]
+            if state["task"] != self.task:
                 self.progress.forget_returns()  # returns in another environment do not count
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             detail = " ".join(str(error).split())
@@ -256,7 +259,7 @@ class Training:
 
     def _counted(self) -> Failures:
         """Return the failures of workers with those before a resume."""
-        return self.failures.after(self.earlier_failures)
+        return self.failures.including(self.earlier_failures)
 
     def _faults(self) -> dict[str, int]:
         """Return the number of injected faults of each kind with those before a resume."""

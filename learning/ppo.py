@@ -16,7 +16,6 @@ from learning.networks import Policy, evaluate
 from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
 
 STATS = ("loss_policy", "loss_value", "entropy", "grad_norm", "kl", "clip_fraction")
-KL = STATS.index("kl")
 
 
 class Frames(NamedTuple):
@@ -63,7 +62,8 @@ class PPO(ActorCritic):
             are not cut: at least one is a minibatch.
         lr: learning rate of Adam, at the start.
         lr_end_factor: the learning rate at the end of the schedule, as a fraction of `lr`.
-        clip: the probability ratio counts between ``1 - clip`` and ``1 + clip``, at the start.
+        clip: at the start; a frame gives nothing more for a probability ratio beyond ``1 ± clip`` in the direction that
+            its advantage favours.
         clip_final: the same, at the end of the schedule.
         anneal_frames: length of the schedules; after it the final values stay.
         value_coef: weight of the value loss, which is half the mean of the squared errors; ``vf_coef`` of
@@ -71,12 +71,13 @@ class PPO(ActorCritic):
         value_clip: largest change of a value prediction that its loss rewards, in scaled reward; None: no limit.
         entropy_coef: weight of the entropy bonus.
         max_grad_norm: the gradient is scaled down to this norm, over all parameters.
-        target_kl: no further pass over a batch once the policy has moved by this much, in nats; None: no early stop.
+        target_kl: no further gradient step on a batch once the policy has moved by this much, in nats, as measured on
+            the next minibatch; None: no early stop. The first step is always done.
         normalize_advantage: give a minibatch's advantages mean 0 and standard deviation 1.
         decoupled: clip the ratio to the policy before the update instead of the ratio to the policy that acted, and
-            weight each frame by the probability of its action under the one over that under the other (Hilton et al.
-            2022, https://arxiv.org/abs/2110.00641). The two differ if the workers' weights are some versions old, or
-            rounded to another dtype, and in the first batch if observations are normalised; otherwise weights are 1.
+            multiply each frame's objective by π_before(a|s) / π_acted(a|s) (Hilton et al. 2022,
+            https://arxiv.org/abs/2110.00641). The two policies differ if the workers' weights are some versions old, or
+            rounded to another dtype; in the first batch if observations are normalised; and for random first frames.
         max_weight: the largest of these weights.
         adam_eps: Adam's epsilon.
 
@@ -126,27 +127,30 @@ class PPO(ActorCritic):
         """Learn from one batch ``[*B, T]`` of a collector (time last); return means over the gradient steps.
 
         Keys: ``loss_policy``, ``loss_value``, ``entropy`` and ``kl`` (nats), ``clip_fraction``, ``grad_norm``,
-        ``explained_variance``, ``value`` (scaled reward), ``epochs`` (passes done), ``lr``, ``clip``.
+        ``explained_variance``, ``value`` (scaled reward), ``epochs`` (complete passes), ``lr``, ``clip``; with
+        ``decoupled`` also ``kl_acted``, from the policy that acted to the one before the update (nats).
 
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
 
         Raises:
             Diverged: a loss or the gradient is not finite; the networks are unusable.
-            ValueError: an action mask in the batch allows no action.
+            UnusableBatch: see there; the networks are unchanged.
 
         """
         batch = zero_gaps(batch)
         lr, epochs = self._begin_update(batch)
         clip = self._scheduled(self.clip, self.clip_final)
         frames, summary = self._prepare(batch)
-        passes: list[Tensor] = []
-        while len(passes) < epochs:
-            passes.append(self._epoch(frames, clip))
-            if self.target_kl is not None and passes[-1][KL].item() > self.target_kl:
-                break
-        stats = dict(zip(STATS, torch.stack(passes).mean(0).tolist(), strict=True)) | summary
-        self._check_finite(stats, batch, lr)
-        return stats | {"epochs": float(len(passes)), "lr": lr, "clip": clip}
+        steps: list[tuple[Tensor, Tensor]] = []
+        passes = 0
+        while passes < epochs and self._epoch(frames, clip, steps):
+            passes += 1
+        means, log_ratio = torch.stack([one for one, _ in steps]).mean(0), torch.cat([one for _, one in steps])
+        clip_fraction = ((log_ratio.exp() - 1.0).abs() > clip).float().mean()
+        values = torch.cat([means, torch.stack([kl_divergence(log_ratio), clip_fraction])])
+        stats = dict(zip(STATS, values.tolist(), strict=True)) | summary
+        self._check_diverged(stats, lr)
+        return stats | {"epochs": float(passes), "lr": lr, "clip": clip}
 
     @torch.no_grad()
     def _prepare(self, batch: TensorDictBase) -> tuple[Frames, dict[str, float]]:
@@ -177,17 +181,21 @@ class PPO(ActorCritic):
         explained = explained_variance(flat.advantage.var(correction=0), flat.target)
         summary = {"explained_variance": explained.item(), "value": flat.value.mean().item()}
         self.frames += len(flat.value)
-        return self._decouple(frames) if self.decoupled else frames, summary
+        if not self.decoupled:
+            return frames, summary
+        frames, kl = self._decouple(frames)
+        return frames, summary | {"kl_acted": kl}
 
-    def _decouple(self, frames: Frames) -> Frames:
-        """Return `frames` with the ``log_prob`` of the policy before the update, and their ``weight``."""
+    def _decouple(self, frames: Frames) -> tuple[Frames, float]:
+        """Return `frames` with the ``log_prob`` of the policy before the update and ``weight``; and ``kl_acted``."""
         distribution, _, flat = self._evaluate(frames)
         log_prob = distribution.log_prob(flat.action)
-        weight = (log_prob - flat.log_prob).exp().clamp(max=self.max_weight)
+        log_ratio = log_prob - flat.log_prob
+        weight = log_ratio.exp().clamp(max=self.max_weight)
         if frames.mask is not None:  # back to sequences
             zeros = torch.zeros_like(frames.log_prob)
             log_prob, weight = (zeros.masked_scatter(frames.mask, x) for x in (log_prob, weight))
-        return frames._replace(log_prob=log_prob, weight=weight)
+        return frames._replace(log_prob=log_prob, weight=weight), kl_divergence(log_ratio).item()
 
     def _value(self, step: TensorDictBase) -> Tensor:
         """Return the values of the observations of `step`; those of a recurrent critic depend on the state as well."""
@@ -205,22 +213,29 @@ class PPO(ActorCritic):
         value, mask = self.critic.of_features(features), frames.mask
         return self.policy.from_parameters(parameters[mask]), value[mask], _flat(frames)
 
-    def _epoch(self, frames: Frames, clip: float) -> Tensor:
-        """Pass once over all frames in random order; return the statistics named by `STATS`, means over the pass."""
+    def _epoch(self, frames: Frames, clip: float, steps: list[tuple[Tensor, Tensor]]) -> bool:
+        """Pass once over all frames in random order, and add to `steps`; return False if `target_kl` has ended it."""
         order = torch.randperm(len(frames.value), device=frames.value.device)
         length = 1 if frames.state is None else frames.value.shape[1]  # sequences are not cut
         sizes = self._minibatch_sizes(len(order), length)
         shuffled = frames.map(lambda x: x[order].split(sizes))
         parts = [[None] * len(sizes) if x is None else x for x in shuffled]
-        steps = [self._step(Frames(*minibatch), clip) for minibatch in zip(*parts, strict=True)]
-        means, log_ratio = torch.stack([one for one, _ in steps]).mean(0), torch.cat([one for _, one in steps])
-        clip_fraction = ((log_ratio.exp() - 1.0).abs() > clip).float().mean()
-        return torch.cat([means, torch.stack([kl_divergence(log_ratio), clip_fraction])])
+        for minibatch in zip(*parts, strict=True):
+            step = self._step(Frames(*minibatch), clip, self.target_kl if steps else None)
+            if step is None:
+                return False
+            steps.append(step)
+        return True
 
-    def _step(self, frames: Frames, clip: float) -> tuple[Tensor, Tensor]:
-        """Do one gradient step; return the first four of `STATS`, and the log-ratios of the probabilities."""
+    def _step(self, frames: Frames, clip: float, target_kl: float | None = None) -> tuple[Tensor, Tensor] | None:
+        """Do one gradient step; return the first four of `STATS`, and the log-ratios of the probabilities before it.
+
+        None, and no step is done, if the policy has moved by more than `target_kl`.
+        """
         distribution, value, frames = self._evaluate(frames)
         log_ratio = distribution.log_prob(frames.action) - frames.log_prob
+        if target_kl is not None and kl_divergence(log_ratio).item() > target_kl:
+            return None
         ratio = log_ratio.exp()
         advantage = frames.advantage
         if self.normalize_advantage and len(advantage) > 1:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.conf import HydraConf
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from collectors.errors import ConfigError
@@ -49,7 +52,8 @@ def config_folders_of(folder: Path) -> list[str]:
 def compose_with(folders: Sequence[Path], overrides: Sequence[str], **options: Any) -> DictConfig:
     """Return the config that `overrides` compose, with the user's config folders; see ``hydra.compose``."""
     searched = [f"hydra.searchpath=['{one.resolve()}']" for one in folders]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    started = GlobalHydra.instance().is_initialized()  # inside `main`
+    with nullcontext() if started else initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("train", [*searched, *overrides], **options)
 
 
@@ -203,7 +207,7 @@ def _delete(tree: dict[Any, Any], name: str) -> None:
 def _global_settings_of(group: str, option: str | None, folders: Sequence[Path]) -> set[str]:
     """Return the settings outside its own group that an option sets (``collector=single`` sets num_workers)."""
     path = next((one for folder in folders if (one := folder / group / f"{option}.yaml").is_file()), None)
-    if path is None or not path.read_text(encoding="utf-8").startswith("# @package _global_"):
+    if path is None or not re.match(r"\s*#\s*@package +_global_\s", path.read_text(encoding="utf-8")):
         return set()
     content = OmegaConf.load(path)
     assert isinstance(content, DictConfig)

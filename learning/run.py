@@ -16,6 +16,9 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
+from collectors.errors import ConfigError
+from learning.reporting.files import METRICS
+
 CLAIM = ".claim"
 """A file in the folder of a run or sweep, which its process keeps locked until it ends."""
 
@@ -195,3 +198,25 @@ def resumed_seed(seed: int, frames: int) -> int:
     if frames == 0:
         return seed
     return int(np.random.SeedSequence([seed, frames]).generate_state(1)[0] >> 1)
+
+
+@contextmanager
+def own_folder(folder: Path) -> Iterator[None]:
+    """Keep the folder of a run in a sweep from its other runs: ``hydra.sweep.subdir`` may give it to several.
+
+    Raises:
+        ConfigError: another run of the sweep has it, or has had it.
+    """
+    refused = ConfigError(
+        f"{folder} is the folder of another run of this sweep: add ${{hydra:job.num}} to hydra.sweep.subdir"
+    )
+    try:
+        (folder / CLAIM).touch(exist_ok=False)
+    except FileExistsError:
+        raise refused from None
+    try:
+        if (folder / METRICS).exists():
+            raise refused
+        yield
+    finally:
+        (folder / CLAIM).unlink()

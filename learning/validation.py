@@ -150,9 +150,13 @@ def check_combinations(config: TrainConfig) -> None:
     for group in ("weight_sync", "collector"):
         if getattr(getattr(config, group), "host", None) == "":
             raise ConfigError(f"{group}.host is empty: name an address of this machine (127.0.0.1: for workers on it)")
-    workers = 1 if _is_asynchronous(config.collector) else config.num_workers  # of a batch
-    if config.frames_per_batch < (rows := workers * config.num_envs):
-        of = "num_envs" if workers == 1 else f"num_workers × num_envs = {workers} × {config.num_envs}"
+    rows = environments_of_batch(config)
+    if config.frames_per_batch < rows:
+        of = (
+            "num_envs"
+            if rows == config.num_envs
+            else f"num_workers × num_envs = {config.num_workers} × {config.num_envs}"
+        )
         raise ConfigError(
             f"frames_per_batch={config.frames_per_batch} is less than one frame for each of {of} = {rows} environments"
         )
@@ -172,6 +176,11 @@ def _check_joining(how: Any, *, batched: bool) -> None:
         )
     if how != "stack" and not (batched and how in (0, -2)):
         raise ConfigError(f"collector.cat_results={how}: a worker's batch has no such dimension: {choices}")
+
+
+def environments_of_batch(config: TrainConfig) -> int:
+    """Return the number of environments in a batch: of all workers, or of one in asynchronous collection."""
+    return config.num_envs * (1 if _is_asynchronous(config.collector) else config.num_workers)
 
 
 def _is_asynchronous(collector: Any) -> bool:

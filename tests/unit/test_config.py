@@ -76,7 +76,8 @@ def refusal(*overrides: str) -> str:
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
 def test_every_option_composes(group: str, option: str) -> None:
     carried = next(name for name, scheme in SCHEMES.items() if group != "collector" or option in scheme.collectors)
-    chosen = config(*([f"weight_sync={carried}"] if group == "collector" else []), f"{group}={option}")
+    more = {"collector": [f"weight_sync={carried}"]}.get(group, ["env.id=CartPole-v1"] if option == "gym" else [])
+    chosen = config(*more, f"{group}={option}")
     check(chosen)
     collectors.config.check(chosen.collector, instantiate(chosen.weight_sync), chosen.num_workers)
 
@@ -436,17 +437,19 @@ def test_an_environment_that_cannot_be_used_is_refused_before_workers_are_starte
     ("overrides", "said"),
     [
         (["env.id=CartPole-v1"], []),
-        (["env.id=MountainCar-v0"], []),
+        (["env.id=MountainCar-v0"], ["settings of env=cartpole: say env=gym env.id=MountainCar-v0"]),
         (["env.id=ale_py:ALE/Pong-v5"], ["env.id=ale_py:ALE/Pong-v5 has .* env=cartpole; env=atari/pong has settings"]),
         (["env.id=Pendulum"], ["env=pendulum has settings for it"]),
         (["env.rewards=normalized"], [r"algorithm\.reward_scale=0\.02 scales them again"]),
         (["env.rewards=sign", "algorithm.reward_scale=1"], []),
+        (["algorithm.lr_end_factor=0"], ["the learning rate is 0 after 80,000 of 200,000 frames"]),
+        (["algorithm.lr_end_factor=0", "algorithm.anneal_frames=200_000"], []),
     ],
 )
 def test_a_setting_that_is_seldom_meant_is_answered_by_a_hint(overrides: list[str], said: list[str]) -> None:
     cfg = config(*overrides)
     learner = instantiate(cfg.algorithm, make_policy(4, Spec(torch.Size([2]), torch.int64, n=2)), make_critic(4))
-    given = [*hints(cfg.env, learner, "cartpole" if "env.id" in overrides[0] else None)]
+    given = [*hints(cfg, learner, "cartpole" if "env.id" in overrides[0] else None)]
     assert len(given) == len(said) and all(re.search(*pair) for pair in zip(said, given, strict=True))
 
 
@@ -454,7 +457,9 @@ def test_a_policy_that_takes_an_image_as_a_vector_is_answered_by_a_hint() -> Non
     image = Spec(torch.Size([4, 84, 84]), torch.uint8, high=torch.tensor(255, dtype=torch.uint8))
     for network, said in ((MLP, ["28,224 numbers: policy=cnn"]), (CNN, [])):
         learner = PPO(*make_actor_critic(network, image, Spec(torch.Size([2]), torch.int64, n=2)))
-        given = [*hints(EnvConfig("Mine-v0"), learner)]
+        cfg = config()
+        cfg.env = EnvConfig("Mine-v0")
+        given = [*hints(cfg, learner)]
         assert len(given) == len(said) and all(one in hint for one, hint in zip(said, given, strict=True))
 
 
@@ -627,7 +632,7 @@ def test_an_option_that_a_resumed_run_chooses_anew_has_none_of_the_earlier_setti
     assert (again.weight_sync.transport, again.collector.max_staleness, again.seed) == ("object_store", 3, 6)
 
     stored_run(cartpole, "algorithm.lr=0.01", "collector.max_restarts=3")
-    assert resumed(f"resume={cartpole}", "algorithm=ppo_mujoco").algorithm.lr == 3e-4
+    assert resumed(f"resume={cartpole}", "algorithm=ppo").algorithm.lr == 3e-4
     assert resumed(f"resume={cartpole}", "env=acrobot").algorithm.lr == 1e-3  # it chooses algorithm=ppo_acrobot
     same_collector = resumed(f"resume={cartpole}", "weight_sync=multiprocess")
     assert (same_collector.algorithm.lr, same_collector.collector.max_restarts) == (0.01, 3)

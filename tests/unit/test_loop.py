@@ -17,9 +17,9 @@ from collectors.environments.specs import Spec
 from collectors.errors import ConfigError
 from collectors.staleness import Staleness
 from learning import PPO, checkpoint, make_critic, make_policy
-from learning.actor_critic import Diverged
+from learning.actor_critic import Diverged, UnusableBatch
 from learning.loop import Goal, Training
-from learning.normalization import ObservationNormalizer
+from learning.normalization import ObservationNormalizer, RewardNormalizer
 from learning.progress import Row
 from learning.reporting import Reporter
 from learning.reporting.files import RunFiles
@@ -29,7 +29,7 @@ from wsync import NoWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncSchem
 
 
 class FakeCollector:
-    """Yields two valid batches, and a third with rewards of NaN."""
+    """Yields two valid batches, and a third with rewards whose sums overflow."""
 
     failures = collectors.workers.records.Failures()
     staleness = Staleness()
@@ -44,7 +44,7 @@ class FakeCollector:
         pass
 
     def __iter__(self) -> Iterator[TensorDict]:
-        for reward in (1.0, 2.0, torch.nan):
+        for reward in (1.0, 2.0, 3e38):
             with torch.no_grad():
                 batch: Any = self.policy(TensorDict({"observation": torch.randn(2, 8, 4)}, [2, 8]))
             no = torch.zeros(2, 8, 1, dtype=torch.bool)
@@ -75,8 +75,8 @@ def training(
     folder: Path, *reporters: Reporter, env: str = "CartPole-v1", scheme: type[WeightSyncScheme] = NoWeightSyncScheme
 ) -> Training:
     policy = make_policy(4, Spec(torch.Size([2]), torch.int64, n=2), (8,))
-    learner, facts = PPO(policy, make_critic(4, (8,))), {"env": env}
-    return Training(learner, scheme(), Goal(1000), folder, 0.0, reporters=reporters, facts=facts)
+    learner, task = PPO(policy, make_critic(4, (8,))), {"id": env, "kwargs": {}}
+    return Training(learner, scheme(), Goal(1000), folder, 0.0, reporters=reporters, task=task)
 
 
 def training_with(collector: type[FakeCollector], folder: Path, *reporters: Reporter) -> dict[str, Any]:
@@ -152,9 +152,11 @@ def test_returns_of_another_environment_do_not_count(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, before.state_dict())
     scheme = SharedMemWeightSyncScheme
     same, other = training(tmp_path, scheme=scheme), training(tmp_path, env="CartPole-v0", scheme=scheme)
-    same.resume(tmp_path)
-    other.resume(tmp_path)
-    assert same.progress.solved(475.0) and not other.progress.solved(195.0)
+    changed = training(tmp_path, scheme=scheme)
+    changed.task = {**before.task, "kwargs": {"sutton_barto_reward": True}}
+    for one in (same, other, changed):
+        one.resume(tmp_path)
+    assert same.progress.solved(475.0) and not other.progress.solved(195.0) and not changed.progress.solved(195.0)
     assert same.facts["resumed_from"] == other.facts["resumed_from"]
 
 
@@ -198,17 +200,22 @@ def test_a_control_is_not_resumed_with_weights_that_were_learnt(tmp_path: Path) 
         training(tmp_path).resume(tmp_path)
 
 
-def test_an_infinite_observation_is_reported_before_it_changes_the_statistics(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["observation", ("next", "reward")])
+def test_values_that_are_not_finite_change_nothing_and_the_checkpoint_is_written(tmp_path: Path, key: Any) -> None:
     one = training(tmp_path)
+    one.rewards = RewardNormalizer("normalized")
     one.observations = ObservationNormalizer(Spec(torch.Size([4]), torch.float32))
 
     class Collector(FakeCollector):
         def __iter__(self) -> Iterator[TensorDict]:
             for number, batch in enumerate(super().__iter__()):
                 if number == 1:
-                    batch["observation"][0, 3, 2] = torch.inf
+                    batch[key][0, 3, 0] = torch.inf
                 yield batch
 
-    with pytest.raises(Diverged, match="observations that are not finite: check the environment CartPole-v1"):
+    with pytest.raises(UnusableBatch, match="s that are not finite: check the environment"):
         one.run(Collector(one.learner.policy), StopRequest(), {})
-    assert one.observations.moments[0].mean.isfinite().all() and int(one.observations.moments[0].count) == 16
+    for moments in (one.observations.moments[0], one.rewards.moments):
+        assert moments.mean.isfinite().all() and int(moments.count) == 16
+    kept = checkpoint.load(tmp_path)
+    assert kept["learner"]["frames"] == 16 and all(x.isfinite().all() for x in kept["learner"]["policy"].values())

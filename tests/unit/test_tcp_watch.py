@@ -68,7 +68,7 @@ def test_a_peer_that_does_not_read_is_not_cut_off() -> None:
     with connected() as (sender, reader), connected() as (trainer, worker):
         sender.send(Message(Kind.DATA, payload=payload))
         theirs, ours = WorkerConnection(worker), WorkerConnection(trainer)
-        theirs.wait_without_limit()
+        theirs.remove_time_limits()
         sending = threading.Thread(target=theirs.send_batch, args=(0, batch))
         sending.start()
         assert not ended_within(LONGER_THAN_A_FAILED_MACHINE_IS_WAITED_FOR, sender, worker)
