@@ -38,7 +38,8 @@ class WeightDelay:
     def acting_policy(self, policy: nn.Module) -> nn.Module:
         """Return a module with the weights that workers have, or are to be started with.
 
-        Before an update that is `policy`, or a copy of it; after `load_state_dict` it may be older.
+        Before the first update it equals `policy`, and is `policy` if nothing is delayed; after a resume it may be
+        older.
         """
         if self.updates == 0:
             return policy

@@ -200,7 +200,7 @@ def _is_image(spec: Spec) -> bool:
 
 
 def _image_layout(spec: Spec) -> tuple[bool, int, int, int]:
-    """Return whether the channels are last, and channels, height and width; the smallest end counts as channels."""
+    """Return whether channels are last (if the last size is less than the first), and channels, height and width."""
     first, second, third = spec.shape
     return (True, third, first, second) if third < first else (False, first, second, third)
 

@@ -173,7 +173,8 @@ class Training:
             batch = next(batches)
             progress.collected(batch, scheme.version + len(self.delay) + not_sent, collector.staleness)
             progress.note_solved(self.goal.solved_at)
-            learning = self._learn(batch)
+            with progress.learning():
+                learning = self._learn(batch)
             if (due := self.delay.exchange(self.learner.policy)) is not None:
                 collector.update_policy_weights_(due)
                 not_sent += not scheme.sends_weights

@@ -18,7 +18,7 @@ from learning.normalization import ObservationNormalizer
 
 
 class Network(nn.Module):
-    """A network for features, and a linear layer on them; several of these may share the network.
+    """A trunk, which computes features, and a head, which computes outputs of them. Several may share one trunk.
 
     Args:
         trunk: observations ``[*B, *obs]`` to features ``[*B, F]``.
@@ -161,7 +161,7 @@ class GaussianPolicy(Policy):
 
     The network's output is the mean, in units of half the action range around its middle. The standard deviation is a
     parameter, the same for all observations. A sample may leave the range: the environment clips it, and its
-    log-probability is that of the sample before clipping, as in https://arxiv.org/abs/1707.06347. The parameters of the
+    log-probability is that of the sample before clipping, as in Stable-Baselines3 and CleanRL. The parameters of the
     distribution are mean and standard deviation, in the environment's units, ``[*B, 2 * dim]``.
 
     Args:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 WINDOW = 100  # episodes in the mean return that is compared with the threshold of a solved environment
 _SAVED = (
-    *("frames", "episodes", "acted_frames", "versions_behind", "staleness_max", "version"),
+    *("frames", "episodes", "acted_frames", "versions_behind", "staleness_max", "version", "seconds_learning"),
     *("first_mean", "first_solved", "resumes"),
 )
 """Counters that a checkpoint has as they are."""
@@ -62,6 +63,7 @@ class Row:
         frames: collected so far, including those before a resume.
         seconds: since the first environment step, interruptions not counted.
         frames_per_second: `frames` by `seconds`.
+        seconds_learning: of `seconds`, those in which the learner was at work; in most others it waited for a batch.
         episodes: ended so far.
         episodes_in_mean: 100, or all while there are fewer; those before a resume in another environment do not count.
         episode_return_mean_100: over these episodes, the last ones; None before the first.
@@ -81,6 +83,7 @@ class Row:
     frames: int
     seconds: float
     frames_per_second: float
+    seconds_learning: float
     episodes: int
     episodes_in_mean: int
     episode_return_mean_100: float | None
@@ -107,6 +110,7 @@ class Progress:
     frames: int = 0
     episodes: int = 0
     seconds_before: float = 0.0
+    seconds_learning: float = 0.0
     frames_before: int = 0
     acted_frames: int = 0  # frames in which the policy acted, not those with random actions
     versions_behind: float = 0.0  # summed over `acted_frames`
@@ -134,6 +138,13 @@ class Progress:
     def seconds(self) -> float:
         """Seconds since the first environment step, summed over resumed runs."""
         return self.seconds_before + (0.0 if self._began is None else time.perf_counter() - self._began)
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Count the seconds inside as learning."""
+        began = time.perf_counter()
+        yield
+        self.seconds_learning += time.perf_counter() - began
 
     @property
     def frames_per_second(self) -> float:
@@ -209,6 +220,7 @@ class Progress:
             frames=self.frames,
             seconds=self.seconds,
             frames_per_second=self.frames_per_second,
+            seconds_learning=self.seconds_learning,
             episodes=self.episodes,
             episodes_in_mean=len(self.window),
             episode_return_mean_100=self.return_mean,

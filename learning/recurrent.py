@@ -169,7 +169,8 @@ class RecurrentPolicy(TensorDictModuleBase):
 
     Args:
         network: its trunk is a `RecurrentNetwork`.
-        actions: the policy; its distribution is used, with the head of `network`.
+        actions: makes distributions of the outputs of `network`. It is never called as a policy: its own network takes
+            features, not observations.
     """
 
     def __init__(self, network: Network, actions: Policy) -> None:

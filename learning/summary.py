@@ -47,7 +47,7 @@ def summarise(
     sentences += [f"{failures}."] if failures else []
     if any(chaos.values()):
         counts = ", ".join(f"{count} × {fault}" for fault, count in chaos.items())
-        sentences.append(f"Made on purpose: {counts}.")
+        sentences.append(f"Faults injected by chaos: {counts}.")
     return {
         "status": status,
         "solved": progress.solved_after(solved_at) is not None,
@@ -56,6 +56,7 @@ def summarise(
         "frames": progress.frames,
         "seconds": progress.seconds,
         "frames_per_second": progress.frames_per_second,
+        "seconds_learning": progress.seconds_learning,
         "episodes": progress.episodes,
         "episode_return_mean_100": progress.return_mean,
         "solved_at": solved_at,

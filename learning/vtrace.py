@@ -44,8 +44,8 @@ def vtrace(
     ``v_t = V(s_t) + delta_t + gamma c_t (v_{t+1} - V(s_{t+1}))``. The policy's advantage is that of section 4.2.
     If both policies are the same, ``v_t - V(s_t)`` is the advantage of :func:`learning.gae`.
 
-    As there, ``V(s'_t)`` is zero where an episode is *terminated*, and that of the true successor where it is truncated
-    by a time limit, or continues after the last column; there, ``V(s'_t)`` also takes the place of ``v_{t+1}``.
+    As in `gae`, ``V(s'_t)`` is zero where an episode is *terminated*, and that of the true successor where it is
+    truncated by a time limit, or continues after the last column; at these two, it is also used for ``v_{t+1}``.
 
     Args:
         log_ratio: ``[*B, T]``, ``log pi(a_t | s_t) - log mu(a_t | s_t)``, time last, as in all the others.

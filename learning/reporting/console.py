@@ -180,6 +180,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ("solved", f"after {summary['solved_after_frames']:,}" if summary["solved"] else "no"),
         ("frames", f"{summary['frames']:,}"),
         ("wall-clock", f"{summary['seconds']:.1f} s"),
+        ("  learning", f"{summary['seconds_learning']:.1f} s"),
         ("frames/s", number(summary["frames_per_second"], 0)),
         ("episodes", f"{summary['episodes']:,}"),
         ("return, last 100", return_text(summary["episode_return_mean_100"], summary["solved_at"])),

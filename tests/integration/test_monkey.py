@@ -67,7 +67,7 @@ def test_a_run_survives_kills_and_counts_them(tmp_path: Path, scheme: str) -> No
     kills = told["chaos"]["kill"]
     assert sum(failures["failed"].values()) in (kills, kills - 1)  # the last one may have come after the last batch
     assert sum(failures["restarted"].values()) >= 1
-    assert f"Made on purpose: {kills} × kill." in done.stdout
+    assert f"Faults injected by chaos: {kills} × kill." in done.stdout
     assert segments() <= before
 
 

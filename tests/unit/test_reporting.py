@@ -37,8 +37,8 @@ PHASES = {"extract": 1.0, "pack": 2.0, "transfer": 3.0, "wait": 4.0, "apply": 5.
 def row(n: int, sync: bool = True) -> Row:
     cost = SyncRow(100.0 + n, 100.0, 150.0, 200.0, 18432, 0.2, PHASES) if sync else None
     return Row(
-        1024 * n, 0.1 * n, 10240.0, 3 * n, min(3 * n, 100), 20.0 * n, [19.0 * n, 21.0 * n], n, 0.5, 2, 3, 96, cost,
-        {"loss_policy": 0.25},
+        1024 * n, 0.1 * n, 10240.0, 0.05 * n, 3 * n, min(3 * n, 100), 20.0 * n, [19.0 * n, 21.0 * n], n, 0.5, 2, 3, 96,
+        cost, {"loss_policy": 0.25},
     )  # fmt: skip
 
 
