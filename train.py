@@ -164,9 +164,9 @@ def console_of(cfg: TrainConfig, training: Training) -> ConsoleReporter:
 def main(composed: DictConfig) -> float:
     """Check what Hydra composed, and train; return the objective, for a sweeper."""
     run = HydraConfig.get()
-    sweep = run.mode is RunMode.MULTIRUN
+    job = run.job.num if run.mode is RunMode.MULTIRUN else None
     folder = Path(run.runtime.output_dir)
-    with reported_errors(folder, describe_error, sweep=sweep), own_folder(folder) if sweep else nullcontext():
+    with reported_errors(folder, describe_error, job=job), nullcontext() if job is None else own_folder(folder):
         status, objective = train(*resolved(composed, run), folder)
     if status:
         raise SystemExit(status)

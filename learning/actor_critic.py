@@ -177,23 +177,24 @@ def check_finite(batch: TensorDictBase) -> None:
     """Check the observations and rewards of the frames of `batch`, except observations after a terminated episode.
 
     Raises:
-        UnusableBatch: some are not finite.
+        UnusableBatch: one is not finite; says where.
     """
     step, mask = batch.get("next"), batch.get("mask", None)
     terminated = step.get("terminated").squeeze(-1)
     frames = torch.ones_like(terminated) if mask is None else mask
-    parts = (
-        ("observations", batch.get("observation"), frames),
-        ("next observations", step.get("observation"), frames & ~terminated),
-        ("rewards", step.get("reward"), frames),
-    )
-    if wrong := [name for name, values, rows in parts if not _is_finite(values, rows)]:
-        raise UnusableBatch(f"the batch has {' and '.join(wrong)} that are not finite: check the environment")
+    _check_finite("observation", batch.get("observation"), frames)
+    _check_finite("next observation", step.get("observation"), frames & ~terminated)
+    _check_finite("reward", step.get("reward"), frames)
 
 
-def _is_finite(values: Tensor | TensorDictBase, rows: Tensor) -> bool:
-    """Return whether `values` are finite in `rows`."""
-    tensors = values.values(True, True) if isinstance(values, TensorDictBase) else [values]
-    return all(
-        not one.is_floating_point() or bool(one.isfinite().all()) or bool(one[rows].isfinite().all()) for one in tensors
-    )
+def _check_finite(name: str, values: Tensor | TensorDictBase, rows: Tensor) -> None:
+    """Check `values` where `rows` is true."""
+    if isinstance(values, TensorDictBase):
+        for key, part in values.items():
+            _check_finite(f"{name} {key}", part, rows)
+    elif values.is_floating_point() and not values.isfinite().all():
+        wrong = rows & ~values.isfinite().reshape(*rows.shape, -1).all(-1)
+        if wrong.any():
+            axes = ("worker", "environment", "step")[-rows.ndim :]
+            where = ", ".join(f"{axis} {i}" for axis, i in zip(axes, wrong.nonzero()[0].tolist(), strict=True))
+            raise UnusableBatch(f"{name} is not finite at {where} of the batch: check the environment")

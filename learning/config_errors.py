@@ -64,7 +64,9 @@ def one_line(
         return unknown(name, settings, chosen)
     if found := re.match(r"Error merging override (.+)", text):
         whole = re.search(r"Value '([0-9]+)\.0' of type 'float' could not be converted to Integer", reason)
-        return f"{found[1]}: {reason}" + (f"; write {int(whole[1]):_}" if whole else "")
+        listed = "is not a ListConfig" in reason
+        example = f"{int(whole[1]):_}" if whole else f"[{found[1].partition('=')[2]}]" if listed else ""
+        return f"{found[1]}: {reason}" + (f"; write {example}" if example else "")
     if found := re.match(r"In '(.+)/(.+?)': .*\nKey '(.+?)' not in", text):
         group, option, name = found.groups()
         return f"{group}/{option}.yaml: {unknown(f'{group}.{name}', settings, {group: option})}"
@@ -137,5 +139,10 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean …?" for the same name in another group, or else one that is spelt similarly."""
     names = [one for one in known if not one.rpartition(".")[2].startswith("_")]  # those are Hydra's own
     elsewhere = [one for one in names if re.split("[./]", one)[-1] == re.split("[./]", name)[-1]]
-    close = get_close_matches(name, elsewhere, n=1, cutoff=0.0) or get_close_matches(name, names, n=1)
+    group, _, key = name.rpartition(".")
+    own = {one.removeprefix(f"{group}."): one for one in names if one.rpartition(".")[0] == group}
+    close = get_close_matches(name, elsewhere, n=1, cutoff=0.0) or [
+        own[one] for one in get_close_matches(key, own, n=1)
+    ]
+    close = close or get_close_matches(name, [one for one in names if one not in own.values()], n=1)
     return f"; did you mean '{close[0]}'?" if close else ""

@@ -154,7 +154,7 @@ class Training:
             status = "interrupted"
             raise
         finally:
-            summary = self._summary(status, collector)
+            summary = self._summary(status, collector, sys.exception())
             with ExitStack() as steps:  # last in, first called; all are called, even if the disk is full
                 for reporter in reversed(self.reporters):
                     steps.push(_last_step(partial(reporter.finish, summary)))
@@ -171,6 +171,7 @@ class Training:
             if stop.requested:
                 return "interrupted"
             batch = next(batches)
+            check_finite(batch)  # before it counts; a learner of the user's may not check it
             progress.collected(batch, scheme.version + len(self.delay) + not_sent, collector.staleness)
             progress.note_solved(self.goal.solved_at)
             with progress.learning():
@@ -199,7 +200,6 @@ class Training:
         observations, mask = self.observations, batch.get("mask", None)
         if mask is not None and not mask.any():  # of one step, in which all environments were reset
             return {}
-        check_finite(batch)  # before the statistics take it into account; a learner of the user's may not check it
         if observations is None:
             return self.learner.update(self.rewards(batch))
         if first := observations.is_new:
@@ -267,9 +267,10 @@ class Training:
         kinds = dict.fromkeys([*self.earlier_chaos, *self.chaos])
         return {kind: self.earlier_chaos.get(kind, 0) + self.chaos.get(kind, 0) for kind in kinds}
 
-    def _summary(self, status: str, collector: Collector) -> dict[str, Any]:
+    def _summary(self, status: str, collector: Collector, error: BaseException | None) -> dict[str, Any]:
+        failed = {"error": None if error is None else f"{type(error).__name__}: {error}"}
         counts = (self._counted(), self._faults(), collector.staleness)
-        return summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics, *counts) | self.facts
+        return summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics, *counts) | failed | self.facts
 
 
 _Exit = Callable[[type[BaseException] | None, BaseException | None, "TracebackType | None"], None]

@@ -80,8 +80,8 @@ def interrupt_by_signals() -> None:
 
 
 @contextmanager
-def reported_errors(folder: Path, describe: Describe, *, sweep: bool) -> Iterator[None]:
-    """Report an error of one job, which has its files in `folder`, and raise it again.
+def reported_errors(folder: Path, describe: Describe, *, job: int | None) -> Iterator[None]:
+    """Report an error of one job, which has its files in `folder`, and raise it again; `job` is its number in a sweep.
 
     In a sweep, Hydra continues with the other jobs and raises only the first error, at the end: each error is logged at
     once. In a single run, the error becomes a ``SystemExit`` with a one-line message, to which Hydra adds nothing, and
@@ -92,8 +92,8 @@ def reported_errors(folder: Path, describe: Describe, *, sweep: bool) -> Iterato
     except Exception as error:  # of any class; raised again, as a one-line message where there is one
         _job_errors.append(error)
         message = describe(error)
-        if sweep:
-            log.error("%s: %s", folder.name, message or error, exc_info=message is None)
+        if job is not None:
+            log.error("run %d (%s): %s", job, folder.name, message or error, exc_info=message is None)
         elif message is not None and not TRACEBACKS:
             if {path.name for path in folder.glob("*")} == {".hydra", CLAIM}:
                 shutil.rmtree(folder, ignore_errors=True)  # the run's own error is what is reported

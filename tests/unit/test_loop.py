@@ -213,7 +213,7 @@ def test_values_that_are_not_finite_change_nothing_and_the_checkpoint_is_written
                     batch[key][0, 3, 0] = torch.inf
                 yield batch
 
-    with pytest.raises(UnusableBatch, match="s that are not finite: check the environment"):
+    with pytest.raises(UnusableBatch, match=r"is not finite at environment 0, step 3 of the batch"):
         one.run(Collector(one.learner.policy), StopRequest(), {})
     for moments in (one.observations.moments[0], one.rewards.moments):
         assert moments.mean.isfinite().all() and int(moments.count) == 16
