@@ -37,7 +37,7 @@ from wsync.sending.source import per_worker
 from wsync.transaction import synchronize
 from wsync.transport import Closable, FlatTransport, TransportBackend
 from wsync.types import CascadingContext, CollectorContext, RemoteWorker, SyncReport
-from wsync.weights.strategy import WeightStrategy
+from wsync.weights.strategy import WeightStrategy, bytes_of
 
 __version__ = "0.1.0"
 __all__ = [
@@ -81,6 +81,7 @@ __all__ = [
     "WeightSyncScheme",
     "WorkerDied",
     "WorkerFailed",
+    "bytes_of",
     "engine_app",
     "find_model",
     "find_object",

@@ -9,7 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 from torch import nn
 
-from wsync import LayoutMismatch, SharedMemWeightSyncScheme, SyncTimeout, WeightStrategy
+from wsync import LayoutMismatch, SharedMemWeightSyncScheme, SyncTimeout, WeightStrategy, bytes_of
 from wsync.testing.models import EveryTensorKind, digest, scramble
 from wsync.weights.binding import unshare
 from wsync.weights.snapshot import Snapshot
@@ -168,3 +168,15 @@ def test_a_name_that_is_a_prefix_of_another_is_refused_in_a_tensordict() -> None
     with pytest.raises(LayoutMismatch, match=r"'weight\.scale'.*state_dict"):
         WeightStrategy("tensordict").extract_weights(weights)
     assert WeightStrategy("state_dict").extract_weights(weights).keys() == weights.keys()
+
+
+def test_the_bytes_of_weights_are_their_memory() -> None:
+    flat = torch.zeros(10, dtype=torch.uint8)
+    weights = {"a.x": flat[:8].view(torch.float32), "b": flat[8:]}
+    for given in (weights, TensorDict({"a": {"x": weights["a.x"]}, "b": weights["b"]})):
+        flat.zero_()
+        bytes_of(given)[:] = 1
+        assert flat.eq(1).all()
+    assert bytes_of({}).size == 0
+    with pytest.raises(ValueError, match="not views of one storage"):
+        bytes_of(nn.Linear(3, 2))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
@@ -15,6 +17,23 @@ from wsync.weights.layout import Layout
 from wsync.weights.snapshot import Snapshot, is_stacked, snapshot
 
 Format = Literal["tensordict", "state_dict"]
+
+
+def bytes_of(weights: Any) -> np.ndarray:
+    """Return the memory of the weights that a ``TransportBackend`` is given, without a copy: ``uint8[nbytes]``.
+
+    All their tensors are views of one storage, which has the same size at both ends. So a transport may send these
+    bytes, which it must not write, and in ``receive_weights`` write what has arrived into those of its ``weights``.
+
+    Raises:
+        ValueError: the tensors do not share one storage, or are not on the CPU.
+    """
+    tensors = [tensor for tensor in snapshot(weights).tensors.values() if tensor.numel()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    if len(storages) > 1 or not all(tensor.is_cpu for tensor in tensors):
+        raise ValueError("these weights are not views of one storage on the CPU: a transport is given such weights")
+    flat = torch.empty(0, dtype=torch.uint8)
+    return flat.set_(next(iter(storages.values()), flat.untyped_storage())).numpy()
 
 
 class WeightStrategy:
