@@ -195,6 +195,6 @@ def _check_finite(name: str, values: Tensor | TensorDictBase, rows: Tensor) -> N
     elif values.is_floating_point() and not values.isfinite().all():
         wrong = rows & ~values.isfinite().reshape(*rows.shape, -1).all(-1)
         if wrong.any():
-            axes = ("worker", "environment", "step")[-rows.ndim :]
-            where = ", ".join(f"{axis} {i}" for axis, i in zip(axes, wrong.nonzero()[0].tolist(), strict=True))
+            axes, place = ("worker", "environment", "step")[-rows.ndim :], wrong.nonzero()[0].tolist()
+            where = ", ".join(f"{axis} {i}" for axis, i in zip(axes, place[-len(axes) :], strict=True))
             raise UnusableBatch(f"{name} is not finite at {where} of the batch: check the environment")
