@@ -180,11 +180,11 @@ def _check_joining(how: Any, *, batched: bool) -> None:
 
 def environments_of_batch(config: TrainConfig) -> int:
     """Return the number of environments in a batch: of all workers, or of one in asynchronous collection."""
-    return config.num_envs * (1 if _is_asynchronous(config.collector) else config.num_workers)
-
-
-def _is_asynchronous(collector: Any) -> bool:
-    return isinstance(collector, MultiAsyncConfig) or (isinstance(collector, RemoteConfig) and not collector.sync)
+    collector = config.collector
+    asynchronous = isinstance(collector, MultiAsyncConfig) or (
+        isinstance(collector, RemoteConfig) and not collector.sync
+    )
+    return config.num_envs * (1 if asynchronous else config.num_workers)
 
 
 _GIVEN = {"policy": 1, "algorithm": 2}
