@@ -180,10 +180,8 @@ def _check_joining(how: Any, *, batched: bool) -> None:
 
 def environments_of_batch(config: TrainConfig) -> int:
     """Return the number of environments in a batch: of all workers, or of one in asynchronous collection."""
-    collector = config.collector
-    asynchronous = isinstance(collector, MultiAsyncConfig) or (
-        isinstance(collector, RemoteConfig) and not collector.sync
-    )
+    one = config.collector
+    asynchronous = isinstance(one, MultiAsyncConfig) or (isinstance(one, RemoteConfig) and not one.sync)
     return config.num_envs * (1 if asynchronous else config.num_workers)
 
 
