@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from collectors.config import MultiAsyncConfig, MultiSyncConfig, RemoteConfig
 from collectors.env_config import EnvConfig, sample
@@ -21,9 +23,6 @@ from learning.normalization import ObservationNormalizer
 from learning.options import PolicyConfig, TrainConfig
 from learning.reporting import Reporter
 from learning.summary import check_objective
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Limit = tuple[str, Callable[[float], bool]]
 """A range in words, and whether a number is in it; NaN is in none."""
