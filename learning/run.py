@@ -219,4 +219,4 @@ def own_folder(folder: Path) -> Iterator[None]:
             raise refused
         yield
     finally:
-        (folder / CLAIM).unlink()
+        (folder / CLAIM).unlink(missing_ok=True)

@@ -57,7 +57,7 @@ class SyncGathering:
         if odd := sorted(map(str, frozenset.union(*columns) - frozenset.intersection(*columns))):
             raise ValueError(f"workers' batches cannot be joined: not all have {', '.join(odd)}")
         try:
-            join([batch.to("meta") for batch in batches], self._cat_results)
+            self._joiner = Joiner(list(workers), self._cat_results)
         except (IndexError, RuntimeError) as error:
             listed = ", ".join(str(list(shape)) for shape in dict.fromkeys(batch.batch_size for batch in batches))
             raise ValueError(
