@@ -424,7 +424,7 @@ def test_a_sweep_in_which_a_checkpoint_is_refused_ends_with_a_report_of_the_othe
     done = run(tmp_path, *other_model, f"hydra.sweep.dir={tmp_path}", "-m")
     assert done.returncode == 1
     at_once, which, complaint = done.stderr.splitlines()
-    assert at_once.startswith("ERROR: 0-multiprocess-s3: ") and "does not fit this run" in at_once
+    assert at_once.startswith("ERROR: run 0 (0-multiprocess-s3): ") and "does not fit this run" in at_once
     assert "policy.hidden=[32]" in which
     assert complaint.startswith("train.py: ") and "does not fit this run" in complaint
     with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
@@ -439,7 +439,7 @@ def test_a_sweep_reports_each_failed_run_in_the_terminal_and_in_its_folder(tmp_p
     done = run(tmp_path, *sweep, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 1
     for folder, reason in (("0-shared_mem-s0", "env.id=CartPol-v1"), ("1-shared_mem-s0", "ArithmeticError: the pole")):
-        assert f"ERROR: {folder}: " in done.stderr
+        assert f"ERROR: run {folder[0]} ({folder}): " in done.stderr
         assert reason in done.stderr and reason in (tmp_path / folder / "train.log").read_text()
     assert "worker " in done.stderr
     assert summary(tmp_path / folder)["status"] == "failed" and (tmp_path / folder / "checkpoint.pt").exists()
