@@ -63,7 +63,7 @@ class Row:
         frames: collected so far, including those before a resume.
         seconds: since the first environment step, interruptions not counted.
         frames_per_second: `frames` by `seconds`.
-        seconds_learning: of `seconds`, those in which the learner was at work; in most others it waited for a batch.
+        seconds_learning: of `seconds`, those of the learner's updates; in most others the loop waited for a batch.
         episodes: ended so far.
         episodes_in_mean: 100, or all while there are fewer; those before a resume in another environment do not count.
         episode_return_mean_100: over these episodes, the last ones; None before the first.

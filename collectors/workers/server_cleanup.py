@@ -21,7 +21,7 @@ FOLDER = "WSYNC_FORK_SERVER_FOLDER"  # environment variable of the server
 def folder_named() -> Iterator[None]:
     """Put the folder to remove into the environment, for a fork server that is started inside the block.
 
-    Not in a process that ``multiprocessing`` has started: it uses the folder of its parent, whose server removes it.
+    Not in a process that ``multiprocessing`` has started: it uses its parent's folder, which that server removes.
     """
     if multiprocessing.parent_process() is not None:
         yield

@@ -122,7 +122,7 @@ class Named(Collector):
 
 
 class OfOneSize(MultiSyncCollector):
-    """A user's subclass whose constructor takes fewer arguments."""
+    """A user's subclass with fewer arguments."""
 
     def __init__(self, create_env_fn: Any) -> None:
         super().__init__(create_env_fn, frames_per_batch=16)

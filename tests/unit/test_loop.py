@@ -29,7 +29,7 @@ from wsync import NoWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncSchem
 
 
 class FakeCollector:
-    """Yields two valid batches, and a third with rewards whose sums overflow."""
+    """Yields two valid batches, and a third in which sums of rewards overflow."""
 
     failures = collectors.workers.records.Failures()
     staleness = Staleness()
