@@ -78,7 +78,7 @@ class Gate:
             return self.call(function, *args, **kwargs)
 
     def call_for(self, subject: object, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call ``function``, which uses the model ``subject`` and no other, inside the gate. None: it may use any."""
+        """Call ``function`` inside the gate. It uses the model ``subject`` alone; None: it may use any model."""
         if subject is None:
             return self.call(function, *args, **kwargs)
         return self.gate_state.call_model(lambda _: function(*args, **kwargs), subject)
@@ -125,7 +125,7 @@ _thread_local = threading.local()  # ``enters_for_no_forward``: true inside a bl
 
 @contextmanager
 def without_forward() -> Iterator[None]:
-    """While the block runs, this thread's entries into the gate are no forwards: ``entered_for_forward_of`` is false.
+    """While the block runs, the gate treats this thread as running no forward: ``entered_for_forward_of`` is false.
 
     The receiver thread is always in such a block. It must not wait for a version in a hook: the version could arrive
     only by a message that this thread itself has to read. Threads in ``connect``, ``receive`` and ``pull`` use it, too.
@@ -169,15 +169,15 @@ class MixedWeightsGuard:
     def set(self, why: str) -> None:
         """Refuse forwards, for the reason ``why``; with an empty one, allow them again. Called inside the gate."""
         attached = self in _gate.gate_state.hooks  # false in a forked child: its new gate has no hooks
+        self.why = why
         if why and not attached:
             _gate.attach(self)
         elif attached and not why:
             _gate.detach(self)
-        self.why = why
 
     def poll_update(self) -> bool:
         """See ``GateHook``. Raises WeightSyncError if the weights are mixed."""
-        # ``why`` is empty if a pass over the hooks has begun before ``set("")``.
+        # ``why`` is empty if ``set("")`` was called by an earlier hook in this pass over the hooks.
         if self.why and entered_for_forward_of(self._model):
             raise WeightSyncError(self.why)
         return False

@@ -88,7 +88,7 @@ class Receiver:
         try:
             self._gate_model()
         except BaseException:
-            self._state.close(finished=False)  # the first call decides: the connection is LOST, not FINISHED
+            self._state.close(finished=False)  # before close(), whose finished=True has then no effect
             self.close()
             raise
         return descriptors
@@ -144,8 +144,8 @@ class Receiver:
         for hook in self._hooks:
             process_gate().attach(hook)
         policy.install_now()
-        # If `connect` brought no first weights, the error belongs to an update that was sent in the meantime: the
-        # sender gets it as the answer to that update, so it is not raised here.
+        # Without first weights, `install_now` may have installed an update that was sent meanwhile. Its error is the
+        # worker's answer to that update, and is not raised here.
         error = self.updater.error if self._channel.first_version else ""
         self.updater.acknowledge_after_cascade()
         # If a later version has been installed meanwhile, `receive` returns it.

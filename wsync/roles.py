@@ -197,9 +197,9 @@ class SenderRole(Role):
 
     def close(self) -> None:
         """See ``Role``."""
+        self.sender.close()  # first: it waits for a send in another thread
         if self.in_process_receiver is not None:
             self.in_process_receiver.close()
-        self.sender.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

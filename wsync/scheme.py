@@ -74,8 +74,8 @@ class WeightSyncScheme(SchemeBase):
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
         options = {**self._workers_by_option(), **({"pipes": len(pipes)} if pipes else {})}
         count = agreed_count(num_workers, devices, params_map, workers, options)
-        sender = self._open_sender(model_id, self._make_source(model_id, default, device_map_fn), count)
         sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
+        sender = self._open_sender(model_id, self._make_source(model_id, default, device_map_fn), count)
         self._role = SenderRole(model_id=model_id, context=context, model=model, sender=sender, sentinels=sentinels)
         close_when_abandoned(self._role)  # closes the channel if shutdown() is never called
         self._pipes[:] = pipes or self._pipes  # the same list object: transports of the older API refer to it
@@ -172,18 +172,18 @@ class WeightSyncScheme(SchemeBase):
     def disconnect(self, worker_idx: int) -> None:
         """On the sender: treat a worker as dead. See ``readmit``.
 
-        A call in another thread takes it for dead, too: a ``send`` that waits for it raises. This call blocks until
-        that one has ended, which with ``timeout=None`` may be never if it waits for another worker.
+        A ``send`` in another thread that waits for the worker raises ``WorkerDied``. This method returns after that
+        call; while that call waits for a different worker, this one waits, too, and with ``timeout=None`` without end.
         """
         self._role.as_sender("disconnect").sender.disconnect(worker_idx)
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
-        It gets the newest update that was sent to this index, and other workers are not affected. If it has connected
-        already (while another worker was awaited, or in an earlier call that ended by ``SyncTimeout``), it is kept;
-        given ``process``, only if that is alive, and was started before the connection was made. Any other worker with
-        this index is disconnected. For ``process`` see ``connect``; ``timeout``: seconds, None for the scheme's.
+        It gets the newest update that was sent to this index; other workers are not affected. If it connected before
+        this call (while another worker was awaited, or in a call that ended by ``SyncTimeout``), this connection is
+        used; but not if ``process`` is given, and has ended or was started later. Any other worker with this index is
+        disconnected. For ``process`` see ``connect``; ``timeout``: seconds, None for the scheme's.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
@@ -216,7 +216,7 @@ class WeightSyncScheme(SchemeBase):
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
             LayoutMismatch: the weights do not fit the model; no worker's model was changed.
             ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
-            WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks it; its ``version`` None: none was sent.
+            WorkerDied, WorkerFailed, SyncTimeout: names each worker without this version (``version`` None: not sent).
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update
@@ -270,19 +270,19 @@ class WeightSyncScheme(SchemeBase):
 
         Updates sent without waiting may not arrive any more: call ``wait_async`` first. The sender waits until a call
         in another thread has ended; then up to five seconds for queued messages and HTTP requests, and up to two for
-        each thread of a transport. In a worker, another thread may be in ``receive`` or ``pull`` alone: they then end.
+        each thread of a transport. In a worker, ``receive`` or ``pull`` may be running in another thread, and returns.
 
         Raises:
             RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.
         """
-        self._role.require_closable()
-        role, self._role = self._role, Role()
+        role = self._role
+        role.require_closable()
         role.close()
+        self._role = Role()  # last: after a KeyboardInterrupt in ``close``, this method can be called again
         if isinstance(role, SenderRole):
             self._address = self._sent_model_id = None  # a worker keeps both: it may connect again
 
     # --- the older API: functions of ``wsync.legacy.api`` as methods ---
-
     init_on_worker, synchronize_weights = older.init_on_worker, older.synchronize_weights
     get_sender, create_sender = older.get_sender, older.create_sender
     get_receiver, create_receiver = older.get_receiver, older.create_receiver

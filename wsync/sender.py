@@ -26,15 +26,15 @@ from wsync.sending.updates import Updates
 from wsync.types import LAST_VERSION, SyncReport
 from wsync.weights.layout import Layout
 
-_PATIENCE = 0.1  # seconds that ``disconnect`` waits before it has another thread's call take the worker for dead
+_PATIENCE = 0.1  # seconds that ``disconnect`` waits for another thread's call before it makes that call give up
 
 
 class Sender:
     """Sends one model's weights to all its workers. Any thread may call; one call runs at a time.
 
-    A call holds the *sender's lock*, and where it uses connections or slots, except in a fast update, also the
-    *channel's lock* (of ``SenderSideChannel``). The *send-loop thread* (``sending/send_loop.py``), which sends what had
-    to wait for an answer, takes only the channel's lock.
+    A call holds the *sender's lock*. While it uses connections or slots it also holds the *channel's lock* (of
+    ``SenderSideChannel``), except in a fast update in the arena. The *send-loop thread* (``sending/send_loop.py``)
+    takes only the channel's lock; it sends the updates that have waited for a worker's answer to an earlier one.
 
     Args:
         channel: the channel to the workers: connections, and memory or transports for weights; kept as an attribute.
@@ -42,7 +42,7 @@ class Sender:
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
-        finishes_on_publish: whether a send does not wait for acknowledgements, except where ``Updates.publish`` says.
+        finishes_on_publish: whether a send finishes without acknowledgements; ``Updates.publish`` has the exceptions.
         on_request: with ``initiator="receiver"``: workers request versions. A send is finished once it is published.
         record: called with the report of each finished update but that of ``connect``, under the sender's lock.
     """
@@ -72,7 +72,7 @@ class Sender:
         fork_aware.add(self)
         self._finders = TensorFinders(source.weights)  # one for each kind of argument that `send` was given so far
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
-        self._last_fast_report: SyncReport | None = None  # `_members` gets its version when the fast path is disabled
+        self._last_fast_report: SyncReport | None = None  # of a version that `_members` does not have yet
 
     @property
     def version(self) -> int:
@@ -158,8 +158,8 @@ class Sender:
         """
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            # None: the worker is not connected yet. 0: it is, and has no version to acknowledge. Otherwise: it is, and
-            # has not acknowledged this version yet.
+            # None: the worker is not connected yet. 0: it is connected, and has no version to acknowledge. Otherwise:
+            # the version that it was given when it connected, and has not acknowledged yet.
             early_version = self.channel.pop_early_join(worker, sentinel)
             try:
                 if early_version is None:

@@ -115,7 +115,7 @@ class TransportBackend(Protocol):
         in ``connect`` for the first weights. While it waits, that thread serves no other model of the process.
 
         The medium may deliver an older version first (a stream, after a receive that timed out): the scheme compares
-        each result with the update's checksum. For each update (none for one that has arrived already):
+        each result with the update's checksum. For each update whose weights have not arrived already:
 
         1. The first call comes when the sender announces the update; ``send_weights`` may still run. If it returns the
            update's weights, no other call follows.
@@ -143,7 +143,7 @@ class Closable(Protocol):
         """Release the resources, and make a call that blocks in another thread return or raise.
 
         Called when the worker has gone, at a deadline, at shutdown, and after a set-up that failed: by any thread of
-        the scheme, more than once, and also while another thread is inside one of the other methods.
+        the scheme, more than once, and also while another thread is inside another method; not in a forked child.
         """
         ...
 

@@ -2,8 +2,9 @@
 
 When a process exits, its socket closes, which wakes every wait of the peer. A forked child may keep a copy of it open,
 so on one machine the peer also watches the process's pidfd (a descriptor that is readable once a process has exited).
-If a whole machine fails, or the network to it, the connection is closed after about ten seconds, or later if its
-process had not read before: see ``tcp_watch.py``. A stopped or busy peer, which does not read, stays connected.
+If a whole machine fails, or the network to it, the connection is shut down after about ten seconds; later, if the peer
+had stopped reading before the failure: see ``tcp_watch.py``. A stopped or busy peer, which does not read, stays
+connected.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Connection:
         peer: the other process.
         preamble: on the sender, sent before the first message: a proof that it has the token, then the length and the
             bytes of its ``own_identity()``.
-        expected_proof: in a worker, the proof with which the preamble must begin. The identity in it tells which
-            process to watch.
+        expected_proof: in a worker, the proof with which the preamble must begin. The process whose identity follows
+            it is watched.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Connection:
 
     @property
     def busy(self) -> bool:
-        """Whether a background thread is sending earlier messages, or has failed to: the fast path must not send."""
+        """Whether a background thread is sending earlier messages, or has failed: the fast path must not send then."""
         return self._outbox.busy
 
     @property
@@ -175,7 +176,7 @@ class Connection:
 
     def _send_some(self, data: memoryview | bytes, fds: Sequence[int], *, wait: bool) -> int:
         """Send what the socket has room for, see ``Outbox``; with ``wait``, wait for room until the stall timeout."""
-        flags = 0 if wait else socket.MSG_DONTWAIT
+        flags = socket.MSG_NOSIGNAL | (0 if wait else socket.MSG_DONTWAIT)
         try:
             return socket.send_fds(self._socket, [data], list(fds), flags) if fds else self._socket.send(data, flags)
         except BlockingIOError:
@@ -208,9 +209,9 @@ class Connection:
         return None
 
     def _close_received_fds(self) -> None:
-        fds, self._fds = self._fds, []
-        for fd in fds:
-            os.close(fd)
+        with suppress(IndexError):  # pop() gives each descriptor to one thread, if two call this
+            while True:
+                os.close(self._fds.pop())
 
     def _check_proof(self) -> None:
         shown = self._read(len(self._expected_proof))
@@ -278,10 +279,10 @@ class Connection:
         """Close this side. Idempotent. Any thread may call it: on the sender a finalizer may do so in any thread."""
         if self._socket.fileno() >= 0:
             self._finalizer.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
-            if os.getpid() == self._opener:  # a forked child has no such thread
+            if os.getpid() == self._opener:  # a forked child has none of the threads
                 tcp_watch().remove(self._socket)
+                self.interrupt()  # ends the outbox's thread, which must not use the descriptor's number after close()
+                self._outbox.close()
             close_socket(self._socket, self._opener)
             self._close_received_fds()
             self._peer.close()
-            if os.getpid() == self._opener:
-                self._outbox.close()

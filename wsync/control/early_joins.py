@@ -21,16 +21,18 @@ class EarlyJoins:
         self._versions: dict[int, int] = {}
         self._connected_at: dict[int, float] = {}  # of all workers, on the clock of start times in /proc
 
-    def note_connection(self, worker: int) -> None:
-        """Record that a worker connects now."""
+    def note_connection(self, worker: int, version: int | None) -> None:
+        """Record that a worker connects now; if no call awaits it, also its ``version``, as ``add`` does."""
         self._connected_at[worker] = time.clock_gettime(time.CLOCK_BOOTTIME)
+        if version is not None:
+            self.add(worker, version)
 
     def add(self, worker: int, version: int) -> None:
         """Record that a worker that has connected was given ``version``; 0 for none."""
         self._versions[worker] = version
 
     def set_answered(self, worker: int) -> None:
-        """Record that the answer of a worker has been returned: none is awaited any more."""
+        """Record that ``wait_acks`` has returned a worker's answer: none is awaited any more."""
         if worker in self._versions:
             self._versions[worker] = 0
 

@@ -27,6 +27,7 @@ from wsync.errors import NotConnected
 
 _AUTH_TIMEOUT = 5.0  # seconds in which an attempt must send its credentials
 _MAX_PENDING = 64  # unauthenticated attempts at a time
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # no descriptors or memory left
 
 
 @dataclass(slots=True)
@@ -127,12 +128,7 @@ class Listener:
         try:
             sock, _ = self._socket.accept()
         except OSError as error:
-            if error.errno in (
-                errno.EMFILE,
-                errno.ENFILE,
-                errno.ENOBUFS,
-                errno.ENOMEM,
-            ):  # no descriptors or memory left
+            if error.errno in _EXHAUSTED:
                 raise
             return  # an error of the network, or the client has disconnected already: see accept(2)
         sock.setblocking(False)
@@ -144,8 +140,10 @@ class Listener:
             accepted = self._authenticate(self._pending[fd])
         except BlockingIOError:  # the rest has not arrived yet
             return None
-        except (ValueError, OSError):  # wrong credentials, or the client has disconnected
+        except (ValueError, OSError) as error:  # wrong credentials, or the client has disconnected
             self._drop(fd)
+            if isinstance(error, OSError) and error.errno in _EXHAUSTED:
+                raise
             return None
         except BaseException:  # e.g. no thread could be started to watch it
             self._drop(fd)
@@ -157,8 +155,8 @@ class Listener:
     def _authenticate(self, pending: _Pending) -> tuple[Connection, Message]:
         """Read what has arrived of the ``HELLO``; return the connection once it is complete.
 
-        All that has arrived is read. Otherwise a connection could be dropped as late although its ``HELLO`` had arrived
-        in time, while others were accepted.
+        All that has arrived is read: a connection whose ``HELLO`` has arrived in time is not dropped as late, even if
+        other connections are accepted first.
 
         Raises:
             BlockingIOError: more has to arrive.

@@ -32,8 +32,11 @@ class PeerProcess:
 
     Attributes:
         pid: its process id; -1 if it has none here: it runs on another machine or in another PID namespace.
-        descriptors: its pidfd, readable once the process has exited; empty if it runs elsewhere, if it had exited
-            before this object was made, and after ``close``.
+        descriptors: its pidfd, readable once the process has exited; an eventfd that is readable at once, if it had
+            exited before this object was made. Empty if it runs elsewhere, and after ``close``.
+
+    Raises:
+        OSError: there is no descriptor left.
     """
 
     def __init__(self, identity: bytes = b"") -> None:
@@ -56,8 +59,8 @@ class PeerProcess:
     def _open(self) -> None:
         try:
             descriptor = os.pidfd_open(self.pid)
-        except OSError:  # it has exited, or the id is invalid: the closed connection is noticed instead
-            return
+        except ProcessLookupError:  # it has exited; a forked child of it may keep the connection open
+            descriptor = os.eventfd(1, os.EFD_CLOEXEC)
         self.descriptors = (descriptor,)
         self._finalizer = weakref.finalize(self, os.close, descriptor)
         self._finalizer.atexit = False

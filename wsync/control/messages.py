@@ -94,7 +94,7 @@ class Message(NamedTuple):
 
 
 def why_not_connected(workers: Collection[int], running: Collection[int]) -> str:
-    """Return the text of a timeout while ``workers`` were awaited; the processes of ``running`` ones have not ended."""
+    """Return the text of a timeout: ``workers`` did not connect, and the processes of ``running`` have not ended."""
     hint = f" (the process of worker(s) {join_indices(running)} is still running)" if running else ""
     return (
         f"worker(s) {join_indices(workers)} did not connect in time{hint}: each worker must call init_on_receiver(…, "

@@ -12,6 +12,7 @@ from wsync.deadlines import remaining
 
 _CHUNK = 1 << 20  # bytes that are sent at once
 _DROP_FROM = 1000  # with this many messages queued, a message that may be dropped is dropped
+_SENT_WHOLE = 4096  # bytes; a shorter message is sent whole or not at all
 
 
 class Send(Protocol):
@@ -60,11 +61,16 @@ class Outbox:
             if self._error is not None:
                 raise self._error
             if not self.busy:
-                sent = self._send(data, fds, wait=False)
-                if sent == len(data) or (may_drop and not sent):
-                    return
-                # If a part was sent, the descriptors went with its first byte.
-                self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
+                try:
+                    sent = self._send(data, fds, wait=False)
+                    if sent == len(data) or (may_drop and not sent):
+                        return
+                    # If a part was sent, the descriptors went with its first byte.
+                    self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
+                except BaseException:
+                    if len(data) > _SENT_WHOLE:  # a signal handler raised: half a message may be in the socket
+                        self._error = ConnectionError("the sending of an earlier message was interrupted")
+                    raise
                 thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
                 self.busy = True  # before start(), in which a signal handler may raise while the thread begins to send
                 try:

@@ -87,7 +87,7 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
 
 
 def _as_process(worker: int, process: Process) -> Process:
-    """Return ``process``, or the ``multiprocessing.Process`` of that sentinel or id, which has the exit code.
+    """Return ``process``; for a sentinel or id, its ``multiprocessing.Process`` if there is one: it has the exit code.
 
     The id of a direct child is returned as it is: its exit code is read by a pidfd. A ``Popen`` that this process has
     inherited by a fork is replaced by its id: its ``poll()`` would return 0 while it runs.

@@ -55,10 +55,7 @@ class ReceiverThread:
                 is shut down: a forked child of the peer may keep its copy of the socket open.
         """
         with self._lock:
-            self._handlers.update(dict.fromkeys(descriptors, (handler, socket_fd)))
-            if self._thread is not None:
-                os.eventfd_write(self._wake, 1)
-            else:
+            if self._thread is None:
                 wake = os.eventfd(0, os.EFD_CLOEXEC)
                 thread = threading.Thread(target=self._run, args=(wake,), name="wsync-receiver", daemon=True)
                 try:
@@ -66,7 +63,9 @@ class ReceiverThread:
                 except RuntimeError:  # the limit of threads
                     os.close(wake)
                     raise
-                self._wake, self._thread = wake, thread  # a thread ends when it is not ``_thread`` any more
+                self._wake, self._thread = wake, thread  # an earlier thread ends: it is not ``_thread`` any more
+            self._handlers.update(dict.fromkeys(descriptors, (handler, socket_fd)))
+            os.eventfd_write(self._wake, 1)
 
     def unregister(self, handler: MessageHandler) -> None:
         """Stop calling ``handler``. On return the handler is not running, unless the handler itself called this."""

@@ -69,7 +69,7 @@ def _make(path: Path) -> None:
 
 
 def seal(address: Address) -> str:
-    """Return the address as JSON that shows its token only to processes with the same secret.
+    """Return the address as JSON in which the token is encrypted with the secret: see ``unseal``.
 
     Raises:
         NotConnected: see ``shared_secret``.

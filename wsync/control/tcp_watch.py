@@ -1,4 +1,4 @@
-"""A thread that closes a TCP connection if the peer's machine, or the network to it, has failed.
+"""A thread that shuts a TCP connection down if the peer's machine, or the network to it, has failed.
 
 A machine that fails does not close its connections. The kernel's keepalive notices the failure, but only on a
 connection without unacknowledged data; otherwise the kernel sends the data again and again, for a quarter of an hour.
@@ -83,7 +83,7 @@ class TcpWatch:
             except OSError:  # it has been closed
                 continue
             self._silent_checks[sock] = checks = checks + 1 if info[_RETRANSMITS] or info[_PROBES] else 0
-            # Whether the peer's kernel has answered since the first of these checks, i.e. was not silent all the time.
+            # Whether the peer's kernel has answered after the first of these checks.
             answered_since = info[_LAST_ACK] < 1000 * _INTERVAL * (_CHECKS - 1)
             if checks >= _CHECKS and not answered_since:
                 with suppress(OSError):  # the connection has ended

@@ -81,7 +81,7 @@ class WorkerConnections:
         Raises:
             SyncTimeout: names the workers that did not connect.
             WorkerDied: a worker's process exited first, or a worker died after it had connected.
-            Exception: of ``on_accepted``.
+            Exception: of ``on_accepted`` for one of ``workers``; for another worker, it is logged.
         """
         self.process_arrived_messages()  # notices deaths, so that replacements are accepted
         for worker in workers:
@@ -149,15 +149,16 @@ class WorkerConnections:
             except ConnectionError:  # it has disconnected: treated as never connected
                 return self._undo_join(worker, death)
             self._joined.add(worker)
-            self._early_joins.note_connection(worker)
-            if worker not in awaited:
-                self._early_joins.add(worker, accepted.version)
+            self._early_joins.note_connection(worker, None if worker in awaited else accepted.version)
             _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)
             self._callbacks.on_accepted(worker, deadline)
-        except BaseException:  # also KeyboardInterrupt: it is not set up
+        except BaseException as error:  # also KeyboardInterrupt: it is not set up
             self._undo_join(worker, death)
             connection.close()  # also if it was not registered yet
-            raise
+            if worker in awaited or not isinstance(error, Exception):
+                raise
+            _log.warning("worker %d, which was not awaited, could not be set up: %s", worker, error)
+            return -1
         return worker
 
     def _undo_join(self, worker: int, death: Ack | None) -> int:
@@ -276,8 +277,7 @@ class WorkerConnections:
         if connection is None or (message is not None and message.kind is Kind.STORE):  # STORE: too late
             return
         if message is None or message.kind not in _EXPECTED_KINDS:
-            self.mark_dead(worker, why_ended(connection.peer, message))
-            return
+            return self.mark_dead(worker, why_ended(connection.peer, message))
         known = self._answers.get(worker)
         if message.kind in _ANSWERS and (known is None or known.version <= message.version):  # not a repeated answer
             error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -52,6 +53,7 @@ class WorkerSideChannel:
         self.first_version = 0
         self._newest = 0  # the newest version that the sender has named (with initiator="receiver")
         self._requests = 0
+        self._creator = os.getpid()
 
     @property
     def layout(self) -> Layout | None:
@@ -173,7 +175,8 @@ class WorkerSideChannel:
         except ValueError as error:
             self.answer(Ack(self._worker, ANY_VERSION, f"it got an invalid message from the sender: {error}"))
         if self._connection is not None:
-            _leave(self._connection, reason)
+            _send_leave(self._connection, reason)
+            self._connection.interrupt()  # not close(): the fast path may still use the descriptor
         return Closed()
 
     def _event_of(self, message: Message) -> Event | None:
@@ -255,7 +258,8 @@ class WorkerSideChannel:
         if self._connection is not None:
             _leave(self._connection)
             self._connection = None
-        if self._reader is not None:
+        inherited = os.getpid() != self._creator and isinstance(self._reader, TransportReader)
+        if self._reader is not None and not inherited:  # the parent of a forked child goes on using its transport
             self._reader.close()
             self._reader = None
         self._unread.clear()
@@ -269,8 +273,11 @@ def _went_away(worker: int, cause: ConnectionError) -> NotConnected:
 def _leave(connection: Connection, reason: str = "") -> None:
     """Close a connection, after a message that this is on purpose, and why."""
     try:
-        connection.send(Message(Kind.LEAVE, payload=reason.encode(errors="backslashreplace")))
-    except ConnectionError:
-        pass
+        _send_leave(connection, reason)
     finally:
         connection.close()
+
+
+def _send_leave(connection: Connection, reason: str) -> None:
+    with suppress(ConnectionError):
+        connection.send(Message(Kind.LEAVE, payload=reason.encode(errors="backslashreplace")))

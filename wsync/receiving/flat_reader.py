@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from wsync.checksum import find_damage
@@ -28,6 +30,7 @@ class FlatReader(TransportReader):
         self._checksum = True
         self._incoming: Buffer | None = None  # of the next version
         self._transfers: list[Transfer] = []  # into that buffer; empty until the transfer has begun, then it has one
+        self._beginning = threading.Lock()  # with initiator="receiver", two threads may call ``_begin``
 
     def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
         """See ``TransportReader``."""
@@ -50,11 +53,12 @@ class FlatReader(TransportReader):
 
     def _begin(self) -> tuple[Buffer, Transfer]:
         """Begin the transfer of the next version, unless it has begun."""
-        if self._incoming is None:
-            self._incoming = self._take_buffer()
-        if not self._transfers:
-            self._transport.begin_receive(self._incoming.flat, self._transfers)
-        return self._incoming, self._transfers[0]
+        with self._beginning:
+            if self._incoming is None:
+                self._incoming = self._take_buffer()
+            if not self._transfers:
+                self._transport.begin_receive(self._incoming.flat, self._transfers)
+            return self._incoming, self._transfers[0]
 
     def _receive(self, version: int, payload: bytes) -> Update | None:
         if version <= self._received:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -238,17 +239,19 @@ class SenderSideChannel:
 
     def close(self, *, finished: bool = False) -> None:
         """See ``SendChannel``. A finalizer may call this in any thread, also while another one waits for answers."""
-        locked = self._lock.acquire(timeout=_LOCK_TIMEOUT)
-        try:
-            if self._closed:
-                return
-            self._closed = True
-            self._loop.stop()
-            self._routes.close(finished=finished)
-            self._pool.clear()
-        finally:
+        with ExitStack() as steps:  # from the last to the first; all are done, even if a signal handler raises in one
+            locked = self._lock.acquire(timeout=_LOCK_TIMEOUT)
+            was_closed, self._closed = self._closed, True
+            if not was_closed:
+                steps.callback(self._join_threads)
             if locked:
-                self._lock.release()
+                steps.callback(self._lock.release)
+            if not was_closed:
+                steps.callback(self._pool.clear)
+                steps.callback(self._routes.close, finished=finished)
+                steps.callback(self._loop.stop)
+
+    def _join_threads(self) -> None:
         self._loop.close()
         for thread in self._routes.transfers.ending:  # one that runs at interpreter exit can crash the process
             thread.join(_JOIN_TIMEOUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from wsync.control import Listener
@@ -250,7 +251,8 @@ class Routes:
     def close(self, *, finished: bool) -> None:
         """See ``SendChannel``."""
         slots, self.slots = self.slots, None  # first: in a forked child, disconnecting must not write to the arena
-        self.connections.close(finished=finished)
-        self.transfers.close()
-        if slots is not None:
-            slots.arena.close()
+        with ExitStack() as steps:  # from the last to the first; all are done, even if a signal handler raises in one
+            if slots is not None:
+                steps.callback(slots.arena.close)
+            steps.callback(self.transfers.close)
+            self.connections.close(finished=finished)
