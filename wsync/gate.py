@@ -69,6 +69,10 @@ class Gate:
                 gate_state.enter(depth_before)
                 yield
             finally:
+                if (
+                    gate_state.depth != depth_before + 1
+                ):  # blocks of several coroutines: the first to enter may leave first
+                    depth_before = _times_acquired(gate_state.lock) - 1
                 gate_state.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
                 gate_state.leave(depth_before)
 
@@ -117,6 +121,13 @@ class Gate:
         """Stop calling ``hook``. Called by the thread that shuts down, or connects again, or has failed to."""
         with self.gate_state.lock:
             self.gate_state.hooks = tuple(other for other in self.gate_state.hooks if other is not hook)
+
+
+def _times_acquired(lock: Any) -> int:
+    """Return how often this thread has acquired an ``RLock``; it releases the lock and acquires it again."""
+    state = lock._release_save()
+    lock._acquire_restore(state)
+    return state[0]
 
 
 _gate = Gate()

@@ -105,8 +105,10 @@ class InProcessChannel(ConnectionlessChannel):
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """See ``SendChannel``."""
-        acks, self._acks = self._acks, []
-        return [ack for ack in acks if ack.version >= version][-1:]
+        acks = [ack for ack in self._acks if ack.version >= version][-1:]
+        if acks:
+            self._acks.clear()
+        return acks
 
     # --- ReceiveChannel: there is no connection, so its first methods have nothing to do ---
 
@@ -133,11 +135,11 @@ class InProcessChannel(ConnectionlessChannel):
 
     def poll_update(self) -> Update | None:
         """See ``ReceiveChannel``."""
-        update, self._pending = self._pending, None
-        return update
+        return self._pending
 
     def on_installed(self, update: Update, error: str) -> None:
         """See ``ReceiveChannel``: the model has memory of its own."""
+        self._pending = None
 
     def answer(self, ack: Ack, *, prepared: bool = False) -> None:
         """See ``ReceiveChannel``."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from wsync.deadlines import deadline_in
-from wsync.errors import SyncTimeout, in_forked_child
+from wsync.errors import WorkerDied, WorkerFailed, in_forked_child
 from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.sending.channel import SenderSideChannel
 from wsync.sending.forking import fork_aware
@@ -161,20 +161,21 @@ class Sender:
             # None: the worker is not connected yet. 0: it is connected, and has no version to acknowledge. Otherwise:
             # the version that it was given when it connected, and has not acknowledged yet.
             early_version = self.channel.pop_early_join(worker, sentinel)
+            expected = self._members.expected_version.get(worker, 0)
+            # If it was sent a newer version since, the answer is awaited by the `send` that sent it, or by `wait`.
+            unanswered = expected if early_version in (None, expected) else 0
             try:
                 if early_version is None:
                     self.disconnect(worker)
                     self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
+                if unanswered:
+                    self._updates.acks.require([worker], unanswered, deadline)
+            except BaseException as error:
+                if not isinstance(error, WorkerDied | WorkerFailed):  # SyncTimeout, KeyboardInterrupt: call again
+                    self.channel.keep_early_join(worker, unanswered)
+                raise
             finally:
                 self._members.add(self.channel.workers)
-            expected = self._members.expected_version.get(worker)
-            # If it was sent a newer version since, the answer is awaited by the `send` that sent it, or by `wait`.
-            if expected and early_version in (None, expected):
-                try:
-                    self._updates.acks.require([worker], expected, deadline)
-                except SyncTimeout:  # the next call goes on waiting
-                    self.channel.keep_early_join(worker, expected)
-                    raise
 
     def continue_from(self, version: int) -> None:
         """Skip the version numbers up to ``version``; ValueError if it is out of range."""

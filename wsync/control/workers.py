@@ -294,7 +294,7 @@ class WorkerConnections:
                 with suppress(ConnectionError):  # the worker has died
                     connection.flush(deadline)
         for worker in list(self._connections):
-            self.disconnect(worker)
+            self.mark_dead(worker, "the scheme was shut down")  # a signal handler may do this within a wait
         while self._callback_of:
             self._poll.unregister(self._callback_of.popitem()[0])
         self._listener.close()

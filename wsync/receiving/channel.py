@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -174,6 +175,8 @@ class WorkerSideChannel:
             _log.debug("worker %d: %s", self._worker, reason)
         except ValueError as error:
             self.answer(Ack(self._worker, ANY_VERSION, f"it got an invalid message from the sender: {error}"))
+        except Exception:  # noqa: BLE001  no memory for a buffer, for example: the sender raises it
+            self.answer(Ack(self._worker, ANY_VERSION, traceback.format_exc()))
         if self._connection is not None:
             _send_leave(self._connection, reason)
             self._connection.interrupt()  # not close(): the fast path may still use the descriptor

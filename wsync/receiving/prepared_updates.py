@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from wsync.types import Update
+from wsync.types import ANY_VERSION, Update
 
 if TYPE_CHECKING:
     from wsync.receiving.updating import ModelUpdater
@@ -24,7 +24,7 @@ def decide(transaction: int, commit: bool) -> None:
     updates = updates_by_transaction.get(transaction, [])
     while updates:
         updater, update = updates[0]
-        if commit:
+        if commit and update.version > updater.version:
             updater.install(update)
         del updates[0]  # after the install, in which a signal handler may raise: the next call goes on
     updates_by_transaction.pop(transaction, None)
@@ -33,6 +33,9 @@ def decide(transaction: int, commit: bool) -> None:
 def commit_if_prepared(updater: ModelUpdater, version: int) -> bool:
     """Commit the transaction in which ``version`` of ``updater`` is prepared, if there is one.
 
+    Otherwise drop what is prepared in older versions of ``updater``: the sender has committed it, and then published
+    ``version`` before this process has seen the commit.
+
     Returns:
         True if it has been committed: the updates of all its models are installed. False if there is none.
     """
@@ -40,12 +43,13 @@ def commit_if_prepared(updater: ModelUpdater, version: int) -> bool:
         if any(one is updater and update.version == version for one, update in updates):
             decide(transaction, commit=True)
             return True
+    drop(updater, version)
     return False
 
 
-def forget(updater: ModelUpdater) -> None:
-    """Drop all updates of an updater that is released."""
+def drop(updater: ModelUpdater, before: int = ANY_VERSION) -> None:
+    """Drop the updates of an updater that are older than version ``before``; by default all."""
     for transaction, updates in list(updates_by_transaction.items()):
-        updates[:] = [(one, update) for one, update in updates if one is not updater]
+        updates[:] = [(one, update) for one, update in updates if one is not updater or update.version >= before]
         if not updates:
             del updates_by_transaction[transaction]

@@ -195,7 +195,7 @@ class ModelUpdater:
 
     def release(self) -> None:
         """Drop what is prepared, and copy the model to memory of its own. Called by the thread that closes."""
-        prepared_updates.forget(self)
+        prepared_updates.drop(self)
         try:
             self.copy_to_own_memory()
             self._target = None

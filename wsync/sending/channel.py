@@ -125,14 +125,14 @@ class SenderSideChannel:
 
     def share_registered(self, tensors: Mapping[str, Tensor]) -> RegisteredWeights | None:
         """Describe to the workers where registered weights lie; None if that is not in shared memory."""
-        slots = self._routes.slots
         with self._lock:
+            slots = self._routes.slots
             return None if slots is None else RegisteredWeights.describe(slots.arena, tensors)
 
     def published_views(self) -> list[Sequence[Tensor]]:
         """Return each slot that workers are pointed to, as new tensors."""
-        slots = self._routes.slots
         with self._lock:
+            slots = self._routes.slots
             return [] if slots is None else slots.published_views()
 
     # --- updates ---
@@ -226,8 +226,9 @@ class SenderSideChannel:
             try:
                 acks = self._connections.wait_acks(workers, version, deadline)
                 answered.update(ack.worker for ack in acks)
-                if len(answered) < len(workers):
-                    self._routes.transfers.disconnect_unfinished(set(workers) - answered)
+                if late := set(workers) - answered:
+                    self._routes.transfers.disconnect_unfinished(late)
+                    acks += self._connections.wait_acks(late, version, NOW)  # the deaths of those
                 return acks
             finally:  # also if a signal handler raised: a message may have been read and not processed
                 self._routes.transfers.mark_overdue(set(workers) - answered)

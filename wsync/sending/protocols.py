@@ -60,7 +60,8 @@ class SendChannel(Protocol):
     def keep_early_join(self, worker: int, version: int) -> None:
         """Have the next ``pop_early_join`` return ``version`` for a worker that has connected, and has not answered it.
 
-        Called by a ``readmit`` that ends at its timeout, so that the next one does not disconnect the worker.
+        Called by a ``readmit`` that ends at its timeout, or is interrupted by a signal: the next one then does not
+        disconnect the worker.
         """
         ...
 

@@ -116,9 +116,9 @@ class Routes:
 
     def set_layout(self, layout: Layout) -> None:
         """See ``SendChannel``."""
-        self.layout = layout
         if self.slots is not None:
-            self.slots.set_layout(layout)
+            self.slots.set_layout(layout)  # first: there may be no memory for its slots
+        self.layout = layout
         for worker in self.connections.workers:
             self.connections.send(worker, Message(Kind.LAYOUT, worker, payload=self._settings(worker).dump()))
 
@@ -165,10 +165,15 @@ class Routes:
         self.transfers.disconnect(worker)
         if self.slots is not None:
             self.slots.vacate(worker)
-            queue = self.transfers.queues[worker]
-            latest, queue.latest = queue.latest, None  # None, too, if the worker has used the arena
-            if latest is not None:
-                self.slots.point(worker, latest.version, latest.buffer.slot, acknowledge=False)
+            self._move_to_word(worker)
+
+    def _move_to_word(self, worker: int) -> None:
+        """Have the published word of a worker that is not connected name what its queue has, for its replacement."""
+        queue = self.transfers.queues[worker]
+        queue.restart(None)
+        latest, queue.latest = queue.latest, None  # None, too, if the worker has used the arena
+        if latest is not None and self.slots is not None:
+            self.slots.point(worker, latest.version, latest.buffer.slot, acknowledge=False)
 
     def on_message(self, worker: int, message: Message) -> None:
         """See ``ConnectionCallbacks``."""
@@ -195,7 +200,13 @@ class Routes:
         """Make an update the newest of ``workers``; that of absent ones is kept for their replacements."""
         in_arena, others = self._split(workers)
         self._point(dict.fromkeys(in_arena, update), acknowledge)
-        self.transfers.enqueue(update, others)
+        self._enqueue(update, others)
+
+    def _enqueue(self, update: QueuedUpdate, workers: Collection[int]) -> None:
+        self.transfers.enqueue(update, workers)
+        if self.slots is not None:
+            for worker in set(workers).difference(self.connections.workers):  # their deaths were noticed meanwhile
+                self._move_to_word(worker)
 
     def _point(self, updates: Mapping[int, QueuedUpdate], acknowledge: bool) -> None:
         for worker, update in updates.items():
@@ -208,7 +219,7 @@ class Routes:
         place = PREPARE_PAYLOAD.pack(update.transaction, update.buffer.slot)
         for worker in in_arena:
             self.connections.send(worker, Message(Kind.PREPARE, worker, update.version, place))
-        self.transfers.enqueue(update, [worker for worker in others if worker in self.connections.workers])
+        self._enqueue(update, [worker for worker in others if worker in self.connections.workers])
 
     def commit(self, prepared: Mapping[int, QueuedUpdate]) -> None:
         """Have workers install what they have prepared.

@@ -276,8 +276,13 @@ class Updates:
         """Finish everything that was sent without waiting; return the newest one's report."""
         report = None
         self.unawaited.raise_failed()
-        while self.unawaited.updates:  # after an error the next call waits for the others
-            report = self.finish(self.unawaited.updates.pop(0))
+        while updates := self.unawaited.updates:
+            try:
+                report = self.finish(updates[0])
+            except Exception:  # the next call waits for the others; after a KeyboardInterrupt, for this one as well
+                del updates[0]
+                raise
+            del updates[0]
         return report
 
     def finish_earlier(self) -> None:
