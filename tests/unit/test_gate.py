@@ -107,6 +107,20 @@ def test_open_again_whatever_a_hook_raised(where: str, error: BaseException) -> 
     assert asked == ((0, 2) if where == "poll_update" else (2, 0))
 
 
+def test_blocks_of_two_coroutines_need_not_be_nested() -> None:
+    gate, news = Gate(), News()
+    gate.attach(news)
+    first, second = gate.hold(), gate.hold()
+    for block in (first, second):
+        block.__enter__()
+    first.__exit__(None, None, None)
+    assert (news.entered, news.left) == (1, 0) and gate.held_here
+    second.__exit__(None, None, None)
+    assert (news.entered, news.left) == (1, 1) and not gate.held_here
+    with gate.hold():
+        assert (news.entered, news.left) == (2, 1)
+
+
 def test_all_hooks_are_left_if_one_raises() -> None:
     gate, news, other = Gate(), News(), News()
 

@@ -62,6 +62,15 @@ def test_a_send_inside_the_gate_is_refused_at_once() -> None:
         assert acting() == (8.0, 8.0)
 
 
+def test_an_answer_that_was_not_read_survives_a_refused_switch() -> None:
+    with in_process(policy=Pair(), critic=nn.Linear(2, 2)) as schemes:
+        schemes["policy"].send_async(Pair(7))
+        with pytest.raises(wsync.WorkerFailed):
+            wsync.synchronize({schemes["critic"]: nn.Linear(3, 3), schemes["policy"]: Pair(8)})
+        report = schemes["policy"].wait_async()
+        assert report is not None and report.version == 1
+
+
 def test_an_update_that_one_model_refuses_is_installed_in_none() -> None:
     first, second = nn.Linear(2, 2), Refusing()
     before = first.weight.detach().clone()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import pytest
+from stopping import wait_until_asleep
 from torch import Tensor, nn
 
 import wsync
 from wsync.backends.none import NoTransport
 from wsync.control import Connection, Kind
+from wsync.receiving import prepared_updates
 from wsync.sending.channel import SenderSideChannel
 from wsync.testing.models import fill
 
@@ -114,6 +118,43 @@ def test_a_decision_that_is_interrupted_in_the_first_model(monkeypatch: pytest.M
             assert channel.fast_calls(acknowledge=True) is not None, "no buffer is left reserved"
 
 
+def test_a_commit_that_is_published_over_before_the_worker_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, released = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with wsync.gate():
+            held.set()
+            released.wait(TIMEOUT)
+
+    holder, original = threading.Thread(target=hold), SenderSideChannel.commit
+
+    def commit(channel: SenderSideChannel, transaction: int) -> None:
+        if not held.is_set():
+            holder.start()
+        assert held.wait(TIMEOUT)
+        original(channel, transaction)
+
+    with ExitStack() as stack:
+        senders = [stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT)) for _ in range(2)]
+        workers = []
+        for name, sender in zip("ab", senders, strict=True):
+            sender.init_on_sender(name, model=model_of(1), num_workers=1)
+            workers += join(stack, sender, 1)
+            sender.timeout = 1.0
+        monkeypatch.setattr(SenderSideChannel, "commit", commit)
+        with pytest.raises(wsync.SyncTimeout, match="committed"):
+            wsync.synchronize({sender: model_of(2) for sender in senders})
+        for sender in senders:
+            sender.send_async(model_of(3))
+        released.set()
+        holder.join()
+        for sender in senders:
+            sender.wait_async()
+        with wsync.gate():
+            assert [worker.model.bias.item() for worker in workers] == [3, 3]
+        assert not prepared_updates.updates_by_transaction
+
+
 def test_the_end_of_a_send_weights_is_noticed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
         sender = stack.enter_context(MemoryScheme("state_dict", timeout=TIMEOUT))
@@ -160,3 +201,47 @@ def test_an_install_on_request_is_finished_by_the_next_forward() -> None:
         with wsync.gate():
             assert worker.version == 2
         assert taken == ["weight 1", "bias 1", *2 * ["weight 2", "bias 2"]]
+
+
+def test_a_wait_for_what_was_sent_goes_on_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        sender = stack.enter_context(MemoryScheme("state_dict", timeout=TIMEOUT))
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        (worker,) = join(stack, sender, 1)
+        with wsync.gate():  # the worker cannot install it yet
+            sender.send_async(model_of(2))
+            interrupt(monkeypatch, "receive", lambda *_: threading.current_thread() is threading.main_thread())
+        with pytest.raises(KeyboardInterrupt):
+            sender.wait_async()
+        report = sender.wait_async()
+        assert report is not None and report.version == 2 and worker.model.bias.item() == 2
+
+
+def strike_when_asleep(thread: int) -> None:
+    wait_until_asleep(thread)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_a_shutdown_by_a_signal_handler_ends_the_send_that_it_interrupts() -> None:
+    with ExitStack() as stack:
+        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT))
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        join(stack, sender, 1)
+        stack.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, lambda *_: sender.shutdown()))
+
+        def hold() -> None:
+            with wsync.gate():  # the worker cannot install
+                held.set()
+                released.wait(TIMEOUT)
+
+        held, released = threading.Event(), threading.Event()
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert held.wait(TIMEOUT)
+        striker = threading.Thread(target=strike_when_asleep, args=[threading.get_native_id()])
+        striker.start()
+        with pytest.raises(wsync.WorkerDied, match="shut down"):
+            sender.send(model_of(2))
+        released.set()
+        for thread in (holder, striker):
+            thread.join()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -45,6 +47,10 @@ class HangingScheme(wsync.DistributedWeightSyncScheme):
 
 @pytest.fixture
 def released() -> Iterator[None]:
+    Hanging.calls.clear()
+    Hanging.read.clear()
+    for event in (Hanging.reading, Hanging.go_on, Hanging.ended):
+        event.clear()
     yield
     Hanging.go_on.set()
 
@@ -68,6 +74,32 @@ def test_memory_that_an_abandoned_call_reads_is_not_written() -> None:
                 assert weights_of(near) == [value, value]
             Hanging.go_on.set()
             assert Hanging.ended.wait(TIMEOUT) and Hanging.read == [2.0, 2.0]
+
+
+@pytest.mark.usefixtures("released")
+def test_a_worker_whose_transport_does_not_return_in_time_is_reported_as_dead() -> None:
+    with HangingScheme(timeout=TIMEOUT, strategy="state_dict") as sender:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        with make_worker(sender, 0, near=False) as far:
+            connect(sender.connect, far)
+            sender.timeout = 0.1
+            with pytest.raises(wsync.WorkerDied, match="did not return in time"):
+                sender.send(model_of(2), worker_ids=0)
+
+
+def test_workers_that_die_together_have_the_newest_version_kept_for_their_replacements() -> None:
+    with wsync.DistributedWeightSyncScheme(timeout=TIMEOUT) as sender, ExitStack() as stack:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=3)
+        far = [stack.enter_context(make_worker(sender, index, near=False)) for index in range(3)]
+        connect(sender.connect, *far)
+        for worker in far[1:]:
+            worker.shutdown()
+        with pytest.raises(wsync.WorkerDied):
+            sender.send(model_of(2))
+        for index in (1, 2):
+            replacement = stack.enter_context(make_worker(sender, index))
+            connect(partial(sender.readmit, index), replacement)
+            assert weights_of(replacement) == [2, 2]
 
 
 class Late:
