@@ -61,7 +61,7 @@ class Gate:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep every synchronised model of this process at one version while the block runs."""
+        """Keep every synchronised model of this process at one version while the block runs. Any thread may use it."""
         gate_state = self.gate_state
         with gate_state.lock:
             depth_before = gate_state.depth
@@ -236,7 +236,7 @@ _gated_classes: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.M
 
 
 def gate_model(module: nn.Module) -> None:
-    """Make every call of ``module`` pass through the gate.
+    """Make every call of ``module`` pass through the gate. Called inside the gate, by the thread that connects.
 
     The module's class is replaced by a subclass of the same name. Nothing is stored in the module itself. A copy or
     unpickled module has the original class and is not gated.
@@ -253,7 +253,7 @@ def gate_model(module: nn.Module) -> None:
 
 
 def ungate_model(module: nn.Module) -> None:
-    """Give ``module`` its own class back."""
+    """Give ``module`` its own class back. Called inside the gate, by the thread that shuts down."""
     original = vars(type(module)).get(_ORIGINAL)
     if original is not None:
         module.__class__ = original

@@ -268,16 +268,19 @@ class SenderEnd:
 
 
 def apply_received(received: Any, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
-    """Apply received weights to ``weights`` and ``model``, if given, inside the gate. For ``receive_weights``.
+    """Apply received weights to the buffer ``weights``, and inside the gate to ``model``, if given.
+
+    Helps to implement ``receive_weights``.
 
     Returns:
         The received weights, in the format of ``strategy``; a TensorDict if ``strategy`` is None.
     """
     chosen = strategy or WeightStrategy()
-    with without_forward(), process_gate().hold():
-        for destination in (weights, model):
-            if destination is not None:
-                chosen.apply_weights(destination, received)
+    if weights is not None:
+        chosen.apply_weights(weights, received)
+    if model is not None:
+        with without_forward(), process_gate().hold():
+            chosen.apply_weights(model, received)
     return chosen.extract_weights(received)
 
 

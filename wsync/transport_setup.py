@@ -229,12 +229,12 @@ class TransportSetup:
                 return self._unread
             else:
                 raise NotConnected(
-                    f"worker {self._worker}: {self._connection.peer} died while the transport was set up"
+                    f"worker {self._worker}: {self._connection.peer_name} died while the transport was set up"
                 )
 
     def _take(self, message: Message | None) -> None:
         if message is None or message.kind is Kind.LEAVE:
-            raise NotConnected(f"worker {self._worker}: {why_ended(self._connection.peer, message)}")
+            raise NotConnected(f"worker {self._worker}: {why_ended(self._connection.peer_name, message)}")
         if message.kind is Kind.STORE:
             self._store.put(*_key_and_value(message))
         else:

@@ -383,7 +383,7 @@ def in_inner_namespace(address: Address, answer: int) -> None:
         os.write(answer, b"not permitted")
     elif os.fork() == 0:
         with closing(connect(address, 0, time.monotonic() + SECONDS)) as connection:
-            os.write(answer, connection.peer.encode())
+            os.write(answer, connection.peer_name.encode())
         os._exit(0)
 
 

@@ -96,7 +96,7 @@ class Connection:
             tcp_watch().add(sock)
 
     @property
-    def peer(self) -> str:
+    def peer_name(self) -> str:
         """A description of the other process, for error messages."""
         return f"process {self._peer.pid}" if self._peer.pid >= 0 else self._where
 
@@ -182,7 +182,7 @@ class Connection:
         except BlockingIOError:
             return 0
         except OSError as error:
-            raise ConnectionError(f"{self.peer} cannot be reached: {error}") from error
+            raise ConnectionError(f"{self.peer_name} cannot be reached: {error}") from error
 
     def receive(self) -> Message | None:
         """Return the next message, once ``fileno()`` is readable.

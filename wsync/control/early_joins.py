@@ -15,7 +15,10 @@ _TICKS = os.sysconf("SC_CLK_TCK")  # per second: the unit of the start times in 
 
 
 class EarlyJoins:
-    """The replacements that are connected already; for each, the version that it has not answered yet, or 0."""
+    """The replacements that are connected already; for each, the version that it has not answered yet, or 0.
+
+    Used by ``WorkerConnections``, under the channel's lock.
+    """
 
     def __init__(self) -> None:
         self._versions: dict[int, int] = {}

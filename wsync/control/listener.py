@@ -65,7 +65,8 @@ def listen_on(host: str, port: int = 0) -> socket.socket:
 class Listener:
     """A sender's listening socket, which returns authenticated connections.
 
-    One thread at a time calls ``accept``. Any thread may call ``close``.
+    One thread at a time calls ``accept``: for a scheme, the thread in ``connect`` or ``readmit``, with the channel's
+    lock. Any thread may call ``close``.
 
     Args:
         host: the address to listen on, by TCP; None for a Unix socket with an abstract name, which only processes of

@@ -31,7 +31,7 @@ class Outbox:
     Args:
         send: ``(data, fds, wait=…)`` sends what the socket has room for, the descriptors with the first byte, and
             returns the number of bytes; with ``wait``, it waits for room for some time. It raises ConnectionError if
-            the connection has broken.
+            the connection has broken. Called by the thread in ``put``, or by the background thread; never by both.
 
     Attributes:
         busy: whether the thread is sending. It stays True after the thread has failed, or could not be started; ``put``

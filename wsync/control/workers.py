@@ -128,7 +128,7 @@ class WorkerConnections:
             connection.close()
             return -1
         self.process_arrived_messages()  # notices the death of the worker that it replaces
-        taken_by = self._connections[worker].peer if worker in self._connections else ""
+        taken_by = self._connections[worker].peer_name if worker in self._connections else ""
         if reason := why_refused(hello, self._num_workers, taken_by):
             _log.debug("refused worker %d: %s", worker, reason)
             with suppress(ConnectionError):  # it has disconnected
@@ -150,7 +150,7 @@ class WorkerConnections:
                 return self._undo_join(worker, death)
             self._joined.add(worker)
             self._early_joins.note_connection(worker, None if worker in awaited else accepted.version)
-            _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)
+            _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer_name)
             self._callbacks.on_accepted(worker, deadline)
         except BaseException as error:  # also KeyboardInterrupt: it is not set up
             self._undo_join(worker, death)
@@ -277,7 +277,7 @@ class WorkerConnections:
         if connection is None or (message is not None and message.kind is Kind.STORE):  # STORE: too late
             return
         if message is None or message.kind not in _EXPECTED_KINDS:
-            return self.mark_dead(worker, why_ended(connection.peer, message))
+            return self.mark_dead(worker, why_ended(connection.peer_name, message))
         known = self._answers.get(worker)
         if message.kind in _ANSWERS and (known is None or known.version <= message.version):  # not a repeated answer
             error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""

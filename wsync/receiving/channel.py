@@ -94,7 +94,7 @@ class WorkerSideChannel:
             raise
         self._on_connected(worker_idx)
         route = "a transport" if self.arena is None else "the sender's memory"
-        _log.debug("worker %d is connected to %s, and takes weights from %s", worker_idx, connection.peer, route)
+        _log.debug("worker %d is connected to %s, and takes weights from %s", worker_idx, connection.peer_name, route)
 
     def _join(self, connection: Connection, deadline: float | None) -> None:
         worker, self._newest = self._worker, 0

@@ -289,7 +289,8 @@ class RegisteredBinder:
         """See ``GateHook``. The buffers may have been changed in place, so autocast's casts of them are dropped."""
         updater = self._updater
         version, binding = updater.version, updater.binding
-        if version and version == self._memory.version != updater.unbound_at_version and binding is not None:
+        wanted = version == self._memory.version and version != updater.unbound_at_version
+        if version and wanted and binding is not None:
             binding.rebind(self._memory.tensors)
             torch.clear_autocast_cache()
         return False

@@ -133,7 +133,7 @@ class Slots:
             cause = "was accepted, but did not answer"
             raise SyncTimeout(f"worker {worker} {cause}: is it stopped?", {worker: cause})
         if message is None or message.kind is not Kind.ROUTE:
-            self._connections.mark_dead(worker, f"{connection.peer} left while it was joining")
+            self._connections.mark_dead(worker, f"{connection.peer_name} left while it was joining")
             return False
         return message.version == 1  # see ``Kind.ROUTE``
 

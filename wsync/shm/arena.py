@@ -25,9 +25,8 @@ forward locks it to read the published word and to record the slot as used. Ther
    replacement of the worker would read it.
 4. *Three slots are enough* while all workers are sent the same versions: one published, one older one still in use, one
    free. If forwards use two older ones, the arena does not grow: the sender waits for a forward to end, or for its
-   worker to die. It grows by one slot for each further version that is published, held, prepared in a transaction or
-   still being sent by a transport: if workers were sent different versions (``worker_ids``, weights per worker), or
-   hold an old one (see below).
+   worker to die. It grows by one slot for each further version that is published to some workers (``worker_ids``,
+   weights per worker), held by a model (see below), prepared in a transaction, or still being sent by a transport.
 
 How long a worker uses a slot depends on how its model takes the weights:
 
@@ -40,12 +39,11 @@ How long a worker uses a slot depends on how its model takes the weights:
 **Without protection.** In two cases a model is bound to a slot that the sender may write:
 
 - *The worker was disconnected while it was alive.* From then on its words belong to its replacement. Before each store
-  the disconnected worker compares, under the mutex, the number of the connection in the words with its own; if they
-  differ, it stores nothing. If it was stopped while it held the mutex, it has compared already, and stores its words
-  once more when it is continued. While no worker is connected under its index, the sender ignores these words. Once a
-  replacement has connected, these stale words can only delay the reuse of the slots that they name, until the first
-  forward of the replacement overwrites them; that forward needs the mutex, so it comes after the disconnected worker's
-  stores.
+  a worker compares, under the mutex, the number of the connection in its words with its own number; if they differ, it
+  stores nothing. A worker that was stopped (SIGSTOP) between this comparison and its stores still holds the mutex, and
+  finishes the stores when it is continued. They are harmless: the sender ignores the words of an index without a
+  worker; and the replacement's first forward, which has to wait for the mutex, overwrites them. Until then they may
+  keep the sender from reusing the slots that they name.
 - *An install has failed, and the model is bound to a slot that it does not hold.* A model with
   installs that may fail holds its slot (see above). An install of any other model fails only if its structure was
   changed in the worker.

@@ -1,6 +1,7 @@
-"""The user's own tensors in shared memory. A worker's model is bound to them while they have the model's version.
+"""The user's own tensors in shared memory, to which workers bind their models.
 
-Otherwise (an update was sent from other weights, and is not copied into them yet) the model is bound to a slot.
+A model is bound to them while their content is the version that the model has. Otherwise (an update was sent from other
+weights, and is not copied into them yet) the model is bound to a slot.
 
 The *registered weights* are those given to ``SharedMemWeightSyncScheme`` by ``register_shared_weights``, or as its
 ``policy_weights``. They lie in memory files (``share_memory_()``, ``memmap_()``); if they do not, workers are not bound
@@ -146,7 +147,7 @@ class RegisteredWeights:
         self._word[0] = version
 
     def copy_published(self, version: int) -> bool:
-        """Copy the published weights into them. If workers have different ones, copy nothing, and return False.
+        """Copy the published weights into the registered ones. Return False, with nothing copied, if workers differ.
 
         Called when every worker has acknowledged ``version``, so no forward of a connected worker uses them.
         """
