@@ -176,6 +176,8 @@ def main(composed: DictConfig) -> float:
 if __name__ == "__main__":
     # Settings may name modules of the current folder and of --config-dir: policy._target_, env.id, …
     folders = [str(folder.resolve()) for folder in config_folders(sys.argv[1:])]
+    if folders and not os.path.isdir(folders[0]):
+        sys.exit(f"train.py: there is no folder {folders[0]}: see --config-dir")
     sys.path += [os.getcwd(), *folders]
     if folders:  # for the jobs of submitit, which are interpreters of their own
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *folders]))
