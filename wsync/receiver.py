@@ -255,11 +255,14 @@ class Receiver:
         """Install the newest version that there is now.
 
         Raises:
+            NotConnected: this end was shut down while a store was read.
             SyncTimeout: the sender has one, and did not send it in time.
             WeightSyncError: see ``pull``.
         """
         if self._store_channel is not None:  # a store has no sender that announces versions: read the newest first
             self.updater.process(self._store_channel.fetch_newest())
+            if self._state.closed:  # by another thread: what was read is not installed
+                raise self._state.ended()
         if not self.updater.install_policy.install_newest(timeout):
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come before the deadline")
 

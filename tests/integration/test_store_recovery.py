@@ -9,6 +9,7 @@ import pickle
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -189,6 +190,28 @@ def test_a_reader_that_is_in_a_read_without_an_end_can_be_shut_down(
             if thread.name == "wsync-store-watch":
                 thread.join(30.0)
     assert descriptors() == before
+
+
+def test_a_version_that_is_read_during_shutdown_is_not_installed(
+    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is not gated any more."""
+    with (
+        trainer("failing://run") as scheme,
+        reader("failing://run", initiator="receiver") as receiver,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        scheme.send(fill(Small(), 2))
+        model, blocks = receiver.model, threading.Event()
+        Failing.blocked.clear()
+        monkeypatch.setattr(Failing, "blocks", blocks)
+        pulling = thread.submit(receiver.pull)
+        assert Failing.blocked.wait(30.0)
+        receiver.shutdown()
+        blocks.set()
+        with pytest.raises(wsync.NotConnected, match="shut down"):
+            pulling.result(30.0)
+        assert model.weight.eq(1).all()
 
 
 def test_a_watch_without_a_thread_leaves_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

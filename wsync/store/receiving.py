@@ -60,7 +60,8 @@ class StoreReceiveChannel:
         self._newest: Manifest | None = None  # the version that was read last
         self._base: Buffer | None = None  # its weights, if they are kept for a difference
         self._logged = set[str]()  # errors since then
-        self._lock = threading.Lock()  # guards the next three, which the thread that holds the gate changes as well
+        self._lock = threading.Lock()  # guards the next four, which the thread that holds the gate changes as well
+        self._closed = False  # nothing is staged any more: the model is about to be ungated, or has been
         self._bound = -1  # the buffer that the model uses
         self._installing_slot = -1  # the buffer of an install that has begun, and may have been interrupted
         self._staged: Update | None = None  # the next to be installed; until it is
@@ -97,7 +98,7 @@ class StoreReceiveChannel:
         """Read the newest version even if an earlier connection has read it."""
         with self._reading, self._lock:
             self._newest, self.first_version, self.layout, self._base, self._staged = None, 0, None, None, None
-            self._bound = self._installing_slot = -1
+            self._bound, self._installing_slot, self._closed = -1, -1, False
             self._logged.clear()
             self._pool.clear()
 
@@ -165,6 +166,8 @@ class StoreReceiveChannel:
         self._logged.clear()
         keeps = self.binds or manifest.base > 0  # a bound buffer is kept in any case
         with self._lock:
+            if self._closed:
+                return
             self._base = buffer if keeps else None
             self._staged = Update(manifest.version, buffer.views, slot=buffer.slot, acknowledge=False)
             self._newest = manifest  # last: a forward that finds its model too old installs what is staged
@@ -194,8 +197,10 @@ class StoreReceiveChannel:
         receiver_thread().register(handler, self._watch.ready, [self._watch.ready])
 
     def detach(self, handler: MessageHandler) -> None:
-        """See ``ReceiveChannel``."""
+        """See ``ReceiveChannel``. A thread in ``pull``, which may still be reading, stages nothing from here on."""
         receiver_thread().unregister(handler)
+        with self._lock:
+            self._closed, self._staged = True, None
 
     def receive_event(self) -> Event | None:
         """See ``ReceiveChannel``: read the newest version. After an error it is read again after a pause."""
