@@ -20,7 +20,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import wsync
-from wsync.store.versions import VersionStore
+from wsync.store.files import StoreFiles
 from wsync.testing.models import Small, fill
 
 
@@ -127,15 +127,15 @@ def test_a_file_that_is_deleted_while_a_newer_version_is_published(
     failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with trainer("failing://run") as scheme:
-        open_file = VersionStore._open
+        open_file = StoreFiles.open
 
-        def send_first(store: VersionStore, file: str) -> Any:
+        def send_first(files: StoreFiles, file: str) -> Any:
             if file.startswith("v00000001"):
                 scheme.send(fill(Small(), 2))
                 raise FileNotFoundError(file)
-            return open_file(store, file)
+            return open_file(files, file)
 
-        monkeypatch.setattr(VersionStore, "_open", send_first)
+        monkeypatch.setattr(StoreFiles, "open", send_first)
         got = wsync.StoreTransport("failing://run/policy").receive_weights(0.0)
         assert got is not None and got["weight"][0] == 2
 

@@ -15,8 +15,9 @@ from wsync.control.receiver_thread import MessageHandler, receiver_thread
 from wsync.deadlines import remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
 from wsync.receiving.events import Event, Published
+from wsync.store.files import File
 from wsync.store.manifest import Manifest
-from wsync.store.versions import File, VersionStore
+from wsync.store.versions import VersionStore
 from wsync.store.watch import Watch
 from wsync.transforms.delta import apply_difference
 from wsync.types import Ack, Update

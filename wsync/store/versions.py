@@ -4,30 +4,22 @@
     <url>/v00000012-<writer>.safetensors   one version; never changed, deleted when it is no longer among the newest
     <url>/v00000012-<writer>.delta         if there is a ``Delta``: its difference to the version before
 
-A version's file is complete before the manifest names it. On a local file system both are written under another name,
-flushed to the disk and renamed; other file systems (S3, memory) make an object visible when all of it is there.
+A version's file is complete before the manifest names it, and each file is seen when all of it is there (``files.py``).
 """
 
 from __future__ import annotations
 
 import errno
-import io
 import logging
-import os
 import re
-import secrets
-import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-from safetensors.torch import save, save_file
 from torch import Tensor
 
-from wsync.errors import NotConnected, WeightSyncError
+from wsync.errors import WeightSyncError
+from wsync.store.files import File, StoreFiles
 from wsync.store.manifest import MANIFEST_BYTES, Manifest
 from wsync.transforms.delta import base_of
 
@@ -35,9 +27,6 @@ _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _VERSION_FILE = re.compile(r"v(\d+)-\w+\.(safetensors|delta)")
 _READ_ATTEMPTS = 5
-
-File = io.FileIO | io.BytesIO
-"""A version's file, open for reading."""
 
 
 class VersionStore:
@@ -56,23 +45,16 @@ class VersionStore:
     """
 
     def __init__(self, url: str, keep: int = 3, durable: bool = True) -> None:
-        self.url = re.sub(r"(?<=://)[^/]*@|\?.*", "", url) if "://" in url else url
-        self._given_url = url
+        self._files = StoreFiles(url, durable)
         self._keep = keep
-        self._durable = durable
-        self._fs: Any
-        try:
-            self._fs, self._root = fsspec.core.url_to_fs(url)
-        except Exception as error:  # besides OSError: whatever the library of the file system raises
-            raise NotConnected(f"the store {self.url} cannot be opened: {self._said(error)}") from error
-        self.writer = secrets.token_hex(4)
+        self.url, self.writer = self._files.url, self._files.writer
         self._wrote = False
-        self._undeletable: set[str] = set()  # paths that a warning has named
+        self._undeletable: set[str] = set()  # files that a warning has named
 
     @property
     def folder(self) -> Path | None:
         """The folder, if it is on a local file system."""
-        return Path(self._root) if isinstance(self._fs, LocalFileSystem) else None
+        return self._files.folder
 
     def newest(self) -> Manifest | None:
         """Return the manifest; None if nothing has been published.
@@ -81,13 +63,11 @@ class VersionStore:
             WeightSyncError: the store cannot be read, or its manifest is damaged.
         """
         try:
-            self._fs.invalidate_cache(self._root)
-            self._require_regular(MANIFEST)
-            content = self._fs.cat_file(f"{self._root}/{MANIFEST}", start=0, end=MANIFEST_BYTES + 1)
+            content = self._files.content(MANIFEST, MANIFEST_BYTES + 1)
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise WeightSyncError(f"the store {self.url} cannot be read: {self._said(error)}") from error
+            raise WeightSyncError(f"the store {self.url} cannot be read: {self._files.said(error)}") from error
         try:
             return Manifest.load(content)
         except ValueError as error:
@@ -96,9 +76,6 @@ class VersionStore:
     def damaged_manifest(self, error: ValueError) -> WeightSyncError:
         """Return the error for a manifest in which ``error`` was found."""
         return WeightSyncError(f"the manifest {MANIFEST} of the store {self.url} is damaged: {error}")
-
-    def _said(self, error: Exception) -> str:
-        return f"{type(error).__name__}: {error}".replace(self._given_url, self.url)
 
     def read(self, take: Callable[[Manifest, File], None]) -> None:
         """Have ``take`` read the newest version, if there is one.
@@ -119,7 +96,7 @@ class VersionStore:
             if manifest.file == missing:
                 raise WeightSyncError(f"{named}: the file is missing, and the manifest {MANIFEST} names it")
             try:
-                with self._open(manifest.file) as file:
+                with self._files.open(manifest.file) as file:
                     take(manifest, file)
                 return
             except WeightSyncError:
@@ -127,22 +104,9 @@ class VersionStore:
             except Exception as error:
                 # NFS: ESTALE, if the file is deleted while it is being read
                 if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) != errno.ESTALE:
-                    raise WeightSyncError(f"{named}: {self._said(error)}") from error
+                    raise WeightSyncError(f"{named}: {self._files.said(error)}") from error
                 missing = manifest.file
         raise WeightSyncError(f"the store {self.url} deletes versions faster than they can be read: raise keep")
-
-    def _open(self, file: str) -> File:
-        """Open a file: a local one is read, not mapped, because memory of a file that is cut off cannot be read."""
-        path = f"{self._root}/{file}"
-        if self.folder is None:
-            return io.BytesIO(self._fs.cat_file(path))
-        self._require_regular(file)
-        return io.FileIO(path)
-
-    def _require_regular(self, file: str) -> None:
-        """Raise OSError for a local file that is a pipe or a device: reading it may wait for ever."""
-        if self.folder is not None and not stat.S_ISREG((self.folder / file).stat().st_mode):
-            raise OSError(f"{file} is no regular file")
 
     def open_for_writing(self) -> int:
         """Make the folder, delete what a killed trainer left unfinished; return the newest version, 0 for none.
@@ -151,22 +115,18 @@ class VersionStore:
             WeightSyncError: the store cannot be written, or its manifest is damaged.
         """
         try:
-            self._fs.makedirs(self._root, exist_ok=True)
-            for path in self._paths():
-                if path.endswith(".unfinished"):
-                    self._fs.rm_file(path)
+            self._files.make_folder()
         except Exception as error:
-            raise WeightSyncError(f"the store {self.url} cannot be written: {self._said(error)}") from error
+            raise WeightSyncError(f"the store {self.url} cannot be written: {self._files.said(error)}") from error
         manifest = self.newest()
         return manifest.version if manifest else 0
 
     def read_difference(self, manifest: Manifest, limit: int) -> bytes | None:
         """Return the difference of a version to its base, cut off after ``limit`` bytes; None if it cannot be read."""
         try:
-            self._require_regular(manifest.delta)
-            return self._fs.cat_file(f"{self._root}/{manifest.delta}", start=0, end=limit)
+            return self._files.content(manifest.delta, limit)
         except Exception as error:  # noqa: BLE001  as in ``newest``; the caller reads the full version instead
-            said = self._said(error)
+            said = self._files.said(error)
             _log.debug("the difference %s of the store %s cannot be read: %s", manifest.delta, self.url, said)
             return None
 
@@ -200,88 +160,46 @@ class VersionStore:
             )
         manifest = Manifest(version, self.writer, layout, checksum, base_of(difference) if difference else 0)
         try:
-            self._write_version(manifest.file, tensors)
+            self._files.write_tensors(manifest.file, tensors)
             if difference is not None:
-                self._write(manifest.delta, difference)
-            self._flush_folder()
+                self._files.write(manifest.delta, difference)
+            self._files.flush()
             self._write_manifest(manifest.dump())
         except Exception as error:
             if self.folder is not None:  # elsewhere the manifest may have been replaced in spite of the error
                 for file in (manifest.file, manifest.delta):
                     with suppress(OSError):
-                        (self.folder / file).unlink()
-            raise WeightSyncError(f"version {version} was not stored in {self.url}: {self._said(error)}") from error
+                        self._files.delete(file)
+            raise WeightSyncError(
+                f"version {version} was not stored in {self.url}: {self._files.said(error)}"
+            ) from error
         self._wrote = True
         self._delete_old(version)
 
-    def _write_version(self, file: str, tensors: Mapping[str, Tensor]) -> None:
-        if self.folder is None:
-            self._write(file, save(dict(tensors)))
-        else:
-            self._finish(file, lambda path: save_file(dict(tensors), path))
-
-    def _write(self, file: str, content: bytes) -> None:
-        if self.folder is None:
-            self._fs.pipe_file(f"{self._root}/{file}", content)
-        else:
-            self._finish(file, lambda path: path.write_bytes(content))
-
     def _write_manifest(self, content: bytes) -> None:
-        self._write(MANIFEST, content)
+        self._files.write(MANIFEST, content)
         try:
-            self._flush_folder()
+            self._files.flush()
         except OSError as error:  # readers see the version already, so it has to count as stored
             _log.warning("the newest version of the store %s may be lost if this machine fails: %s", self.url, error)
-
-    def _finish(self, file: str, write: Any) -> None:
-        """Write a local file under another name, flush it, and rename it."""
-        folder = Path(self._root)
-        unfinished = folder / f"{file}.{self.writer}.unfinished"
-        try:
-            write(unfinished)
-            if self._durable:
-                _flush(unfinished)
-            unfinished.replace(folder / file)
-        except BaseException:
-            with suppress(OSError):
-                unfinished.unlink()
-            raise
-
-    def _flush_folder(self) -> None:
-        if self._durable and self.folder is not None:
-            _flush(Path(self._root))
-
-    def _paths(self) -> list[str]:
-        """Return everything in the folder."""
-        try:
-            return list(self._fs.ls(self._root, detail=False))
-        except FileNotFoundError:  # where folders are prefixes of names (S3), an empty one does not exist
-            return []
 
     def _delete_old(self, newest: int) -> None:
         """Delete the files of all but the newest versions up to ``newest``; log what cannot be deleted."""
         try:
-            found = [(path, _VERSION_FILE.fullmatch(path.rsplit("/", 1)[-1])) for path in self._paths()]
+            found = [(name, _VERSION_FILE.fullmatch(name)) for name in self._files.names()]
         except Exception as error:  # noqa: BLE001  readers see the new version already, so it has to count as stored
-            _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self._said(error))
+            _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self._files.said(error))
             return
         oldest = sorted({int(match[1]) for _, match in found if match and int(match[1]) <= newest})[-self._keep :][0]
-        for path, match in found:
+        for file, match in found:
             if match is None or int(match[1]) >= oldest:
                 continue
             try:
-                self._fs.rm_file(path)
+                self._files.delete(file)
             except FileNotFoundError:
                 continue
             except Exception as error:  # noqa: BLE001  likewise
-                if path not in self._undeletable:
-                    _log.warning("an old version of the store %s cannot be deleted: %s", self.url, self._said(error))
-                self._undeletable.add(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+                if file not in self._undeletable:
+                    said = self._files.said(error)
+                    _log.warning("an old version of the store %s cannot be deleted: %s", self.url, said)
+                self._undeletable.add(file)

@@ -1,0 +1,147 @@
+"""The files in a store's folder, on any file system that ``fsspec`` has: each is seen when all of it is there.
+
+On a local file system a file is written under another name, flushed to the disk and renamed; other file systems (S3,
+memory) make an object visible when all of it is there.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from safetensors.torch import save, save_file
+from torch import Tensor
+
+from wsync.errors import NotConnected
+
+File = io.FileIO | io.BytesIO
+"""A version's file, open for reading."""
+_UNFINISHED = ".unfinished"
+
+
+class StoreFiles:
+    """The files in the folder at a URL. Methods raise whatever the library of the file system raises.
+
+    Args:
+        url: see ``VersionStore``.
+        durable: whether a file is flushed to the disk before it has its name (local file systems).
+
+    Attributes:
+        url: as given, for messages: without user, password and query.
+        writer: a token of this object, in the names of what it writes.
+
+    Raises:
+        NotConnected: the file system cannot be opened.
+    """
+
+    def __init__(self, url: str, durable: bool) -> None:
+        self.url = re.sub(r"(?<=://)[^/]*@|\?.*", "", url) if "://" in url else url
+        self.writer = secrets.token_hex(4)
+        self._given_url = url
+        self._durable = durable
+        self._fs: Any
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except Exception as error:  # besides OSError: whatever the library of the file system raises
+            raise NotConnected(f"the store {self.url} cannot be opened: {self.said(error)}") from error
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder, if it is on a local file system."""
+        return Path(self._root) if isinstance(self._fs, LocalFileSystem) else None
+
+    def said(self, error: Exception) -> str:
+        """Return an error of a library as text, with ``url`` in the place of the one that was given."""
+        return f"{type(error).__name__}: {error}".replace(self._given_url, self.url)
+
+    def make_folder(self) -> None:
+        """Make the folder, and delete what a killed trainer left unfinished."""
+        self._fs.makedirs(self._root, exist_ok=True)
+        for name in self.names():
+            if name.endswith(_UNFINISHED):
+                self.delete(name)
+
+    def names(self) -> list[str]:
+        """Return the names of everything in the folder."""
+        try:
+            return [path.rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:  # where folders are prefixes of names (S3), an empty one does not exist
+            return []
+
+    def delete(self, file: str) -> None:
+        """Delete a file."""
+        self._fs.rm_file(self._path(file))
+
+    def _path(self, file: str) -> str:
+        return f"{self._root}/{file}"
+
+    # --- reading ---
+
+    def content(self, file: str, limit: int) -> bytes:
+        """Return what is in a file, cut off after ``limit`` bytes."""
+        self._fs.invalidate_cache(self._root)
+        self._require_regular(file)
+        return self._fs.cat_file(self._path(file), start=0, end=limit)
+
+    def open(self, file: str) -> File:
+        """Open a file: a local one is read, not mapped, because memory of a file that is cut off cannot be read."""
+        if self.folder is None:
+            return io.BytesIO(self._fs.cat_file(self._path(file)))
+        self._require_regular(file)
+        return io.FileIO(self._path(file))
+
+    def _require_regular(self, file: str) -> None:
+        """Raise OSError for a local file that is a pipe or a device: reading it may wait for ever."""
+        if self.folder is not None and not stat.S_ISREG((self.folder / file).stat().st_mode):
+            raise OSError(f"{file} is no regular file")
+
+    # --- writing ---
+
+    def write(self, file: str, content: bytes) -> None:
+        """Write a file, or replace it."""
+        if self.folder is None:
+            self._fs.pipe_file(self._path(file), content)
+        else:
+            self._finish(self.folder / file, lambda path: path.write_bytes(content))
+
+    def write_tensors(self, file: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors to a safetensors file."""
+        if self.folder is None:
+            self.write(file, save(dict(tensors)))
+        else:
+            self._finish(self.folder / file, lambda path: save_file(dict(tensors), path))
+
+    def _finish(self, path: Path, write: Callable[[Path], object]) -> None:
+        """Write a local file under another name, flush it, and rename it."""
+        unfinished = path.with_name(f"{path.name}.{self.writer}{_UNFINISHED}")
+        try:
+            write(unfinished)
+            if self._durable:
+                _flush(unfinished)
+            unfinished.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                unfinished.unlink()
+            raise
+
+    def flush(self) -> None:
+        """Flush the names of the files to the disk, if it is a local one and the store is durable."""
+        if self._durable and self.folder is not None:
+            _flush(self.folder)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
