@@ -171,6 +171,16 @@ def replace(path: Path, content: bytes) -> None:
     other.replace(path)
 
 
+def test_a_reader_does_not_go_back_to_the_version_of_an_obsolete_trainer(tmp_path: Path) -> None:
+    manifest = tmp_path / "policy" / "manifest.json"
+    with trainer(tmp_path) as scheme:
+        scheme.send()
+        obsolete = manifest.read_bytes()
+    with trainer(tmp_path), reader(tmp_path, Small(), initiator="receiver") as receiver:
+        replace(manifest, obsolete)
+        assert receiver.pull() == 3
+
+
 def test_pull_waits_for_a_first_version_that_is_published_later(tmp_path: Path) -> None:
     with wsync.StoreWeightSyncScheme(str(tmp_path), initiator="receiver", timeout=30.0) as sender:
         sender.init_on_sender("policy", num_workers=1)  # without weights

@@ -8,7 +8,7 @@ import os
 import pickle
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,11 +29,13 @@ class Failing(MemoryFileSystem):
 
     Attributes:
         fails: errors, by what raises them: ``connect``, a method, or reading a kind of file.
+        on_write: called with the path of each file before it is written.
         blocks: until this is set, nothing is read; ``blocked`` is set then.
     """
 
     protocol = "failing"
     fails: ClassVar[dict[str, Exception]] = {}
+    on_write: ClassVar[Callable[[str], object]] = bool
     blocks: ClassVar[threading.Event | None] = None
     blocked: ClassVar[threading.Event] = threading.Event()
 
@@ -55,6 +57,7 @@ class Failing(MemoryFileSystem):
 
     def pipe_file(self, path: str, *arguments: Any, **options: Any) -> Any:
         self._raise("pipe_file")
+        type(self).on_write(path)
         return super().pipe_file(path, *arguments, **options)
 
     def cat_file(self, path: str, *arguments: Any, **options: Any) -> Any:
@@ -138,6 +141,28 @@ def test_a_file_that_is_deleted_while_a_newer_version_is_published(
         monkeypatch.setattr(StoreFiles, "open", send_first)
         got = wsync.StoreTransport("failing://run/policy").receive_weights(0.0)
         assert got is not None and got["weight"][0] == 2
+
+
+def test_a_trainer_that_has_become_obsolete_while_it_writes(
+    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, started = "failing://run/policy", list[str]()
+    slow, other = wsync.StoreTransport(url), wsync.StoreTransport(url)
+    slow.setup_connection_and_weights_on_sender()
+
+    def publish_first(path: str) -> None:
+        started.append(path)
+        if len(started) == 1:
+            other.setup_connection_and_weights_on_sender()
+            other.send_weights(fill(Small(), 1))
+            other.send_weights(fill(Small(), 2))
+
+    monkeypatch.setattr(Failing, "on_write", publish_first)
+    with pytest.raises(wsync.WeightSyncError, match="another trainer has published version 2"):
+        slow.send_weights(fill(Small(), 9))
+    got = wsync.StoreTransport(url).receive_weights(0.0)
+    assert got is not None and got["weight"][0] == 2
+    assert started[0].rsplit("/", 1)[-1] not in {path.rsplit("/", 1)[-1] for path in MemoryFileSystem.store}
 
 
 def test_errors_of_a_library_name_the_store(failing: dict[str, Exception], caplog: pytest.LogCaptureFixture) -> None:

@@ -72,6 +72,7 @@ class StoreFiles:
 
     def names(self) -> list[str]:
         """Return the names of everything in the folder."""
+        self._fs.invalidate_cache(self._root)
         try:
             return [path.rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False)]
         except FileNotFoundError:  # where folders are prefixes of names (S3), an empty one does not exist

@@ -109,6 +109,8 @@ class StoreReceiveChannel:
             newest = self._store.newest()
             if newest is None or newest.version < self._oldest or newest.name == self.newest_name:
                 return
+            if self._newest is not None and newest.version < self.newest_version and self._store.has(self._newest):
+                return  # an obsolete trainer's; one that begins again has an empty folder
             if self._read_difference(newest):
                 return
             self._store.read(self._take)

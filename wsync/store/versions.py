@@ -108,6 +108,17 @@ class VersionStore:
                 missing = manifest.file
         raise WeightSyncError(f"the store {self.url} deletes versions faster than they can be read: raise keep")
 
+    def has(self, manifest: Manifest) -> bool:
+        """Return whether a version has not been deleted.
+
+        Raises:
+            WeightSyncError: the store cannot be read.
+        """
+        try:
+            return manifest.file in self._files.names()
+        except Exception as error:
+            raise WeightSyncError(f"the store {self.url} cannot be read: {self._files.said(error)}") from error
+
     def open_for_writing(self) -> int:
         """Make the folder, delete what a killed trainer left unfinished; return the newest version, 0 for none.
 
@@ -151,6 +162,33 @@ class VersionStore:
             WeightSyncError: it cannot be written (the disk is full), or another trainer writes to this store. Readers
                 keep the version that they have. An old version that cannot be deleted is only logged.
         """
+        self._require_newest(version)
+        manifest = Manifest(version, self.writer, layout, checksum, base_of(difference) if difference else 0)
+        try:
+            self._files.write_tensors(manifest.file, tensors)
+            if difference is not None:
+                self._files.write(manifest.delta, difference)
+            self._files.flush()
+            self._require_newest(version)  # writing may have taken minutes
+            self._write_manifest(manifest.dump())
+        except Exception as error:
+            refused = isinstance(error, WeightSyncError)
+            if refused or self.folder is not None:  # elsewhere a manifest may yet appear, in spite of an error
+                self._delete_unnamed(manifest)
+            if refused:
+                raise
+            raise WeightSyncError(
+                f"version {version} was not stored in {self.url}: {self._files.said(error)}"
+            ) from error
+        self._wrote = True
+        self._delete_old(version)
+
+    def _require_newest(self, version: int) -> None:
+        """Check that a version of this trainer would be the newest.
+
+        Raises:
+            WeightSyncError: it would not, or another trainer writes to this store; or see ``newest``.
+        """
         newest = self.newest()
         if newest is not None and newest.writer == self.writer and newest.version >= version:
             raise WeightSyncError(f"the store {self.url} has version {newest.version} of this trainer already")
@@ -158,23 +196,14 @@ class VersionStore:
             raise WeightSyncError(
                 f"another trainer has published version {newest.version} in the store {self.url}: give each its own url"
             )
-        manifest = Manifest(version, self.writer, layout, checksum, base_of(difference) if difference else 0)
-        try:
-            self._files.write_tensors(manifest.file, tensors)
-            if difference is not None:
-                self._files.write(manifest.delta, difference)
-            self._files.flush()
-            self._write_manifest(manifest.dump())
-        except Exception as error:
-            if self.folder is not None:  # elsewhere the manifest may have been replaced in spite of the error
-                for file in (manifest.file, manifest.delta):
-                    with suppress(OSError):
-                        self._files.delete(file)
-            raise WeightSyncError(
-                f"version {version} was not stored in {self.url}: {self._files.said(error)}"
-            ) from error
-        self._wrote = True
-        self._delete_old(version)
+
+    def _delete_unnamed(self, manifest: Manifest) -> None:
+        """Delete the files of a version, unless the manifest names it in spite of an error."""
+        with suppress(Exception):  # what remains is deleted with the old versions
+            newest = self.newest()
+            if newest is None or newest.name != manifest.name:
+                for file in {manifest.file, manifest.delta} & {*self._files.names()}:
+                    self._files.delete(file)
 
     def _write_manifest(self, content: bytes) -> None:
         self._files.write(MANIFEST, content)
