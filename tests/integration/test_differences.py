@@ -100,6 +100,21 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def test_damage_between_the_tensors_does_not_outlive_its_version(tmp_path: Path) -> None:
+    model, copy = nn.Linear(4, 2), nn.Linear(4, 2)  # 128 bytes with the padding after each tensor
+    trainer, reader = opened(tmp_path, model, copy)
+    with trainer, reader:
+        for value in range(2, 5):
+            nn.init.constant_(model.weight, value)
+            version = trainer.send().version
+            (newest,) = (tmp_path / "policy").glob(f"v{version:08d}-*.delta")
+            before, after = torch.zeros(2, 128, dtype=torch.uint8)
+            damaged = Delta().difference(before, version - 1, after.fill_(value), 4)
+            assert damaged is not None
+            newest.write_bytes(damaged)
+            assert reader.pull() == version and torch.equal(copy.weight, model.weight)
+
+
 def test_old_differences_are_deleted(tmp_path: Path) -> None:
     model = Wide()
     with wsync.StoreWeightSyncScheme(str(tmp_path), keep=2, send_transform=Delta()) as scheme:

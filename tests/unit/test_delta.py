@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import wsync
+from wsync.checksum import CHECKSUM, checksum_of
+from wsync.receiving.blocking_reader import BlockingReader
+from wsync.receiving.events import Published
 from wsync.transforms import Cast, Delta, compose
 from wsync.transforms.delta import apply_difference, base_of, delta_of
 from wsync.weights.layout import Layout
@@ -67,6 +71,38 @@ def test_damage_is_refused() -> None:
             apply_difference(wrong, base, torch.zeros_like(base))
     with pytest.raises(ValueError, match="is not one of"):
         apply_difference(difference, base[:-64], torch.zeros_like(base[:-64]))
+
+
+class Given:
+    """A transport that returns the weights that it was given."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+
+    def receive_weights(self, timeout: float | None = None, **_: Any) -> dict[str, Tensor]:
+        return self.weights
+
+
+def test_a_damaged_difference_leaves_nothing_between_the_tensors() -> None:
+    """The buffer is used again, by a transport that writes only the tensors."""
+    weights = {"a": torch.ones(8), "b": torch.ones(2)}
+    layout, flat = packed(weights)
+    transport: Any = Given(weights)
+    reader = BlockingReader(transport, wsync.WeightStrategy("state_dict"), binds=True, timeout=1.0)
+    reader.set_layout(layout, None, delta=True)
+    payload = CHECKSUM.pack(checksum_of(flat, b""))
+    damaged = Delta().difference(flat, 1, torch.full_like(flat, 7), layout.width)
+    assert damaged is not None
+    for version, damage in ((1, False), (2, True), (3, False)):
+        if damage:
+            reader.on_difference(version, damaged)
+        else:
+            reader.on_begin_receive(version, payload)
+        assert reader.on_update(version, payload) == Published()
+        update = reader.poll_update()
+        assert update is not None and bool(update.damage) == damage
+        reader.on_installed(update, update.damage)
+    reader.close()
 
 
 def test_its_place_is_the_end_of_send_transform() -> None:

@@ -104,6 +104,7 @@ class TransportReader(ABC):
 
     def _drop_reconstructed(self) -> None:
         if self._reconstructed is not None:
+            self._reconstructed[1].flat.zero_()  # it may be damaged, also between the tensors
             self._free(self._reconstructed[1].slot)
         self._reconstructed = None
 
@@ -116,6 +117,8 @@ class TransportReader(ABC):
         checksum, extra = self._split(payload)
         self._received = version
         damage = find_damage(version, buffer.flat, extra, checksum)
+        if damage:
+            buffer.flat.zero_()  # also between the tensors, where ``receive_weights`` writes nothing
         return Update(version, buffer.views, extra, buffer.slot, damage=damage)
 
     def on_update(self, version: int, payload: bytes) -> Published | Failed | None:

@@ -153,6 +153,7 @@ class StoreReceiveChannel:
         except (ValueError, ImportError) as error:
             damage = error
         if damage:
+            buffer.flat.zero_()  # also between the tensors, which reading a file leaves as it is
             self._warn(f"{manifest.delta} in the store {self._store.url}: {damage}; the full version is read")
             return False
         self._stage(manifest, layout, buffer)
