@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,21 @@ def test_damage_between_the_tensors_does_not_outlive_its_version(tmp_path: Path)
             assert damaged is not None
             newest.write_bytes(damaged)
             assert reader.pull() == version and torch.equal(copy.weight, model.weight)
+
+
+def test_a_reader_without_zstandard_reads_full_versions_and_logs_that_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, copy = Wide(), Wide()
+    trainer, reader = opened(tmp_path, model, copy)
+    with trainer, reader:
+        for version in range(2, 5):
+            nudge(model)
+            trainer.send()
+            with monkeypatch.context() as patch:
+                patch.setitem(sys.modules, "zstandard", None)
+                assert reader.pull() == version and torch.equal(copy.weight, model.weight)
+    assert caplog.text.count("pip install zstandard") == 1
 
 
 def test_old_differences_are_deleted(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from wsync.store.files import File
 from wsync.store.manifest import Manifest
 from wsync.store.versions import VersionStore
 from wsync.store.watch import Watch
-from wsync.transforms.delta import apply_difference
+from wsync.transforms.delta import apply_difference, require_zstandard
 from wsync.types import Ack, Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
@@ -60,7 +60,7 @@ class StoreReceiveChannel:
         self._reading = threading.Lock()  # held by the receiver thread, or by a thread in pull()
         self._newest: Manifest | None = None  # the version that was read last
         self._base: Buffer | None = None  # its weights, if they are kept for a difference
-        self._logged = set[str]()  # errors since then
+        self._logged = set[str]()  # errors
         self._lock = threading.Lock()  # guards the next four, which the thread that holds the gate changes as well
         self._closed = False  # nothing is staged any more: the model is about to be ungated, or has been
         self._bound = -1  # the buffer that the model uses
@@ -142,22 +142,39 @@ class StoreReceiveChannel:
         newest, base = self._newest, self._base
         if newest is None or base is None or (newest.version, newest.writer) != (manifest.base, manifest.writer):
             return False
+        try:
+            require_zstandard()
+        except ImportError as error:
+            self._warn(f"{error}; full versions of the store {self._store.url} are read")
+            return False
         layout = self._layout_of(manifest)
         content = self._store.read_difference(manifest, layout.nbytes + 1)
         if content is None:
             return False
-        buffer = self._free_buffer(layout)
         try:
-            apply_difference(content, base.flat, buffer.flat)
-            damage: object = find_damage(manifest.version, buffer.flat, b"", manifest.checksum)
-        except (ValueError, ImportError) as error:
-            damage = error
-        if damage:
-            buffer.flat.zero_()  # also between the tensors, which reading a file leaves as it is
-            self._warn(f"{manifest.delta} in the store {self._store.url}: {damage}; the full version is read")
+            buffer = self._apply(content, base, manifest, layout)
+        except Exception as error:  # noqa: BLE001  also of zstandard, or for want of memory: the full version may do
+            self._warn(f"{manifest.delta} in the store {self._store.url}: {error}; the full version is read")
             return False
         self._stage(manifest, layout, buffer)
         return True
+
+    def _apply(self, difference: bytes, base: Buffer, manifest: Manifest, layout: Layout) -> Buffer:
+        """Return a buffer with the version.
+
+        Raises:
+            ValueError: the difference is damaged; or whatever else ``apply_difference`` raises.
+        """
+        buffer = self._free_buffer(layout)
+        try:
+            apply_difference(difference, base.flat, buffer.flat)
+            damage = find_damage(manifest.version, buffer.flat, b"", manifest.checksum)
+            if damage:
+                raise ValueError(damage)
+        except BaseException:
+            buffer.flat.zero_()  # also between the tensors, which reading a file leaves as it is
+            raise
+        return buffer
 
     def _warn(self, message: str) -> None:
         """Log an error, once: a version that cannot be read is tried again and again."""
@@ -167,7 +184,6 @@ class StoreReceiveChannel:
 
     def _stage(self, manifest: Manifest, layout: Layout, buffer: Buffer) -> None:
         self.layout = layout
-        self._logged.clear()
         keeps = self.binds or manifest.base > 0  # a bound buffer is kept in any case
         with self._lock:
             if self._closed:
