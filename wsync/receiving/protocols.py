@@ -22,7 +22,7 @@ class ReceiveChannel(Protocol):
 
     @property
     def layout(self) -> Layout | None:
-        """The layout of the weights; None until the sender has some."""
+        """The layout of the weights; None until the sender has some. If it changes, then in ``poll_update``."""
         ...
 
     @property

@@ -75,7 +75,8 @@ class ModelUpdater:
         self.install_policy = make_install_policy(self.state)
         self._channel = channel
         self._cascade = cascade
-        self._target: Target | None = None  # made for the layout of the connection
+        self._target: Target | None = None
+        self._layout: Layout | None = None  # of the target
         self._guard = MixedWeightsGuard(destination.model)
 
     # --- called inside the gate, by the thread that enters it: usually the acting or the receiver thread, but also one
@@ -163,12 +164,12 @@ class ModelUpdater:
         self.destination.target(layout, bind=self._channel.binds)
 
     def _target_or_create(self) -> Target:
-        if self._target is None:
-            layout = self._channel.layout
+        layout = self._channel.layout
+        if self._target is None or self._layout is not layout:  # a later trainer's, through a store
             assert layout is not None, "a channel delivers no update before its layout"
             if self.destination.module is not None:
                 unshare(self.destination.module)
-            self._target = self.destination.target(layout, bind=self._channel.binds)
+            self._target, self._layout = self.destination.target(layout, bind=self._channel.binds), layout
             # The model keeps its slot if an install may fail, or is not done as soon as a version is published.
             arena, may_refuse = self._channel.arena, self._target.may_refuse
             if arena is not None and (may_refuse or self.install_policy.holds_between_forwards):

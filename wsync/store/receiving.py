@@ -13,7 +13,7 @@ import torch
 from wsync.checksum import find_damage
 from wsync.control.receiver_thread import MessageHandler, receiver_thread
 from wsync.deadlines import remaining
-from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
+from wsync.errors import SyncTimeout, WeightSyncError
 from wsync.receiving.events import Event, Published
 from wsync.store.files import File
 from wsync.store.manifest import Manifest
@@ -59,6 +59,7 @@ class StoreReceiveChannel:
         self._pool = BufferPool(torch.device("cpu"))
         self._reading = threading.Lock()  # held by the receiver thread, or by a thread in pull()
         self._newest: Manifest | None = None  # the version that was read last
+        self._newest_layout: Layout | None = None
         self._base: Buffer | None = None  # its weights, if they are kept for a difference
         self._logged = set[str]()  # errors
         self._lock = threading.Lock()  # guards the next four, which the thread that holds the gate changes as well
@@ -98,7 +99,8 @@ class StoreReceiveChannel:
     def _forget(self) -> None:
         """Read the newest version even if an earlier connection has read it."""
         with self._reading, self._lock:
-            self._newest, self.first_version, self.layout, self._base, self._staged = None, 0, None, None, None
+            self._newest, self.first_version, self._base, self._staged = None, 0, None, None
+            self.layout = self._newest_layout = None
             self._bound, self._installing_slot, self._closed = -1, -1, False
             self._logged.clear()
             self._pool.clear()
@@ -119,7 +121,6 @@ class StoreReceiveChannel:
         """Stage a version from its file, if it is whole: nothing is staged otherwise.
 
         Raises:
-            LayoutMismatch: it has another layout than the version before.
             WeightSyncError: its manifest is damaged.
             ValueError: the file is damaged.
             OSError: it cannot be read.
@@ -127,15 +128,11 @@ class StoreReceiveChannel:
         layout = self._layout_of(manifest)
         entries = read_entries(file, layout)  # so that no more memory is allocated than the file has bytes
         buffer = self._free_buffer(layout)
-        try:
-            read_tensors(file, layout, buffer.flat, entries)
-            damage = find_damage(manifest.version, buffer.flat, b"", manifest.checksum)
-            if damage:
-                raise ValueError(damage)
-            self._stage(manifest, layout, buffer)
-        finally:
-            if self.layout is None:  # the next version may have another layout
-                self._pool.clear()
+        read_tensors(file, layout, buffer.flat, entries)
+        damage = find_damage(manifest.version, buffer.flat, b"", manifest.checksum)
+        if damage:
+            raise ValueError(damage)
+        self._stage(manifest, layout, buffer)
 
     def _read_difference(self, manifest: Manifest) -> bool:
         """Stage a version that is stored as a difference to the one here; False: the full version has to be read."""
@@ -183,13 +180,13 @@ class StoreReceiveChannel:
         self._logged.add(message)
 
     def _stage(self, manifest: Manifest, layout: Layout, buffer: Buffer) -> None:
-        self.layout = layout
         keeps = self.binds or manifest.base > 0  # a bound buffer is kept in any case
         with self._lock:
             if self._closed:
                 return
             self._base = buffer if keeps else None
             self._staged = Update(manifest.version, buffer.views, slot=buffer.slot, acknowledge=False)
+            self.layout, self._newest_layout = self.layout or layout, layout
             self._newest = manifest  # last: a forward that finds its model too old installs what is staged
 
     def _free_buffer(self, layout: Layout) -> Buffer:
@@ -203,11 +200,8 @@ class StoreReceiveChannel:
             layout = manifest.parse_layout()
         except ValueError as error:
             raise self._store.damaged_manifest(error) from error
-        if self.layout is not None and layout != self.layout:
-            raise LayoutMismatch(
-                f"version {manifest.version} of the store {self._store.url} has another layout than the one before"
-            )
-        return self.layout or layout
+        newest = self._newest_layout
+        return newest if newest is not None and newest == layout else layout
 
     def attach(self, handler: MessageHandler) -> None:
         """See ``ReceiveChannel``: begin to watch the store."""
@@ -266,7 +260,7 @@ class StoreReceiveChannel:
         with self._lock:
             update = self._staged
             if update is not None:
-                self._installing_slot = update.slot
+                self._installing_slot, self.layout = update.slot, self._newest_layout
         return update
 
     def on_installed(self, update: Update, error: str) -> None:

@@ -68,6 +68,8 @@ class Buffer:
 class BufferPool:
     """Private buffers of one layout; a new one is made when all others are in use. Not thread-safe.
 
+    Those of another layout are left to what still uses them.
+
     Args:
         device: where they are.
     """
@@ -78,6 +80,8 @@ class BufferPool:
 
     def buffer(self, layout: Layout, busy: Container[int]) -> Buffer:
         """Return a buffer with a ``slot`` that is not in ``busy``."""
+        if self._buffers and self._buffers[0].layout is not layout:
+            self._buffers.clear()
         for buffer in self._buffers:
             if buffer.slot not in busy:
                 return buffer
