@@ -174,6 +174,7 @@ class Receiver:
             for hook in self._hooks:
                 gate.detach(hook)
             self._hooks = []
+            self.updater.install_policy.release()
             self.updater.release()
             gated_models.remove(self.updater)
         self._channel.close()

@@ -31,6 +31,9 @@ class InstallOnArrival:
         """Return the hook to attach to the gate; ``updater`` installs the updates. Called outside the gate."""
         return updater
 
+    def release(self) -> None:
+        """Install nothing from now on: another thread may be in ``install_newest``. Called inside the gate."""
+
     def install_now(self) -> None:
         """Install the version that has arrived, if any. Called outside the gate."""
         process_gate().call_without_forward(bool)
@@ -87,6 +90,10 @@ class InstallOnRequest:
         """See ``InstallOnArrival``: this object."""
         self._updater = updater
         return self
+
+    def release(self) -> None:
+        """See ``InstallOnArrival``."""
+        self._updater = None
 
     # --- called by the gate ---
 

@@ -214,7 +214,7 @@ class StoreReceiveChannel:
         """See ``ReceiveChannel``. A thread in ``pull``, which may still be reading, stages nothing from here on."""
         receiver_thread().unregister(handler)
         with self._lock:
-            self._closed, self._staged = True, None
+            self._closed = True
 
     def receive_event(self) -> Event | None:
         """See ``ReceiveChannel``: read the newest version. After an error it is read again after a pause."""
