@@ -30,12 +30,13 @@ class Failing(MemoryFileSystem):
 
     Attributes:
         fails: errors, by what raises them: ``connect``, a method, or reading a kind of file.
-        on_write: called with the path of each file before it is written.
+        on_read, on_write: called with the path of each file before it is read or written.
         blocks: until this is set, nothing is read; ``blocked`` is set then.
     """
 
     protocol = "failing"
     fails: ClassVar[dict[str, Exception]] = {}
+    on_read: ClassVar[Callable[[str], object]] = bool
     on_write: ClassVar[Callable[[str], object]] = bool
     blocks: ClassVar[threading.Event | None] = None
     blocked: ClassVar[threading.Event] = threading.Event()
@@ -66,6 +67,7 @@ class Failing(MemoryFileSystem):
             self.blocked.set()
             self.blocks.wait()
         self._raise(path.rsplit(".", 1)[-1])
+        type(self).on_read(path)
         return super().cat_file(path, *arguments, **options)
 
 
@@ -117,6 +119,15 @@ def test_a_version_that_could_not_be_read_is_read_again(
         assert receiver.receive(30.0) is not None and receiver.version == 2
         assert receiver.model()[0] == 2
     assert caplog.text.count("the connection was lost") == 1
+
+
+def test_a_reading_reads_the_manifest_once(failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    with trainer("failing://run") as scheme, reader("failing://run", initiator="receiver") as receiver:
+        scheme.send(fill(Small(), 2))
+        read = list[str]()
+        monkeypatch.setattr(Failing, "on_read", read.append)
+        assert receiver.pull() == 2
+        assert [path.rsplit(".", 1)[-1] for path in read] == ["json", "safetensors"]
 
 
 def test_a_missing_file_of_a_remote_store_is_an_error_that_names_it(failing: dict[str, Exception]) -> None:

@@ -85,7 +85,8 @@ class StoreReceiveChannel:
         while True:
             newest = self._store.newest()
             if newest is not None and newest.version >= self._oldest and newest.name != self._seen:
-                self._read()
+                with self._reading:
+                    self._read(newest)
                 self.first_version = self.newest_version
                 return
             if not self._waits:
@@ -105,17 +106,14 @@ class StoreReceiveChannel:
             self._logged.clear()
             self._pool.clear()
 
-    def _read(self) -> None:
+    def _read(self, newest: Manifest | None) -> None:
         """Stage the newest version, unless it has been read already."""
-        with self._reading:
-            newest = self._store.newest()
-            if newest is None or newest.version < self._oldest or newest.name == self.newest_name:
-                return
-            if self._newest is not None and newest.version < self.newest_version and self._store.has(self._newest):
-                return  # an obsolete trainer's; one that begins again has an empty folder
-            if self._read_difference(newest):
-                return
-            self._store.read(self._take)
+        if newest is None or newest.version < self._oldest or newest.name == self.newest_name:
+            return
+        if self._newest is not None and newest.version < self.newest_version and self._store.has(self._newest):
+            return  # an obsolete trainer's; one that begins again has an empty folder
+        if not self._read_difference(newest):
+            self._store.read(newest, self._take)
 
     def _take(self, manifest: Manifest, file: File) -> None:
         """Stage a version from its file, if it is whole: nothing is staged otherwise.
@@ -234,7 +232,8 @@ class StoreReceiveChannel:
 
     def fetch_newest(self) -> Event:
         """See ``ReadsStore``."""
-        self._read()
+        with self._reading:
+            self._read(self._store.newest())
         return Published()
 
     @property

@@ -77,19 +77,19 @@ class VersionStore:
         """Return the error for a manifest in which ``error`` was found."""
         return WeightSyncError(f"the manifest {MANIFEST} of the store {self.url} is damaged: {error}")
 
-    def read(self, take: Callable[[Manifest, File], None]) -> None:
+    def read(self, newest: Manifest | None, take: Callable[[Manifest, File], None]) -> None:
         """Have ``take`` read the newest version, if there is one.
 
         Args:
+            newest: the manifest, as it was read last.
             take: called with the manifest and the version's file; again if the file was deleted meanwhile, because
                 newer versions have been published. Raises ValueError or OSError if the file is damaged.
 
         Raises:
             WeightSyncError: the store cannot be read, or the file is damaged or missing; names it.
         """
-        missing = ""
+        missing, manifest = "", newest
         for _ in range(_READ_ATTEMPTS):
-            manifest = self.newest()
             if manifest is None:
                 return
             named = f"version {manifest.version} of the store {self.url} cannot be read: {manifest.file}"
@@ -105,7 +105,7 @@ class VersionStore:
                 # NFS: ESTALE, if the file is deleted while it is being read
                 if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) != errno.ESTALE:
                     raise WeightSyncError(f"{named}: {self._files.said(error)}") from error
-                missing = manifest.file
+                missing, manifest = manifest.file, self.newest()
         raise WeightSyncError(f"the store {self.url} deletes versions faster than they can be read: raise keep")
 
     def has(self, manifest: Manifest) -> bool:
