@@ -154,6 +154,9 @@ def test_old_versions_are_deleted(tmp_path: Path) -> None:
             scheme.send()
     names = sorted(path.name for path in folder(tmp_path).iterdir())
     assert [name.split("-")[0] for name in names] == ["manifest.json", "v00000005", "v00000006"]
+    with wsync.StoreWeightSyncScheme(str(tmp_path), keep=1) as scheme:
+        scheme.init_on_sender("policy", model=Small(), num_workers=1)  # makes room
+        assert [path.name[:9] for path in folder(tmp_path).glob("v*")] == ["v00000006"]
 
 
 def test_in_memory() -> None:

@@ -130,6 +130,26 @@ def test_a_reading_reads_the_manifest_once(failing: dict[str, Exception], monkey
         assert [path.rsplit(".", 1)[-1] for path in read] == ["json", "safetensors"]
 
 
+def test_a_manifest_that_is_replaced_while_it_is_read(
+    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trainer("failing://run"), reader("failing://run", initiator="receiver") as receiver:
+        stale = [OSError(errno.ESTALE, "Stale file handle")]
+
+        def fail_once(path: str) -> None:
+            if stale:
+                raise stale.pop()
+
+        monkeypatch.setattr(Failing, "on_read", fail_once)
+        assert receiver.pull() == 1 and not stale
+
+
+def test_a_listing_without_the_newest_file(failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    with trainer("failing://run") as scheme:
+        monkeypatch.setattr(Failing, "on_write", lambda path: MemoryFileSystem.store.clear())
+        assert scheme.send().version == 2
+
+
 def test_a_missing_file_of_a_remote_store_is_an_error_that_names_it(failing: dict[str, Exception]) -> None:
     """Libraries raise FileNotFoundError without an errno."""
     with trainer("failing://run"):

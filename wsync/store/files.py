@@ -6,6 +6,7 @@ memory) make an object visible when all of it is there.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -68,7 +69,8 @@ class StoreFiles:
         self._fs.makedirs(self._root, exist_ok=True)
         for name in self.names():
             if name.endswith(_UNFINISHED):
-                self.delete(name)
+                with suppress(FileNotFoundError):  # another trainer has finished it
+                    self.delete(name)
 
     def names(self) -> list[str]:
         """Return the names of everything in the folder."""
@@ -90,20 +92,24 @@ class StoreFiles:
     def content(self, file: str, limit: int) -> bytes:
         """Return what is in a file, cut off after ``limit`` bytes."""
         self._fs.invalidate_cache(self._root)
-        self._require_regular(file)
-        return self._fs.cat_file(self._path(file), start=0, end=limit)
+        try:
+            return self._content(file, limit)
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # NFS: the file was replaced while it was being read
+                raise
+            return self._content(file, limit)
+
+    def _content(self, file: str, limit: int) -> bytes:
+        if self.folder is None:
+            return self._fs.cat_file(self._path(file), start=0, end=limit)
+        with io.BufferedReader(_open_regular(self.folder / file)) as opened:
+            return opened.read(limit)
 
     def open(self, file: str) -> File:
         """Open a file: a local one is read, not mapped, because memory of a file that is cut off cannot be read."""
         if self.folder is None:
             return io.BytesIO(self._fs.cat_file(self._path(file)))
-        self._require_regular(file)
-        return io.FileIO(self._path(file))
-
-    def _require_regular(self, file: str) -> None:
-        """Raise OSError for a local file that is a pipe or a device: reading it may wait for ever."""
-        if self.folder is not None and not stat.S_ISREG((self.folder / file).stat().st_mode):
-            raise OSError(f"{file} is no regular file")
+        return _open_regular(self.folder / file)
 
     # --- writing ---
 
@@ -138,6 +144,15 @@ class StoreFiles:
         """Flush the names of the files to the disk, if it is a local one and the store is durable."""
         if self._durable and self.folder is not None:
             _flush(self.folder)
+
+
+def _open_regular(path: Path) -> io.FileIO:
+    """Open a local file; OSError for a pipe or a device: reading it may wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe does not wait either
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return io.FileIO(descriptor)
+    os.close(descriptor)
+    raise OSError(f"{path.name} is no regular file")
 
 
 def _flush(path: Path) -> None:

@@ -120,7 +120,7 @@ class VersionStore:
             raise WeightSyncError(f"the store {self.url} cannot be read: {self._files.said(error)}") from error
 
     def open_for_writing(self) -> int:
-        """Make the folder, delete what a killed trainer left unfinished; return the newest version, 0 for none.
+        """Make the folder, delete old versions and what was left unfinished; return the newest version, 0 for none.
 
         Raises:
             WeightSyncError: the store cannot be written, or its manifest is damaged.
@@ -130,7 +130,10 @@ class VersionStore:
         except Exception as error:
             raise WeightSyncError(f"the store {self.url} cannot be written: {self._files.said(error)}") from error
         manifest = self.newest()
-        return manifest.version if manifest else 0
+        if manifest is None:
+            return 0
+        self._delete_old(manifest.version)  # ``keep`` may be smaller than before, because the disk is full
+        return manifest.version
 
     def read_difference(self, manifest: Manifest, limit: int) -> bytes | None:
         """Return the difference of a version to its base, cut off after ``limit`` bytes; None if it cannot be read."""
@@ -219,9 +222,9 @@ class VersionStore:
         except Exception as error:  # noqa: BLE001  readers see the new version already, so it has to count as stored
             _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self._files.said(error))
             return
-        oldest = sorted({int(match[1]) for _, match in found if match and int(match[1]) <= newest})[-self._keep :][0]
-        for file, match in found:
-            if match is None or int(match[1]) >= oldest:
+        kept = sorted({int(match[1]) for _, match in found if match and int(match[1]) <= newest})[-self._keep :]
+        for file, match in found if kept else ():  # a listing may be older than the newest file
+            if match is None or int(match[1]) >= kept[0]:
                 continue
             try:
                 self._files.delete(file)
