@@ -6,6 +6,7 @@ So a scheme that Hydra builds and one that is built in Python have the same opti
 from __future__ import annotations
 
 import inspect
+import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -148,6 +149,8 @@ def _config_type(annotation: Any) -> Any:
         return str if all(isinstance(value, str) for value in get_args(annotation)) else Any
     if annotation in _PLAIN:
         return annotation
+    if annotation == str | os.PathLike[str]:  # a config has no other paths
+        return str
     if get_origin(annotation) is Sequence and (item := get_args(annotation)[0]) in _PLAIN:
         return list[item]
     if get_origin(annotation) in (Union, types.UnionType):

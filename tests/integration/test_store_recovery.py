@@ -366,6 +366,31 @@ def test_a_model_id_that_is_no_folder(tmp_path: Path, model_id: str) -> None:
         scheme.init_on_sender(model_id, model=Small(), num_workers=1)
 
 
+def test_models_with_similar_ids_have_a_folder_each(tmp_path: Path) -> None:
+    for model_id in ("a/b", "a_b", "a%2Fb"):
+        with wsync.StoreWeightSyncScheme(tmp_path) as scheme:
+            scheme.init_on_sender(model_id, model=Small(), num_workers=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"a%2Fb", "a_b", "a%252Fb"}
+
+
+def test_a_relative_path_is_resolved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    scheme, transport = wsync.StoreWeightSyncScheme("run"), wsync.StoreTransport(Path("run/policy"))
+    monkeypatch.chdir("/")
+    scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+    scheme.connect()
+    assert (tmp_path / "run" / "policy" / "manifest.json").exists()
+    assert transport.receive_weights(0.0) is not None
+    scheme.shutdown()
+    with pytest.raises(ValueError, match="the path of a folder"):
+        wsync.StoreWeightSyncScheme("")
+
+
+def test_a_model_has_its_folder_before_a_query(failing: dict[str, Exception]) -> None:
+    with trainer("failing://run?replication=2"):
+        assert MemoryFileSystem().exists("memory://run/policy?replication=2/manifest.json")
+
+
 def test_a_url_without_a_path() -> None:
     with trainer("memory://"), reader("memory://") as receiver:
         assert receiver.version == 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import os
 from typing import Any, ClassVar, Unpack
+from urllib.parse import quote
 
 from torch import nn
 
@@ -32,7 +33,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
     weights per worker are refused.
 
     Args:
-        url: the URL of a folder; each model has a folder of its own in it.
+        url: the URL of a folder; each model has a folder of its own in it. A relative path is resolved at once.
         strategy: the format in which weights are returned.
         timeout: seconds for ``connect``; None for no limit.
         bind: whether a worker's model may be bound to the memory that a version was read into.
@@ -43,7 +44,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
             waits for one.
 
     Raises:
-        ValueError: ``keep`` is below 1; or see ``WeightSyncScheme``.
+        ValueError: ``url`` is empty; ``keep`` is below 1; or see ``WeightSyncScheme``.
     """
 
     name = "store"
@@ -51,7 +52,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
 
     def __init__(
         self,
-        url: str,
+        url: str | os.PathLike[str],
         *,
         strategy: Format = "tensordict",
         timeout: float | None = 60.0,
@@ -63,7 +64,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         if keep < 1:
             raise ValueError(f"keep is at least 1, not {keep}")
         super().__init__(strategy, True, timeout=timeout, bind=bind, **options)
-        self.url = url
+        self.url = _absolute(url)
         self.keep = keep
         self.durable = durable
         # Of workers that have this scheme, pickled: the oldest version that they use, and whether they wait for it.
@@ -84,11 +85,12 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         Raises:
             ValueError: ``model_id`` is no name of a folder.
         """
-        name = re.sub("[^A-Za-z0-9_.-]", "_", model_id)
+        name = quote(model_id, safe="")
         if name in ("", ".", ".."):
             raise ValueError(f"model_id is the name of a folder in a store, not {model_id!r}")
         scheme, separator, path = self.url.rpartition("://")
-        return f"{scheme}{separator}{path.rstrip('/')}/{name}"
+        path, mark, query = path.partition("?") if separator else (path, "", "")
+        return f"{scheme}{separator}{path.rstrip('/')}/{name}{mark}{query}"
 
     def _open_sender(self, model_id: str, source: Source, num_workers: int) -> Sender:
         store = VersionStore(self._folder(model_id), self.keep, self.durable)
@@ -118,17 +120,32 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self._first_version, self._begins_with_weights = 1, True
 
 
+def _absolute(url: str | os.PathLike[str]) -> str:
+    """Return a URL as it is, and a path from the root: workers may have other working directories.
+
+    Raises:
+        ValueError: it is empty.
+    """
+    url = os.fspath(url)
+    if not url:
+        raise ValueError("url is the URL or the path of a folder ('s3://bucket/run', '/shared/run'), not ''")
+    return url if "://" in url or "::" in url else os.path.abspath(os.path.expanduser(url))
+
+
 class StoreTransport:
     """Versions of weights in one folder (a ``TransportBackend``), for use without a scheme.
 
     Args:
-        url: the URL of the folder.
+        url: the URL of the folder. A relative path is resolved at once.
         keep: how many versions are kept.
         durable: whether each is flushed to the disk.
+
+    Raises:
+        NotConnected: it cannot be opened. ValueError: ``url`` is empty.
     """
 
-    def __init__(self, url: str, *, keep: int = 3, durable: bool = True) -> None:
-        self._store = VersionStore(url, keep, durable)
+    def __init__(self, url: str | os.PathLike[str], *, keep: int = 3, durable: bool = True) -> None:
+        self._store = VersionStore(_absolute(url), keep, durable)
         self._version = 0
         self._received = ""
 
