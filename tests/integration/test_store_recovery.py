@@ -391,6 +391,23 @@ def test_a_model_has_its_folder_before_a_query(failing: dict[str, Exception]) ->
         assert MemoryFileSystem().exists("memory://run/policy?replication=2/manifest.json")
 
 
+@pytest.mark.parametrize("protocol", ["sftp", "smb"])
+def test_a_file_system_that_writes_in_place(
+    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch, protocol: str
+) -> None:
+    monkeypatch.setattr(Failing, "protocol", protocol)
+    written = list[str]()
+    monkeypatch.setattr(Failing, "on_write", written.append)
+    if protocol == "smb":
+        with pytest.raises(wsync.WeightSyncError, match="smb:// cannot replace a file"), trainer("failing://run"):
+            pass
+        return
+    with trainer("failing://run") as scheme, reader("failing://run", initiator="receiver") as receiver:
+        scheme.send(fill(Small(), 2))
+        assert receiver.pull() == 2 and receiver.model()[0] == 2
+    assert len(written) == 4 and all(path.endswith(".unfinished") for path in written)
+
+
 def test_a_url_without_a_path() -> None:
     with trainer("memory://"), reader("memory://") as receiver:
         assert receiver.version == 1

@@ -1,7 +1,7 @@
 """The files in a store's folder, on any file system that ``fsspec`` has: each is seen when all of it is there.
 
-On a local file system a file is written under another name, flushed to the disk and renamed; other file systems (S3,
-memory) make an object visible when all of it is there.
+On a local file system a file is written under another name, flushed to the disk and renamed; where files are written in
+place (SFTP), the same without flushing. Other file systems (S3, memory) show an object when all of it is there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ from wsync.errors import NotConnected
 File = io.FileIO | io.BytesIO
 """A version's file, open for reading."""
 _UNFINISHED = ".unfinished"
+_IN_PLACE = {"arrow_hdfs", "ftp", "hdfs", "sftp", "ssh"}
+"""File systems on which a file is seen while it is being written, but on which ``mv`` replaces another file."""
+_NOT_REPLACING = {"smb", "webhdfs"}
+"""Others, on which it does not."""
 
 
 class StoreFiles:
@@ -60,12 +64,19 @@ class StoreFiles:
         """The folder, if it is on a local file system."""
         return Path(self._root) if isinstance(self._fs, LocalFileSystem) else None
 
+    @property
+    def _protocols(self) -> set[str]:
+        protocol = self._fs.protocol
+        return {protocol} if isinstance(protocol, str) else {*protocol}
+
     def said(self, error: Exception) -> str:
         """Return an error of a library as text, with ``url`` in the place of the one that was given."""
         return f"{type(error).__name__}: {error}".replace(self._given_url, self.url)
 
     def make_folder(self) -> None:
         """Make the folder, and delete what a killed trainer left unfinished."""
+        if refused := self._protocols & _NOT_REPLACING:
+            raise NotImplementedError(f"{min(refused)}:// cannot replace a file as a whole: mount that file system")
         self._fs.makedirs(self._root, exist_ok=True)
         for name in self.names():
             if name.endswith(_UNFINISHED):
@@ -115,10 +126,14 @@ class StoreFiles:
 
     def write(self, file: str, content: bytes) -> None:
         """Write a file, or replace it."""
-        if self.folder is None:
-            self._fs.pipe_file(self._path(file), content)
-        else:
+        if self.folder is not None:
             self._finish(self.folder / file, lambda path: path.write_bytes(content))
+        elif self._protocols & _IN_PLACE:
+            unfinished = self._unfinished(file)
+            self._fs.pipe_file(self._path(unfinished), content)
+            self._fs.mv(self._path(unfinished), self._path(file))
+        else:
+            self._fs.pipe_file(self._path(file), content)
 
     def write_tensors(self, file: str, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors to a safetensors file."""
@@ -129,7 +144,7 @@ class StoreFiles:
 
     def _finish(self, path: Path, write: Callable[[Path], object]) -> None:
         """Write a local file under another name, flush it, and rename it."""
-        unfinished = path.with_name(f"{path.name}.{self.writer}{_UNFINISHED}")
+        unfinished = path.with_name(self._unfinished(path.name))
         try:
             write(unfinished)
             if self._durable:
@@ -139,6 +154,9 @@ class StoreFiles:
             with suppress(OSError):
                 unfinished.unlink()
             raise
+
+    def _unfinished(self, file: str) -> str:
+        return f"{file}.{self.writer}{_UNFINISHED}"
 
     def flush(self) -> None:
         """Flush the names of the files to the disk, if it is a local one and the store is durable."""
