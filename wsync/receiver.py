@@ -245,10 +245,10 @@ class Receiver:
 
     def _take_version(self) -> int:
         state = self._state
-        if (refused := state.failed_version) > (installed := state.version):
+        if state.refused:
             raise WeightSyncError(
-                f"worker {self.worker_idx}: version {refused} could not be installed and is not tried again. Newest "
-                f"installed version: {installed or 'none'}. The error:\n{state.failure}"
+                f"worker {self.worker_idx}: version {state.failed_version} could not be installed and is not tried "
+                f"again. Newest installed version: {state.version or 'none'}. The error:\n{state.failure}"
             )
         return state.take_version()
 

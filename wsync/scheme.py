@@ -254,7 +254,7 @@ class WeightSyncScheme(SchemeBase):
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
         With ``initiator="receiver"`` it waits up to ``timeout`` seconds (None: no limit) for that version. By default
-        versions are installed as they arrive, and it waits only for the first one; a ``store`` is read in any case.
+        versions are installed as they arrive, and it waits only for the first one; a ``store`` is read without a limit.
 
         Raises:
             NotConnected: before ``connect``; or the sender is gone and there has been no version.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -179,6 +180,26 @@ def test_a_reader_does_not_go_back_to_the_version_of_an_obsolete_trainer(tmp_pat
     with trainer(tmp_path), reader(tmp_path, Small(), initiator="receiver") as receiver:
         replace(manifest, obsolete)
         assert receiver.pull() == 3
+
+
+def test_a_refused_version_is_forgotten_with_its_folder(tmp_path: Path) -> None:
+    def refuse(pairs: Any) -> None:
+        if dict(pairs)["weight"][0] == 9:
+            raise wsync.LayoutMismatch("nine")
+
+    with trainer(tmp_path) as scheme, wsync.StoreWeightSyncScheme(tmp_path, initiator="receiver") as receiver:
+        receiver.init_on_receiver("policy", load=refuse, worker_idx=0)
+        receiver.connect()
+        for _ in range(2):
+            scheme.send(fill(Small(), 9))
+            with pytest.raises(wsync.WeightSyncError, match=f"version {scheme.version} could not be installed"):
+                receiver.pull()
+        shutil.rmtree(tmp_path / "policy")
+        with trainer(tmp_path) as other:
+            assert receiver.pull() == 1
+            other.send(fill(Small(), 9))
+            with pytest.raises(wsync.WeightSyncError, match="version 2 could not be installed"):
+                receiver.pull()
 
 
 def test_pull_waits_for_a_first_version_that_is_published_later(tmp_path: Path) -> None:

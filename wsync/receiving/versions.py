@@ -12,7 +12,7 @@ from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, in_forked_child
 from wsync.gate import process_gate, without_forward
 from wsync.loops.worker_slot import SlotUpdater
-from wsync.receiving.protocols import ReceiveChannel
+from wsync.receiving.protocols import ReadsStore, ReceiveChannel
 
 
 class Phase(Enum):
@@ -45,7 +45,8 @@ class VersionState:
 
     Attributes:
         phase: the phase of the connection.
-        failed_version: the newest version that could not be installed, or did not arrive.
+        failed_version: the newest version that could not be installed, or did not arrive; with a store 0 once another
+            is installed.
         failure: why, with the traceback where there is one.
         last_returned: the version that ``wait_next`` or ``pull`` has returned last.
         on_change: called after each change: a version was installed or has failed, or the connection has ended.
@@ -61,6 +62,7 @@ class VersionState:
         self.last_returned = 0
         self.on_change: Callable[[], None] = lambda: None
         self._wakeups_only_for_receive = False
+        self._in_order = isinstance(channel, ReadsStore)  # versions are installed in the order in which they are read
         self._end_returned = False  # whether ``wait_next`` has returned None because the phase is FINISHED
         self._creator = os.getpid()
         self._reset_lock()
@@ -88,14 +90,21 @@ class VersionState:
         """The newest version that was installed, or could not be."""
         return max(self.version, self.failed_version)
 
+    @property
+    def refused(self) -> bool:
+        """Whether ``failed_version`` is newer than what is installed."""
+        return self.failed_version > (0 if self._in_order else self.version)
+
     def set_version(self, version: int) -> None:
         """Record that the model has ``version``."""
         self._updater.version = version
+        if self._in_order:
+            self.failed_version = 0  # it was read earlier; a trainer that begins again uses lower numbers
         self._notify()
 
     def set_failed(self, version: int, failure: str) -> None:
         """Record that ``version`` could not be installed, or did not arrive, and why."""
-        if version >= self.failed_version:
+        if self._in_order or version >= self.failed_version:
             self.failed_version, self.failure = version, failure
         self._notify()
 
