@@ -143,9 +143,10 @@ def test_a_child_that_is_forked_during_a_send_can_send_nothing(backend: BuiltIn)
 
 
 def test_a_child_that_a_transform_forks_can_not_continue_the_send(backend: BuiltIn) -> None:
-    with backend.connected(1, send_transform=ForkingTransform()) as session:
+    transform = ForkingTransform()
+    with backend.connected(1, send_transform=transform) as session:
         for value in (2, 3, 4):
-            assert REASON in ForkingTransform.outcome_in_child(lambda value=value: session.send(value))
+            assert REASON in transform.outcome_in_child(lambda value=value: session.send(value))
             assert session.outputs() == [value]
             session.send(value + 10)
             assert session.outputs() == [value + 10]

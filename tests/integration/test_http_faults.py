@@ -136,8 +136,9 @@ def test_a_forked_child_leaves_the_engines_alone() -> None:
 
 
 def test_a_child_that_a_transform_forks_sends_nothing(pool: WorkerPool) -> None:
-    with engines(pool, 1) as (workers, urls), trainer(urls, send_transform=ForkingTransform()) as scheme:
-        assert "forked child" in ForkingTransform.outcome_in_child(lambda: scheme.send(fill(Small(), 2)))
+    transform = ForkingTransform()
+    with engines(pool, 1) as (workers, urls), trainer(urls, send_transform=transform) as scheme:
+        assert "forked child" in transform.outcome_in_child(lambda: scheme.send(fill(Small(), 2)))
         assert workers[0].call(value)[1][0] == 2
 
 

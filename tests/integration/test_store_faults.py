@@ -123,8 +123,9 @@ def test_a_forked_child_that_shuts_down_leaves_its_parents_reader_alone(tmp_path
 
 def test_a_child_that_a_transform_forks_stores_nothing(tmp_path: Path) -> None:
     model = Small()
-    with trainer(tmp_path, send_transform=ForkingTransform()) as scheme, reader(tmp_path, model) as receiver:
-        assert "forked child" in ForkingTransform.outcome_in_child(lambda: scheme.send(fill(Small(), 2)))
+    transform = ForkingTransform()
+    with trainer(tmp_path, send_transform=transform) as scheme, reader(tmp_path, model) as receiver:
+        assert "forked child" in transform.outcome_in_child(lambda: scheme.send(fill(Small(), 2)))
         assert receiver.receive(30.0) is not None
         assert model()[0] == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -174,6 +175,38 @@ def test_a_scheme_does_not_rely_on_what_its_transform_was_given_before() -> None
         wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=drop) as scheme,
     ):
         scheme.init_in_process("policy", ActorCritic(), ActorCritic())
+
+
+class Adapter:
+    """What a trainer merges into its weights."""
+
+    def __init__(self) -> None:
+        self.scale = 0.0
+
+    def merge(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor + self.scale for name, tensor in weights.items()}
+
+    def name(self, name: str) -> str:
+        return name if self.scale < 3 else f"x.{name}"
+
+
+@pytest.mark.parametrize("side", ["send_transform", "receive_transform"])
+def test_a_function_of_ones_own_reads_what_its_object_has_by_then(side: str) -> None:
+    adapter, source, model = Adapter(), fill(ActorCritic(), 1), ActorCritic()
+    options: dict[str, Any] = {side: [Rename(adapter.name), adapter.merge]}
+    with wsync.SharedMemWeightSyncScheme(timeout=10.0, **options) as scheme:
+        scheme.init_in_process("policy", model, source)
+        adapter.scale = 2.0
+        scheme.send()
+        assert model.v.weight.unique().tolist() == [3]
+        adapter.scale = 3.0
+        with pytest.raises(wsync.WeightSyncError, match=r"unknown .x\.body\.weight"):
+            scheme.send()
+    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=adapter.merge) as scheme:
+        scheme.init_in_process("policy", model, source)
+        adapter.scale = 4.0
+        scheme.send({"v.weight": torch.ones(2, 2)}, partial=True)
+        assert model.v.weight.unique().tolist() == [5] and model.v.bias.unique().tolist() == [4]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import require_whole
+from wsync.transforms.buffers import Buffered
 from wsync.transforms.delta import Delta
 from wsync.transforms.patterns import ByName
 
@@ -19,7 +20,9 @@ Transform = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Chain | None:
-    """Return one or several transforms as a chain, copied; None for none. ``Delta`` is left out: it changes no weights.
+    """Return one or several transforms as a chain; None for none. ``Delta`` is left out: it changes no weights.
+
+    Those of the library are copied; a user's own function is not: what it reads may change from version to version.
 
     Args:
         transforms: applied in order.
@@ -40,7 +43,7 @@ def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Ch
     if side != "send_transform" and any(isinstance(one, Delta) for one in given):
         raise ValueError(f"Delta() belongs in send_transform, not in {side}: workers read differences without it")
     given = [one for one in given if not isinstance(one, Delta)]
-    return Chain(tuple(copy.deepcopy(given)), side) if given else None
+    return Chain([_own(one) for one in given], side) if given else None
 
 
 class Chain:
@@ -81,16 +84,22 @@ class Chain:
 
     def for_parts(self) -> Chain:
         """Return a copy for partial updates: names and patterns that have no weight in one are no errors."""
-        copied = copy.deepcopy(self)
-        for one in copied.transforms:
+        copies = [_own(one) for one in self.transforms]
+        for one in copies:
             if isinstance(one, ByName):
                 one.takes_parts = True
-        return copied
+        return Chain(copies, self._side)
 
     @property
     def selects(self) -> bool:
         """Whether the result is a part of the model on purpose: the receiving model may have more."""
         return any(getattr(one, "selects", False) for one in self.transforms)
+
+
+def _own(transform: Transform) -> Transform:
+    """Return a transform without the tensors that it keeps for other weights; a user's own function as it is."""
+    copied: Any = copy.copy(transform) if isinstance(transform, ByName | Buffered) else transform
+    return copied
 
 
 def _name(transform: Transform) -> str:
