@@ -124,7 +124,7 @@ def _packed_already(layout: Layout, tensors: list[Tensor]) -> Tensor | None:
     start = storage.data_ptr()
     if storage.nbytes() != layout.nbytes or storage.device.type != "cpu":
         return None
-    for tensor, (offset, nbytes), strides in zip(tensors, layout.places, layout.strides, strict=True):
+    for tensor, (offset, nbytes), strides in zip(tensors, layout.byte_ranges, layout.strides, strict=True):
         if nbytes and (tensor.data_ptr() != start + offset or tensor.stride() != strides):
             return None
     return torch.empty(0, dtype=torch.uint8).set_(storage)

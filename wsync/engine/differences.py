@@ -64,9 +64,9 @@ class Differences:
 
 def range_of(layout: Layout, group: Sequence[int]) -> tuple[int, int]:
     """Return the bytes of the flat buffer in which the entries ``group`` of ``layout`` are, with their padding."""
-    places = [layout.places[index] for index in group]
-    end = max(offset + size for offset, size in places)
-    return min(offset for offset, _ in places), -(-end // ALIGNMENT) * ALIGNMENT
+    ranges = [layout.byte_ranges[index] for index in group]
+    end = max(offset + size for offset, size in ranges)
+    return min(offset for offset, _ in ranges), -(-end // ALIGNMENT) * ALIGNMENT
 
 
 def entries_in(layout: Layout, begin: int, end: int) -> list[int]:
@@ -77,9 +77,9 @@ def entries_in(layout: Layout, begin: int, end: int) -> list[int]:
     """
     if begin % ALIGNMENT or end % ALIGNMENT or not 0 <= begin < end <= layout.nbytes:
         raise ValueError(f"bytes {begin} to {end} are no range of the {layout.nbytes} bytes of the weights")
-    places = layout.places
-    whole = [index for index in layout.leaders if begin <= places[index][0] and sum(places[index]) <= end]
-    touched = [index for index in layout.leaders if places[index][0] < end and sum(places[index]) > begin]
+    ranges = layout.byte_ranges
+    whole = [index for index in layout.leaders if begin <= ranges[index][0] and sum(ranges[index]) <= end]
+    touched = [index for index in layout.leaders if ranges[index][0] < end and sum(ranges[index]) > begin]
     if not touched or not {*touched} <= {*whole}:
         raise ValueError(f"bytes {begin} to {end} have only a part of a tensor, or none")
     return whole

@@ -84,7 +84,7 @@ def groups_of(layout: Layout, chunk_bytes: int) -> Iterator[list[int]]:
     """
     group, size, header = list[int](), 0, 0
     for index in layout.leaders:
-        nbytes = layout.places[index][1]
+        nbytes = layout.byte_ranges[index][1]
         entry = len(json.dumps(_header_entry(layout, index, chunk_bytes)))
         if group and (size + nbytes > chunk_bytes or header + entry > HEADER_BYTES - _METADATA_BYTES):
             yield group
@@ -98,13 +98,13 @@ def groups_of(layout: Layout, chunk_bytes: int) -> Iterator[list[int]]:
 def _header_entry(layout: Layout, index: int, begin: int) -> dict[str, Any]:
     """Return the field of a header for one tensor."""
     dtype, shape = DTYPES[layout.dtypes[index]], list(layout.shapes[index])
-    offsets = [begin, begin + layout.places[index][1]]
+    offsets = [begin, begin + layout.byte_ranges[index][1]]
     return {layout.names[index]: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
 
 def body_limit(layout: Layout, chunk_bytes: int) -> int:
     """Return the largest size of a body, in bytes."""
-    return max(min(chunk_bytes, layout.nbytes), *(nbytes for _, nbytes in layout.places)) + HEADER_BYTES
+    return max(min(chunk_bytes, layout.nbytes), *(nbytes for _, nbytes in layout.byte_ranges)) + HEADER_BYTES
 
 
 def make_body(
@@ -123,7 +123,7 @@ def make_body(
     at = 0
     for index in group:
         header |= _header_entry(layout, index, at)
-        at += layout.places[index][1]
+        at += layout.byte_ranges[index][1]
     pieces: list[bytes | memoryview] = []
     small = bytearray(_packed_header(header))
     for index in group:

@@ -65,7 +65,7 @@ class _Session:
         self.held = None
         for name, entry in entries.items():
             index = self.indices[name]
-            view, (offset, size) = self.views[index], self.layout.places[index]
+            view, (offset, size) = self.views[index], self.layout.byte_ranges[index]
             received = content[entry.begin : entry.end]
             if view.is_contiguous():
                 self.flat[offset : offset + size].copy_(received)
@@ -81,7 +81,7 @@ class _Session:
         """
         entries = entries_in(self.layout, begin, end)
         names = {self.layout.names[index] for index in entries}
-        if not {self.layout.names[index] for index in entries if self.layout.places[index][1]} <= self.missing:
+        if not {self.layout.names[index] for index in entries if self.layout.byte_ranges[index][1]} <= self.missing:
             raise ValueError(f"tensors in the bytes {begin} to {end} have arrived already")
         part = self.flat[begin:end]
         apply_difference(difference, part, part)

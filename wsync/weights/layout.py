@@ -97,7 +97,7 @@ class Layout:
         views: list[Tensor] = []
         with torch.inference_mode(False), torch.no_grad():
             for (offset, nbytes), shape, strides, dtype in zip(
-                self.places, self.shapes, self.strides, self.dtypes, strict=True
+                self.byte_ranges, self.shapes, self.strides, self.dtypes, strict=True
             ):
                 typed = flat[offset : offset + nbytes].view(dtype) if nbytes else torch.empty(0, dtype=dtype)
                 views.append(typed.as_strided(shape, strides) if nbytes else typed.reshape(shape))
@@ -107,17 +107,17 @@ class Layout:
     def width(self) -> int:
         """Bytes in a number of the dtype that takes most of the buffer; 8 for wider ones."""
         sizes = Counter[int]()
-        for (_, nbytes), dtype in zip(self.places, self.dtypes, strict=True):
+        for (_, nbytes), dtype in zip(self.byte_ranges, self.dtypes, strict=True):
             sizes[min(dtype.itemsize, 8)] += nbytes
         return sizes.most_common(1)[0][0]
 
-    @property
-    def places(self) -> list[tuple[int, int]]:
+    @cached_property
+    def byte_ranges(self) -> tuple[tuple[int, int], ...]:
         """``(offset, size)`` of each entry in the flat buffer, in bytes."""
-        return [
+        return tuple(
             (offset, shape.numel() * dtype.itemsize)
             for offset, shape, dtype in zip(self.offsets, self.shapes, self.dtypes, strict=True)
-        ]
+        )
 
     @cached_property
     def leaders(self) -> tuple[int, ...]:
@@ -133,7 +133,8 @@ class Layout:
         """
         given = weights.tensors
         if len(given) != len(self.names) or not all(name in given for name in self.names):
-            given = {name: tensor for name, tensor in given.items() if name not in weights.optional - set(self.names)}
+            surplus = weights.optional.difference(self.names)
+            given = {name: tensor for name, tensor in given.items() if name not in surplus}
             self._check_names(given.keys())
         tensors = [given[name] for name in self.names]
         self.check(tensors)

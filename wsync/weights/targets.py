@@ -142,10 +142,11 @@ class Tensors:
     def _current(self) -> list[Tensor]:
         """Return the destination's tensors in the layout's order, checked. Read anew: an entry may be replaced."""
         own, layout = snapshot(self._destination).tensors, self._layout
+        names = set(layout.names)
         unwanted = [name for name in layout.names if name not in own]
         problems = [f"the destination has no '{name}'" for name in unwanted]
         if not layout.model_may_have_more:
-            problems += [f"the weights that are sent have no '{name}'" for name in own if name not in set(layout.names)]
+            problems += [f"the weights that are sent have no '{name}'" for name in own if name not in names]
         if problems:
             raise unfit("the worker's tensors", problems, unwanted)
         tensors = [own[name] for name in layout.names]

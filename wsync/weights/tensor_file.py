@@ -108,7 +108,7 @@ def find_misfit(entries: Mapping[str, Entry], layout: Layout, indices: Mapping[s
         if index is None:
             return f"'{name}' is not in the layout, or is tied to another tensor, which travels instead"
         dtype, shape = DTYPES.get(layout.dtypes[index]), list(layout.shapes[index])
-        if entry.dtype != dtype or entry.shape != shape or entry.end - entry.begin != layout.places[index][1]:
+        if entry.dtype != dtype or entry.shape != shape or entry.end - entry.begin != layout.byte_ranges[index][1]:
             return f"'{name}' is {entry.dtype}{entry.shape}, not {dtype}{shape}"
     return ""
 
