@@ -158,6 +158,27 @@ def test_a_partial_update_need_not_have_weights_for_every_pattern(transforms: An
             scheme.send({"v.weight": torch.zeros(2, 2)}, partial=True)
 
 
+class Tied(nn.Module):
+    """Three names of one tensor, as a language model's embedding and head have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(2, 2, bias=False) for _ in range(3))
+        self.b.weight = self.c.weight = self.a.weight
+
+
+@pytest.mark.parametrize("transform", [None, Cast("bfloat16")])
+def test_a_partial_update_need_not_have_all_names_of_a_tied_weight(transform: Any) -> None:
+    model = Tied().to(torch.float32 if transform is None else torch.bfloat16)
+    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=transform) as scheme:
+        scheme.init_in_process("policy", model, fill(Tied(), 1))
+        for value, name in enumerate("abc", 2):
+            scheme.send({f"{name}.weight": torch.full((2, 2), float(value))}, partial=True)
+            assert {one.weight.unique().item() for one in (model.a, model.b, model.c)} == {value}
+        with pytest.raises(wsync.LayoutMismatch, match="were one tied tensor, and now differ"):
+            scheme.send({"b.weight": torch.ones(2, 2), "c.weight": torch.zeros(2, 2)}, partial=True)
+
+
 def test_a_state_dict_may_lack_the_buffers_that_a_transform_drops() -> None:
     model = nn.Linear(2, 2)
     with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=Exclude("noise")) as scheme:

@@ -255,12 +255,18 @@ class Source:
         some = snapshot(given).tensors
         if self._partial_transform is not None:
             some = self._partial_transform(some)
-        unknown = [name for name in some if name not in layout.names]
+        leader_of = dict(layout.ties)
+        entries = {name: leader_of.get(index, index) for index, name in enumerate(layout.names)}
+        unknown = [name for name in some if name not in entries]
         if unknown:
             raise LayoutMismatch(f"a partial update has weights that are not the model's: unknown {describe(unknown)}")
         if not some:
             raise LayoutMismatch("a partial update has no weights")
-        tensors = [some.get(name, old) for name, old in zip(layout.names, rest, strict=True)]
+        by_leader = {entries[name]: tensor for name, tensor in some.items()}  # one name of a tied tensor is enough
+        tensors = [
+            some.get(name, by_leader.get(leader, old))
+            for (name, leader), old in zip(entries.items(), rest, strict=True)
+        ]
         layout.check(tensors)
         return Part(workers, tensors, None)
 
