@@ -97,3 +97,11 @@ def test_small_weights_are_copied_from_where_they_lie_now() -> None:
     negative = torch.complex(torch.rand(3, 3), torch.rand(3, 3)).conj().imag
     assert negative.is_neg() and packed(negative) == raw(negative.resolve_neg())
     assert packed(torch.nn.Buffer(torch.ones(3, 3))) == raw(torch.ones(3, 3))
+
+
+def test_a_buffer_that_is_made_in_inference_mode_can_be_written_outside_it() -> None:
+    layout = Layout.of(Snapshot({"x": torch.zeros(3), "bytes": torch.zeros(3, dtype=torch.uint8)}))
+    with torch.inference_mode():
+        buffer = Buffer.new(layout)
+    for tensor in (buffer.flat, *buffer.views):
+        tensor.fill_(1)

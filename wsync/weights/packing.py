@@ -51,9 +51,12 @@ class Buffer:
     @classmethod
     def new(cls, layout: Layout, slot: int = -1, device: torch.device | str = "cpu") -> Buffer:
         """Return a buffer in private memory."""
-        if torch.device(device).type == "cpu":
-            return cls.over(layout, pinned.zeros(layout.nbytes), slot)
-        return cls.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8, device=device), slot)
+        with torch.inference_mode(False):  # views of an inference tensor are inference tensors
+            if torch.device(device).type == "cpu":
+                flat = pinned.zeros(layout.nbytes)
+            else:
+                flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        return cls.over(layout, flat, slot)
 
     def pack(self, tensors: Sequence[Tensor]) -> None:
         """Copy ``tensors`` (in the layout's order, and checked) into this buffer."""
