@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -19,13 +20,19 @@ def model_of(value: float) -> nn.Linear:
 
 
 def make_worker(
-    sender: wsync.WeightSyncScheme, index: int, *, near: bool = True, load: Callable[..., None] | None = None
+    sender: wsync.WeightSyncScheme,
+    index: int,
+    *,
+    near: bool = True,
+    model: Any = None,
+    load: Callable[..., None] | None = None,
 ) -> wsync.WeightSyncScheme:
     """A worker that cannot map the sender's memory unless it is ``near``."""
     worker = pickle.loads(pickle.dumps(sender))
     if isinstance(worker, wsync.DistributedWeightSyncScheme):
         worker.shared_memory = near
-    worker.init_on_receiver("policy", model=None if load else model_of(0), load=load, worker_idx=index)
+    model = model_of(0) if model is None and load is None else model
+    worker.init_on_receiver("policy", model=model, load=load, worker_idx=index)
     return worker
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from workers_here import TIMEOUT, connect, make_worker, model_of, weights_of
 
 import wsync
+from wsync.testing.models import fill
 
 
 class Engine:
@@ -115,6 +117,87 @@ def test_a_pull_from_a_store_loads_the_next_version_into_an_engine_that_is_refus
         engine.failure = None
         sender.send(model_of(3))
         assert reader.pull() == 3 and engine.forward() == {3.0}
+
+
+class Stubborn(nn.Parameter):
+    """A parameter that cannot be bound to other values while ``refuses``."""
+
+    refuses = False
+
+    @property
+    def data(self) -> torch.Tensor:
+        return super().data
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if self.refuses and not torch.equal(self.data, other):
+            raise OSError("stubborn")
+        nn.Parameter.data.__set__(self, other)
+
+
+class Unforgetting(nn.Linear):
+    """Takes no extra state as long as it ``refuses``, not even its own."""
+
+    refuses = False
+
+    def get_extra_state(self) -> int:
+        return 0
+
+    def set_extra_state(self, state: int) -> None:
+        if self.refuses:
+            raise OSError("stubborn")
+
+
+def stubborn_model(*, extra: bool) -> tuple[nn.Linear, Any]:
+    """A model, and the part of it that has to refuse so that an install fails half-way."""
+    if extra:
+        model = Unforgetting(2, 1)
+        return model, model
+    model = model_of(0)
+    model.bias = Stubborn(torch.zeros(1))
+    return model, model.bias
+
+
+@pytest.mark.parametrize("extra", [True, False])
+@pytest.mark.parametrize("kind", [wsync.SharedMemWeightSyncScheme, wsync.DistributedWeightSyncScheme])
+def test_a_model_that_an_update_has_changed_in_part_is_not_used(kind: Any, extra: bool) -> None:
+    model, part = stubborn_model(extra=extra)
+    sent = fill(Unforgetting(2, 1), 1) if extra else model_of(1)
+    with kind(timeout=TIMEOUT) as sender:
+        sender.init_on_sender("policy", model=sent, num_workers=1)
+        with make_worker(sender, 0, near=False, model=model) as worker:
+            connect(sender.connect, worker)
+            for value in (2, 4):
+                fill(sent, value)
+                sender.send()
+                assert model(torch.ones(2)).item() == 3 * value
+                part.refuses = True
+                fill(sent, value + 1)
+                with pytest.raises(wsync.WorkerFailed, match="stubborn"):
+                    sender.send()
+                with pytest.raises(wsync.WeightSyncError, match=r"worker 0 may have weights of two versions.*half-way"):
+                    model(torch.ones(2))
+                part.refuses = False
+            sender.send()
+            assert model(torch.ones(2)).item() == 15
+
+
+def test_tensors_that_an_update_has_changed_in_part_are_not_used() -> None:
+    own = model_of(0).state_dict()
+    with wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT) as sender:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        with make_worker(sender, 0, model=own) as worker:
+            connect(sender.connect, worker)
+            with wsync.gate(), torch.inference_mode():
+                own["bias"] = torch.zeros(1)
+            with pytest.raises(wsync.WorkerFailed, match="inference tensor"):
+                sender.send(model_of(2))
+            with pytest.raises(wsync.WeightSyncError, match="two versions"), wsync.gate():
+                pass
+            own["bias"] = torch.zeros(1)
+            sender.send()
+            with wsync.gate():
+                assert [tensor.unique().item() for tensor in own.values()] == [1, 1]
 
 
 def test_mixed_weights_are_refused_while_the_worker_connects_again() -> None:

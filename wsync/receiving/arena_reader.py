@@ -99,8 +99,11 @@ class ArenaReader:
         Called after each message, by the thread that has sent it.
         """
         if self._connection.busy:
-            self._installer = None
-            self._slot.disable_fast_path()
+            self._stop_fast_path()
+
+    def _stop_fast_path(self) -> None:
+        self._installer = None
+        self._slot.disable_fast_path()
 
     def on_prepare(self, version: int, payload: bytes) -> Prepare:
         """Process a ``PREPARE`` message; return its event."""
@@ -159,6 +162,7 @@ class ArenaReader:
                 self._slot.bound_slot = update.slot
         else:
             self._slot.refused = update.version
+            self._stop_fast_path()  # the updater must see the next install, to allow forwards again
             if self.binds and not self._slot.hold:
                 self._copy_out(f"version {update.version} could not be installed")
         if not self.binds:  # copied: the slot is free
@@ -203,8 +207,7 @@ class ArenaReader:
                 "been written since: the model may have weights of two versions"
             )
             _log.error("%s", self._torn)
-            self._installer = None
-            self._slot.disable_fast_path()  # so that ``leaving_gate`` is called
+            self._stop_fast_path()  # so that ``leaving_gate`` is called
         slot.bound_slot = slot.used = NONE
 
     def _require_untorn(self) -> None:

@@ -113,7 +113,7 @@ class ModelUpdater:
         try:
             self.error = error_of(self._install, update)
         finally:  # also after a signal handler has raised
-            self._update_guard(update.version)
+            self._update_guard(update.version, self.error)
         self._channel.on_installed(update, self.error)
         arena, binding = self._channel.arena, self.binding
         if arena is not None and binding is not None and not (self.error or update.extra or self._cascade):
@@ -130,8 +130,8 @@ class ModelUpdater:
             apply = time.perf_counter() - started
             self._channel.answer(Ack(self.worker_idx, update.version, self.error, wait=wait, apply=apply))
 
-    def _update_guard(self, version: int) -> None:
-        if not self.error:
+    def _update_guard(self, version: int, error: str) -> None:
+        if not error:
             self.allow_forwards()
         elif self._target is not None and self._target.mixed and not self._guard.why:
             self._guard.set(mixed_weights(f"worker {self.worker_idx}", f"version {version}"))
@@ -240,6 +240,8 @@ class ModelUpdater:
             error = error_of(self._check, event.update)
             if not error:
                 prepared_updates.keep(event.transaction, self, event.update)
+            else:
+                self._update_guard(event.update.version, error)
             self._answer_check(event.update.version, error)
         elif isinstance(event, Decision):
             prepared_updates.decide(event.transaction, event.commit)

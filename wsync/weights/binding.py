@@ -107,19 +107,19 @@ class Binding:
 
     Attributes:
         installer: switches the model while it does not change; replaced when it has changed.
+        mixed: see ``Target``. True from the first write of an install to its last one.
 
     Raises:
         LayoutMismatch: the model has other names, shapes or dtypes; a tensor in it is sharded, sparse, quantised or
             without memory; or two of them overlap partly in one memory.
     """
 
-    mixed = False  # a failed install is undone
-
     def __init__(self, model: nn.Module, layout: Layout, *, bind: bool = True) -> None:
         self._model = model
         self._layout = layout
         self._bind = bind
         self._bound: list[tuple[nn.Parameter, int]] = []
+        self.mixed = False
         self._resolve()
 
     def _resolve(self) -> None:
@@ -198,12 +198,15 @@ class Binding:
 
         Raises:
             LayoutMismatch: the model has changed its shape since; or its tied tensors were sent different values.
-            Exception: whatever a module's ``set_extra_state`` raised. The model is as it was in either case.
+            Exception: whatever a module's ``set_extra_state`` or PyTorch raised. The model is as it was, unless
+                ``mixed``.
         """
         self._check_current(views)
         if extra:
             self._set_extra(extra)
+        self.mixed = True
         self.installer.apply(views)
+        self.mixed = False
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Find out whether ``install`` would succeed, and leave the model as it is. Call it inside the gate.
@@ -213,9 +216,10 @@ class Binding:
         """
         self._check_current(views)
         if extra:
-            before = self._index.extra_state()
+            before, mixed = self._index.extra_state(), self.mixed
             self._set_extra(extra)
             self._set_extra(before)
+            self.mixed = mixed
 
     def _check_current(self, views: Sequence[Tensor]) -> None:
         if not (self._is_current() or self._is_lent()) or not self._is_alike(views):
@@ -243,14 +247,19 @@ class Binding:
         )
 
     def _set_extra(self, extra: Mapping[str, Any]) -> None:
-        before = self._index.extra_state()
+        """Set extra state, and leave ``mixed`` true; if that fails, set what there was."""
+        before, mixed = self._index.extra_state(), self.mixed
+        self.mixed = True
         try:
-            for name, value in extra.items():
-                self._index.extra[name].set_extra_state(value)
+            self._write_extra(extra)
         except BaseException:
-            for name, value in before.items():
-                self._index.extra[name].set_extra_state(value)
+            self._write_extra(before)
+            self.mixed = mixed
             raise
+
+    def _write_extra(self, extra: Mapping[str, Any]) -> None:
+        for name, value in extra.items():
+            self._index.extra[name].set_extra_state(value)
 
     def rebind(self, tensors: Mapping[str, Tensor]) -> None:
         """Bind parameters that are bound, and fit, to other memory of the same values. Call it inside the gate."""

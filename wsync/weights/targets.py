@@ -54,8 +54,8 @@ class Target(Protocol):
 
 
 def mixed_weights(where: str, version: str) -> str:
-    """Return the text of the error for mixed weights: ``version`` could not be loaded."""
-    return f"{where} may have weights of two versions, because its load function failed with {version}: send again"
+    """Return the text of the error for mixed weights: ``version`` was not installed completely."""
+    return f"{where} may have weights of two versions, because the install of {version} failed half-way: send again"
 
 
 class Loader:
@@ -130,13 +130,13 @@ class Tensors:
     """
 
     may_refuse = True  # an entry may have been replaced by one that does not fit
-    mixed = False
 
     def __init__(self, destination: TensorDictBase | Mapping[str, Any], layout: Layout) -> None:
         if is_stacked(destination):
             raise LayoutMismatch("a lazily stacked TensorDict has no tensors to copy into: make it contiguous first")
         self._destination = destination
         self._layout = layout
+        self.mixed = False
         self._current()
 
     def _current(self) -> list[Tensor]:
@@ -163,8 +163,12 @@ class Tensors:
         Raises:
             LayoutMismatch: the destination no longer fits, or its tied tensors were sent different values. Nothing is
                 copied.
+            RuntimeError: from PyTorch, while it copied. Some tensors may have the new values: see ``mixed``.
         """
-        copy_into_model(self._checked(views), views)
+        tensors = self._checked(views)
+        self.mixed = True
+        copy_into_model(tensors, views)
+        self.mixed = False
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """See ``Target``."""
