@@ -51,6 +51,14 @@ def test_weights_that_are_no_longer_tied_are_cast_apart() -> None:
     assert torch.equal(other["one"], weight.bfloat16()) and torch.equal(other["two"], (weight + 1).bfloat16())
 
 
+@pytest.mark.parametrize("quantize", [QuantizeInt8(), Quantize("float8_e4m3fn")])
+def test_a_cast_leaves_quantised_weights_and_their_scales_alone(quantize: Quantize) -> None:
+    given = {**quantize({"x": random(4, 4)}), "y_scale": random(4), "z": random(4)}
+    got = Cast("bfloat16")(given)
+    assert got["x"] is given["x"] and got["x_scale"] is given["x_scale"]
+    assert got["y_scale"].dtype is got["z"].dtype is torch.bfloat16
+
+
 def test_dequantize_leaves_float_weights_and_what_it_is_given_alone() -> None:
     given = {"x": torch.full((2, 2), 3.0), "x_scale": torch.full((2, 1), 2.0), **QuantizeInt8()({"y": random(2, 2)})}
     before = {name: tensor.clone() for name, tensor in given.items()}

@@ -11,13 +11,20 @@ from wsync.loops.tensors import copy_all, tie_leaders
 from wsync.transforms.buffers import Buffered
 from wsync.transforms.patterns import ByName, as_patterns
 
+NARROW = (torch.int8, torch.float8_e4m3fn)
+"""What ``Quantize`` converts to."""
+SCALE = "_scale"
+"""A quantised weight's name with this is its scale's."""
+
 
 class Cast(ByName, Buffered):
     """Converts floating-point weights to another dtype.
 
+    Integers and booleans stay as they are, and so do weights that ``Quantize`` has converted, with their scales.
+
     Args:
         dtype: such as ``torch.bfloat16``, or its name (``"bfloat16"``).
-        only: patterns of names; by default all weights. Integers and booleans stay as they are.
+        only: patterns of names; by default all weights.
 
     Raises:
         TypeError, ValueError: ``dtype`` is not a floating-point dtype; a pattern is not a string; or there is none.
@@ -36,6 +43,8 @@ class Cast(ByName, Buffered):
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``. Tied weights get one tensor."""
         matching = self.matching(self.only, list(weights))
+        narrow = quantised(weights)
+        matching.difference_update(narrow, (name + SCALE for name in narrow))
         chosen = {
             name: tensor
             for name, tensor in weights.items()
@@ -56,6 +65,11 @@ class Cast(ByName, Buffered):
         if buffers:
             copy_all(list(buffers.values()), [weights[name] for name in buffers])
         return {**weights, **buffers}
+
+
+def quantised(weights: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the weights in a narrow dtype that have a scale beside them."""
+    return [name for name, tensor in weights.items() if tensor.dtype in NARROW and name + SCALE in weights]
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:

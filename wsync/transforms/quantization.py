@@ -11,11 +11,10 @@ from torch import Tensor
 from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import copy_all
 from wsync.transforms.buffers import Buffered
-from wsync.transforms.dtypes import as_dtype
+from wsync.transforms.dtypes import NARROW, SCALE, as_dtype, quantised
 from wsync.transforms.patterns import ByName, as_patterns, require_unused, shown_names
 from wsync.transforms.pieces import Piece, grouped
 
-_NARROW = (torch.int8, torch.float8_e4m3fn)
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 _fused: Any = torch  # PyTorch's stubs do not export its functions of lists of tensors
 
@@ -31,7 +30,7 @@ class _Group(NamedTuple):
 class Quantize(ByName, Buffered):
     """Converts weights to a narrow dtype and a scale, for ``Dequantize`` (or an engine) at the other end.
 
-    ``name`` becomes the quantised tensor, ``name + "_scale"`` its float32 scale: ``weight ≈ quantised × scale``, with
+    ``name`` becomes the quantised tensor, ``name + SCALE`` its float32 scale: ``weight ≈ quantised × scale``, with
     ``scale = max|weight| / largest``. For int8 the error of each value is at most half its scale. Of tied weights each
     is quantised and sent.
 
@@ -46,7 +45,7 @@ class Quantize(ByName, Buffered):
     ) -> None:
         super().__init__()
         self.dtype = as_dtype(dtype)
-        if self.dtype not in _NARROW:
+        if self.dtype not in NARROW:
             raise ValueError(f"weights are quantised to int8 or float8_e4m3fn, not to {self.dtype}")
         self.per_channel = per_channel
         self.only = as_patterns(only)
@@ -64,17 +63,17 @@ class Quantize(ByName, Buffered):
             for name, tensor in weights.items()
             if name in matching and tensor.is_floating_point() and tensor.dim() >= 2 and tensor.numel()
         }
-        require_unused([name + "_scale" for name in chosen], weights)
+        require_unused([name + SCALE for name in chosen], weights)
         found: dict[str, Tensor] = {}
         for name, tensor in chosen.items():
             channels = (tensor.shape[0], *(1,) * (tensor.dim() - 1)) if self.per_channel else ()
             found[name] = torch.empty(tensor.shape, dtype=self.dtype, device=tensor.device)
-            found[name + "_scale"] = torch.empty(channels, dtype=torch.float32, device=tensor.device)
+            found[name + SCALE] = torch.empty(channels, dtype=torch.float32, device=tensor.device)
         self._groups = [
             _Group(
                 pieces,
                 [one.of(found[one.name]) for one in pieces],
-                [one.of(found[one.name + "_scale"]) for one in pieces],
+                [one.of(found[one.name + SCALE]) for one in pieces],
             )
             for pieces in grouped(chosen, chosen if self.per_channel else ())
         ]
@@ -145,8 +144,8 @@ class Dequantize(Buffered):
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``."""
-        names = [name for name, tensor in weights.items() if tensor.dtype in _NARROW and name + "_scale" in weights]
-        by_rows = [name for name in names if _has_scale_per_row(weights[name], weights[name + "_scale"])]
+        names = quantised(weights)
+        by_rows = [name for name in names if _has_scale_per_row(weights[name], weights[name + SCALE])]
         self._groups = grouped({name: weights[name] for name in names}, by_rows)
         return {name: torch.empty(weights[name].shape, dtype=self.dtype, device=weights[name].device) for name in names}
 
@@ -165,10 +164,10 @@ class Dequantize(Buffered):
                 exact = self.dtype is torch.float32
                 wide = results if exact else [torch.empty_like(one, dtype=torch.float32) for one in results]
                 copy_all(wide, [one.of(weights[one.name]) for one in pieces])
-                _fused._foreach_mul_(wide, [one.of(weights[one.name + "_scale"]) for one in pieces])
+                _fused._foreach_mul_(wide, [one.of(weights[one.name + SCALE]) for one in pieces])
                 if not exact:
                     copy_all(results, wide)
-        scales = {name + "_scale" for name in buffers}
+        scales = {name + SCALE for name in buffers}
         return {**{name: tensor for name, tensor in weights.items() if name not in scales}, **buffers}
 
 
