@@ -18,7 +18,7 @@ from wsync.engine.transfers import VersionSource
 from wsync.testing import WorkerPool
 from wsync.testing.asgi import serve
 from wsync.testing.models import EveryTensorKind, Small, fill, scramble
-from wsync.transforms import Cast, Dequantize, QuantizeInt8
+from wsync.transforms import Cast, Dequantize, Exclude, QuantizeInt8
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +94,15 @@ def test_models_and_transforms_at_both_ends() -> None:
         assert report is not None and report.bytes < 0.3 * model.weight.nbytes
         step = model.weight.detach().abs().amax(1, keepdim=True) / 127
         assert ((target.weight.float() - model.weight).abs() <= 0.51 * step + 0.004 * model.weight.abs()).all()
+
+
+def test_a_pattern_has_to_match_the_weights_of_the_next_trainer_too() -> None:
+    app = wsync.engine_app(load=dict, token=None, receive_transform=Exclude("1"))
+    with serve(app) as url:
+        with trainer(url, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) as scheme:
+            scheme.send()
+        with pytest.raises(wsync.WeightSyncError, match="no weight matches '1'"), trainer(url, nn.Linear(2, 2)):
+            pass
 
 
 class Extremes(Small):

@@ -75,6 +75,8 @@ def test_dequantize_leaves_float_weights_and_what_it_is_given_alone() -> None:
         (Fuse({"z": ["x", "y"]}), ["x", "y", "z"], "'z'"),
         (Split({"x": ["y", "z"]}), ["x", "z"], "'z'"),
         (Rename({"x": "y"}), ["x", "y"], "'y'"),
+        (Fuse({"*.z": ["*.x"], "a.*": ["a.*"]}), ["a.x", "a.z"], "the same name: 'a.z'"),
+        (Split({"*": ["*.x", "*.y"], "a": ["b", "c"]}), ["a"], "two groups match 'a'"),
     ],
 )
 def test_no_weight_is_overwritten(transform: Any, names: list[str], said: str) -> None:
@@ -97,6 +99,13 @@ def test_weights_that_are_refused_leave_a_transform_as_it_was() -> None:
     with pytest.raises(wsync.LayoutMismatch):
         fuse({**given, "b.x": random(4, 4), "b.y": random(4, 5)})
     assert torch.equal(fuse(given)["a.z"], before)
+
+
+@pytest.mark.parametrize("transform", [Cast("bfloat16", only=["x", "steps"]), QuantizeInt8(only=["x", "bias"])])
+def test_a_pattern_that_converts_nothing_is_an_error(transform: Any) -> None:
+    given = {"x": random(4, 4), "bias": random(4), "steps": torch.zeros((4, 4), dtype=torch.int64)}
+    with pytest.raises(wsync.LayoutMismatch, match=r"no floating-point weight.* matches '(steps|bias)'; there are 'x'"):
+        transform(given)
 
 
 @pytest.mark.parametrize("groups", [{"*.z.*": ["*.x.*"]}, {"z": []}, {"z": ["*.x", "*.y"]}, {"*.z": ["x"]}])

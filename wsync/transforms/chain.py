@@ -43,7 +43,7 @@ def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Ch
     if side != "send_transform" and any(isinstance(one, Delta) for one in given):
         raise ValueError(f"Delta() belongs in send_transform, not in {side}: workers read differences without it")
     given = [one for one in given if not isinstance(one, Delta)]
-    return Chain([_own(one) for one in given], side) if given else None
+    return Chain(given, side).copy() if given else None
 
 
 class Chain:
@@ -84,11 +84,15 @@ class Chain:
 
     def for_parts(self) -> Chain:
         """Return a copy for partial updates: names and patterns that have no weight in one are no errors."""
-        copies = [_own(one) for one in self.transforms]
-        for one in copies:
+        copied = self.copy()
+        for one in copied.transforms:
             if isinstance(one, ByName):
                 one.takes_parts = True
-        return Chain(copies, self._side)
+        return copied
+
+    def copy(self) -> Chain:
+        """Return a copy for other weights, whose names are checked anew."""
+        return Chain([_own(one) for one in self.transforms], self._side)
 
     @property
     def selects(self) -> bool:

@@ -42,14 +42,11 @@ class Cast(ByName, Buffered):
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``. Tied weights get one tensor."""
-        matching = self.matching(self.only, list(weights))
         narrow = quantised(weights)
-        matching.difference_update(narrow, (name + SCALE for name in narrow))
-        chosen = {
-            name: tensor
-            for name, tensor in weights.items()
-            if name in matching and tensor.is_floating_point() and tensor.dtype is not self.dtype
-        }
+        kept = {*narrow, *(name + SCALE for name in narrow)}
+        floats = [name for name, tensor in weights.items() if tensor.is_floating_point() and name not in kept]
+        matching = self.matching(self.only, floats, kind="floating-point weight")
+        chosen = {name: weights[name] for name in floats if name in matching and weights[name].dtype is not self.dtype}
         made: list[Tensor] = []
         for index, (tensor, leader) in enumerate(zip(chosen.values(), tie_leaders(list(chosen.values())), strict=True)):
             made.append(torch.empty_like(tensor, dtype=self.dtype) if leader == index else made[leader])
@@ -59,7 +56,7 @@ class Cast(ByName, Buffered):
         """Return the weights, converted.
 
         Raises:
-            LayoutMismatch: a pattern matches no weight of a whole model.
+            LayoutMismatch: a pattern matches no weight of a whole model that can be converted.
         """
         buffers = self.buffers(weights)
         if buffers:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.transforms.patterns import ByName, as_patterns, require, shown_names
+from wsync.transforms.patterns import ByName, as_patterns, require, require_distinct, shown_names
 
 
 class Rename(ByName):
@@ -39,11 +38,8 @@ class Rename(ByName):
             if not self.takes_parts:
                 require(names, weights)
             new = [names.get(name, name) for name in weights]
-        renamed = dict(zip(new, weights.values(), strict=True))
-        if len(renamed) < len(weights):
-            repeated = [name for name, count in Counter(new).items() if count > 1]
-            raise LayoutMismatch(f"two weights get the same name: {shown_names(repeated)}")
-        return renamed
+        require_distinct(new)
+        return dict(zip(new, weights.values(), strict=True))
 
 
 class _Filter(ByName):
@@ -66,7 +62,7 @@ class _Filter(ByName):
         names = list(weights)
         if names != self._names:  # they are matched once for weights with the same names
             # Later weights may lack what is dropped: a state dict has no non-persistent buffers.
-            self._matching = self.matching(self.patterns, names, each=not self._names)
+            self._matching = self.matching(self.patterns, names, every_pattern_must_match=not self._names)
             self._names = names
         kept = {name: one for name, one in weights.items() if (name in self._matching) is self._keeps_matching}
         if not kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -20,16 +21,30 @@ class ByName:
 
     takes_parts = False
 
-    def matching(self, patterns: Sequence[str], names: Sequence[str], *, each: bool = True) -> set[str]:
+    def matching(
+        self,
+        patterns: Sequence[str],
+        names: Sequence[str],
+        *,
+        kind: str = "weight",
+        every_pattern_must_match: bool = True,
+    ) -> set[str]:
         """Return those of ``names`` that match one of ``patterns``.
 
+        Args:
+            patterns: see ``wsync.transforms``.
+            names: the names of weights of one kind.
+            kind: the kind, for the error.
+            every_pattern_must_match: see below.
+
         Raises:
-            LayoutMismatch: a pattern matches none of them, with ``each``, and unless the transform takes parts.
+            LayoutMismatch: a pattern other than ``*`` matches none of them, with ``every_pattern_must_match``, and
+                unless the transform takes parts.
         """
         found = {pattern: [name for name in names if _matches(name, pattern)] for pattern in patterns}
-        unused = [pattern for pattern, some in found.items() if not some]
-        if unused and each and not self.takes_parts:
-            raise LayoutMismatch(f"no weight matches {shown_names(unused)}; there are {shown_names(names)}")
+        unused = [pattern for pattern, some in found.items() if not some and pattern != "*"]
+        if unused and every_pattern_must_match and not self.takes_parts:
+            raise LayoutMismatch(f"no {kind} matches {shown_names(unused)}; there are {shown_names(names)}")
         return set().union(*found.values())
 
 
@@ -62,6 +77,13 @@ def require(names: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
     missing = [name for name in names if name not in weights]
     if missing:
         raise LayoutMismatch(f"there is no {shown_names(missing)}; there are {shown_names(weights)}")
+
+
+def require_distinct(names: Sequence[str]) -> None:
+    """Raise ``LayoutMismatch`` if a name is given to two weights."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise LayoutMismatch(f"two weights get the same name: {shown_names(repeated)}")
 
 
 def require_unused(names: Iterable[str], weights: Mapping[str, Tensor]) -> None:

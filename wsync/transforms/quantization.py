@@ -57,12 +57,13 @@ class Quantize(ByName, Buffered):
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``."""
-        matching = self.matching(self.only, list(weights))
-        chosen = {
-            name: tensor
+        matrices = [
+            name
             for name, tensor in weights.items()
-            if name in matching and tensor.is_floating_point() and tensor.dim() >= 2 and tensor.numel()
-        }
+            if tensor.is_floating_point() and tensor.dim() >= 2 and tensor.numel()
+        ]
+        matching = self.matching(self.only, matrices, kind="floating-point weight with two dimensions or more")
+        chosen = {name: weights[name] for name in matrices if name in matching}
         require_unused([name + SCALE for name in chosen], weights)
         found: dict[str, Tensor] = {}
         for name, tensor in chosen.items():
@@ -84,7 +85,7 @@ class Quantize(ByName, Buffered):
 
         Raises:
             LayoutMismatch: a weight is infinite or not a number; the name of a scale is that of another weight; or a
-                pattern matches no weight of a whole model.
+                pattern matches no weight of a whole model that can be converted.
         """
         buffers = self.buffers(weights)
         with torch.no_grad():

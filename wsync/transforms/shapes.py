@@ -10,7 +10,15 @@ from torch import Tensor
 from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import copy_all, require_whole
 from wsync.transforms.buffers import Buffered
-from wsync.transforms.patterns import ByName, checked_groups, expand, require_unused, shown_names, stem_of
+from wsync.transforms.patterns import (
+    ByName,
+    checked_groups,
+    expand,
+    require_distinct,
+    require_unused,
+    shown_names,
+    stem_of,
+)
 
 
 class Fuse(ByName, Buffered):
@@ -37,7 +45,9 @@ class Fuse(ByName, Buffered):
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``."""
-        members = dict(expand(self.groups, weights, part=self.takes_parts))
+        expanded = expand(self.groups, weights, part=self.takes_parts)
+        require_distinct([new for new, _ in expanded])
+        members = dict(expanded)
         parts = {one for old in members.values() for one in old}
         require_unused((new for new in members if new not in parts), weights)
         joined = {new: self._joined([weights[one].detach() for one in old], old) for new, old in members.items()}
@@ -58,7 +68,7 @@ class Fuse(ByName, Buffered):
 
         Raises:
             LayoutMismatch: a group lacks one of its weights, or matches nothing in a whole model; the shapes of its
-                weights do not go together; or another weight has the name of the joined one.
+                weights do not go together; or another weight has the name of the joined one, or is joined to it.
         """
         buffers = self.buffers(weights)
         slices, sources = list[Tensor](), list[Tensor]()
@@ -100,16 +110,19 @@ class Split(ByName):
         """Return the weights, views of the parts in the place of the joined ones.
 
         Raises:
-            LayoutMismatch: a name matches nothing in a whole model; the sizes do not add up; or another weight has the
-                name of a part.
+            LayoutMismatch: a name matches nothing in a whole model, or a weight matches two; the sizes do not add up;
+                or another weight has the name of a part.
         """
-        result = dict(weights)
+        result, whole = dict(weights), set(weights)
         for pattern, parts in self.groups.items():
             stems = [stem for name in weights if (stem := stem_of(name, pattern)) is not None]
             if not (stems or self.takes_parts):
                 raise LayoutMismatch(f"no weight matches '{pattern}'; there are {shown_names(weights)}")
             for stem in stems:
                 name = pattern.replace("*", stem)
+                if name not in whole:
+                    raise LayoutMismatch(f"two groups match '{name}'")
+                whole.remove(name)
                 views = self._split(name, result.pop(name), len(parts))
                 names = [part.replace("*", stem) for part in parts]
                 require_unused(names, result)

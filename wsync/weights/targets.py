@@ -202,7 +202,7 @@ class Transformed:
 
     def __init__(self, layout: Layout, transform: Chain, make: Callable[[Layout], Target]) -> None:
         self._names = layout.names
-        self._transform = transform
+        self._transform = transform = transform.copy()  # a later connection may have other weights
         with torch.inference_mode(False):
             views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))  # only their kinds matter
         more = layout.model_may_have_more or transform.selects
