@@ -183,7 +183,7 @@ def test_an_engine_whose_pause_fails_is_not_said_to_be_paused() -> None:
 def test_paused_generations_in_all_threads_of_the_event_loop_do_not_stop_an_update() -> None:
     """An update takes no thread of those that an engine generates in; it loads weights in one thread."""
     loading, waits = set[int](), threading.Event()
-    app = wsync.engine_app(load=lambda pairs: loading.add(threading.get_ident()), token=None)
+    app = wsync.engine_app(load=lambda pairs: loading.update(threading.get_ident() for _ in pairs), token=None)
 
     def generate_one() -> None:
         waits.set()

@@ -100,6 +100,29 @@ def test_a_chunk_that_is_refused_after_another_was_loaded_leaves_mixed_weights()
         assert engine.forward() == set()  # the worker has left: nothing is refused any more
 
 
+async def load_later(pairs: Iterable[Any]) -> None:
+    list(pairs)
+
+
+def load_one(pairs: Iterable[Any]) -> object:
+    return next(iter(pairs))
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .load_later. was never awaited")
+@pytest.mark.parametrize(("load", "taken"), [(load_later, 0), (load_one, 1)])
+def test_a_load_function_that_leaves_pairs_has_not_loaded_the_version(load: Any, taken: int) -> None:
+    with ExitStack() as stack:
+        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT))
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        worker = stack.enter_context(make_worker(sender, 0, load=load))
+        connecting = stack.enter_context(ThreadPoolExecutor()).submit(worker.connect)
+        with pytest.raises(wsync.WorkerFailed, match=rf"{load.__name__} returned when it had taken {taken} of 2 pairs"):
+            sender.connect()
+        with pytest.raises(wsync.WeightSyncError, match="plain function"):
+            connecting.result()
+        assert worker.version == 0
+
+
 def test_a_pull_from_a_store_loads_the_next_version_into_an_engine_that_is_refused(tmp_path: Path) -> None:
     engine = Engine()
     with wsync.StoreWeightSyncScheme(str(tmp_path)) as sender, ExitStack() as stack:

@@ -100,7 +100,8 @@ def test_a_worker_that_connects_to_another_trainer_counts_versions_anew() -> Non
 def test_a_worker_connects_to_another_trainer_before_it_has_read_that_the_first_one_has_shut_down() -> None:
     loading, release = threading.Event(), threading.Event()
 
-    def load(*_: object) -> None:  # in the receiver thread, which reads nothing meanwhile
+    def load(pairs: Iterable[object]) -> None:  # in the receiver thread, which reads nothing meanwhile
+        list(pairs)
         loading.set()
         release.wait(TIMEOUT)
 

@@ -18,7 +18,8 @@ from wsync.weights.overlaps import is_expanded, require_apart
 from wsync.weights.snapshot import Snapshot, describe, is_stacked, snapshot
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
-"""Takes the ``(name, tensor)`` pairs of one version. The tensors are valid during the call, and must not be written.
+"""Takes the ``(name, tensor)`` pairs of one version, all of them before it returns. The tensors are valid during the
+call, and must not be written.
 
 If it raises after it has taken a pair, the engine may have weights of two versions, and forwards inside the gate are
 refused until a version is loaded. ``LayoutMismatch`` means that it has changed nothing: forwards go on."""
@@ -77,16 +78,26 @@ class Loader:
         self._load = load
         self._names = layout.names
         self._chunk_bytes = chunk_bytes
-        self._taken = False
+        self._taken = 0  # pairs of the last version
         self.mixed = False
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """See ``Target``. If ``load`` raises, the engine is in whatever state ``load`` has left it."""
+        """See ``Target``. If ``load`` raises, the engine is in whatever state ``load`` has left it.
+
+        Raises:
+            TypeError: ``load`` has not taken all pairs: it is a coroutine function, for instance, which has not run.
+        """
         pairs = list(zip(self._names, views, strict=True))
-        self._taken, loaded = False, 0
+        self._taken = given = loaded = 0
         try:
             for chunk in [pairs] if self._chunk_bytes is None else _chunks(pairs, self._chunk_bytes):
+                given += len(chunk)
                 self._load(self._taking(chunk))
+                if self._taken < given:
+                    raise TypeError(
+                        f"{getattr(self._load, '__qualname__', self._load)} returned when it had taken {self._taken} of "
+                        f"{given} pairs: load= is a plain function (no async def, no generator) that takes all pairs"
+                    )
                 loaded += 1
         except BaseException as error:  # also of a signal handler
             if loaded or (self._taken and not isinstance(error, LayoutMismatch)):
@@ -96,7 +107,7 @@ class Loader:
 
     def _taking(self, chunk: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for pair in chunk:
-            self._taken = True
+            self._taken += 1
             yield pair
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
