@@ -14,8 +14,9 @@ from wsync import loops
 from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import is_sharded
 from wsync.weights.clean_thread import in_clean_thread
-from wsync.weights.layout import Layout, unfit
-from wsync.weights.overlaps import is_expanded, require_apart
+from wsync.weights.fitting import fitting
+from wsync.weights.layout import Layout
+from wsync.weights.overlaps import is_expanded
 from wsync.weights.snapshot import ModuleIndex, describe
 
 
@@ -131,8 +132,7 @@ class Binding:
                     f"'{name}' of the worker's model is a plain tensor in a parameter's place: hold wsync.gate() "
                     "around functional_call()"
                 )
-        self._check(own, index)
-        self._own = [own[name] for name in layout.names]
+        self._own = self._fitting(own, index)
         # A tensor under several names is installed once, from its first name; `_agree` lists the other names, which
         # must carry the same values where the sender did not tie them.
         seen: dict[int, int] = {}
@@ -170,28 +170,16 @@ class Binding:
         undeclared = self._layout.extra is None and bool(self._index.extra)
         return undeclared or bool(self._layout.extra) or bool(self._agree)
 
-    def _check(self, own: Mapping[str, Tensor], index: ModuleIndex) -> None:
-        names = set(self._layout.names)
-        unwanted = [name for name in self._layout.names if name not in own]
-        problems = [f"the model has no '{name}'" for name in unwanted]
-        problems += [
+    def _fitting(self, own: Mapping[str, Tensor], index: ModuleIndex) -> list[Tensor]:
+        layout = self._layout
+        problems = [
             f"'{name}' has no memory (it is on the meta device): call to_empty() first"
-            for name in self._layout.names
+            for name in layout.names
             if name in own and own[name].is_meta
         ]
-        if not self._layout.model_may_have_more:
-            problems += [
-                f"the weights that are sent have no '{name}'"
-                for name in own
-                if name not in names and name not in index.optional
-            ]
-        if self._layout.extra is not None and self._layout.extra != index.extra.keys():
-            odd = sorted(self._layout.extra ^ index.extra.keys())
-            problems.append(f"extra state differs: {describe(odd)}")
-        if problems:
-            raise unfit("the worker's model", problems, unwanted)
-        self._layout.check([own[name] for name in self._layout.names], "the worker's model")
-        require_apart({name: own[name] for name in self._layout.names}, "the worker's model")
+        if layout.extra is not None and layout.extra != index.extra.keys():
+            problems.append(f"extra state differs: {describe(sorted(layout.extra ^ index.extra.keys()))}")
+        return fitting(own, layout, "the worker's model", optional=index.optional, problems=problems)
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Switch the model to ``views`` (ordered like the layout) and ``extra``.

@@ -237,19 +237,6 @@ def defect_of(tensor: Tensor) -> str:
     return "has no values: it is on the meta device" if tensor.is_meta else ""
 
 
-def unfit(receiver: str, problems: Sequence[str], unwanted: Sequence[str]) -> LayoutMismatch:
-    """Return the error of a receiver with other weights than those that are sent.
-
-    Args:
-        receiver: what receives them.
-        problems: all that does not fit.
-        unwanted: names of weights that are sent, and that it does not have.
-    """
-    names = ", ".join(map(repr, unwanted[:2])) + (", …" if len(unwanted) > 2 else "")
-    remedy = f" (send_transform=wsync.transforms.Exclude({names}) leaves weights out)" if unwanted else ""
-    return LayoutMismatch(f"the weights do not fit {receiver}: {describe(problems)}{remedy}")
-
-
 def _casts(sent: torch.dtype, wanted: torch.dtype) -> bool:
     return sent is not wanted and sent.is_floating_point and wanted.is_floating_point
 

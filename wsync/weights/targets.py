@@ -13,8 +13,9 @@ from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import copy_into_model
 from wsync.transforms.chain import Chain
 from wsync.weights.binding import Binding
-from wsync.weights.layout import Layout, unfit
-from wsync.weights.overlaps import is_expanded, require_apart
+from wsync.weights.fitting import fitting
+from wsync.weights.layout import Layout
+from wsync.weights.overlaps import is_expanded
 from wsync.weights.snapshot import Snapshot, describe, is_stacked, snapshot
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -23,6 +24,9 @@ call, and must not be written.
 
 If it raises after it has taken a pair, the engine may have weights of two versions, and forwards inside the gate are
 refused until a version is loaded. ``LayoutMismatch`` means that it has changed nothing: forwards go on."""
+
+
+_LEFT = "{} returned when it had taken {} of {} pairs: load= is a plain function (no async def) that takes all of them"
 
 
 class Target(Protocol):
@@ -94,10 +98,7 @@ class Loader:
                 given += len(chunk)
                 self._load(self._taking(chunk))
                 if self._taken < given:
-                    raise TypeError(
-                        f"{getattr(self._load, '__qualname__', self._load)} returned when it had taken {self._taken} of "
-                        f"{given} pairs: load= is a plain function (no async def, no generator) that takes all pairs"
-                    )
+                    raise TypeError(_LEFT.format(getattr(self._load, "__qualname__", self._load), self._taken, given))
                 loaded += 1
         except BaseException as error:  # also of a signal handler
             if loaded or (self._taken and not isinstance(error, LayoutMismatch)):
@@ -152,18 +153,9 @@ class Tensors:
 
     def _current(self) -> list[Tensor]:
         """Return the destination's tensors in the layout's order, checked. Read anew: an entry may be replaced."""
-        own, layout = snapshot(self._destination).tensors, self._layout
-        names = set(layout.names)
-        unwanted = [name for name in layout.names if name not in own]
-        problems = [f"the destination has no '{name}'" for name in unwanted]
-        if not layout.model_may_have_more:
-            problems += [f"the weights that are sent have no '{name}'" for name in own if name not in names]
-        if problems:
-            raise unfit("the worker's tensors", problems, unwanted)
-        tensors = [own[name] for name in layout.names]
-        layout.check(tensors, "the worker's tensors")
-        require_apart({name: own[name] for name in layout.names}, "the worker's tensors")
-        expanded = [name for name, tensor in zip(layout.names, tensors, strict=True) if is_expanded(tensor)]
+        names = self._layout.names
+        tensors = fitting(snapshot(self._destination).tensors, self._layout, "the worker's tensors")
+        expanded = [name for name, tensor in zip(names, tensors, strict=True) if is_expanded(tensor)]
         if expanded:
             raise LayoutMismatch(f"elements of the worker's tensors share memory: clone {describe(expanded)}")
         return tensors
@@ -232,14 +224,16 @@ class Transformed:
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """See ``Target``."""
-        self._target.install(self._layout.order(Snapshot(self._apply(views))), self._kept(extra))
+        self._target.install(*self._transformed(views, extra))
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """See ``Target``."""
-        self._target.check_only(self._layout.order(Snapshot(self._apply(views))), self._kept(extra))
+        self._target.check_only(*self._transformed(views, extra))
 
-    def _kept(self, extra: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        return None if self._drops_extra else extra
+    def _transformed(
+        self, views: Sequence[Tensor], extra: Mapping[str, Any] | None
+    ) -> tuple[Sequence[Tensor], Mapping[str, Any] | None]:
+        return self._layout.order(Snapshot(self._apply(views))), None if self._drops_extra else extra
 
     def detach(self) -> None:
         """See ``Target``."""
