@@ -12,6 +12,7 @@ from torch import nn
 from wsync import LayoutMismatch, SharedMemWeightSyncScheme, SyncTimeout, WeightStrategy, bytes_of
 from wsync.testing.models import EveryTensorKind, digest, scramble
 from wsync.weights.binding import unshare
+from wsync.weights.clean_thread import in_clean_thread
 from wsync.weights.snapshot import Snapshot
 
 
@@ -161,6 +162,15 @@ def test_a_model_that_is_unshared_in_inference_mode_can_be_trained_afterwards() 
     assert not any(tensor.is_shared() for tensor in model.state_dict().values())
     model(torch.arange(6.0).view(3, 2)).sum().backward()
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_what_is_raised_in_a_clean_thread_is_raised_in_the_calling_one(error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error("no")
+
+    with pytest.raises(error, match="no"):
+        in_clean_thread(fail)
 
 
 def test_a_name_that_is_a_prefix_of_another_is_refused_in_a_tensordict() -> None:

@@ -22,7 +22,7 @@ def in_clean_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
     def run() -> None:
         try:
             outcome.set_result(function(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001  raised in the calling thread
+        except BaseException as error:  # noqa: BLE001  raised in the calling thread
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="wsync-clean")
