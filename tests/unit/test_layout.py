@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torch import Tensor
 
 from wsync import LayoutMismatch
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
-from wsync.weights.snapshot import Snapshot
+from wsync.weights.snapshot import Snapshot, snapshot
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -68,6 +69,26 @@ def test_ties_are_stored_once() -> None:
     assert layout.nbytes < 2 * 4000 and len(layout.ties) == 1
     with pytest.raises(LayoutMismatch, match="tied"):
         layout.order(Snapshot({"a": tensor, "b": tensor + 1}))
+
+
+def test_what_has_one_memory_and_other_values_is_not_tied() -> None:
+    imaginary, square = torch.complex(torch.ones(3), torch.arange(3.0)), torch.rand(2, 2)
+    conjugated = {"a": imaginary, "b": imaginary.conj()}
+    for weights in (Snapshot(conjugated), Snapshot({name: one.imag for name, one in conjugated.items()})):
+        layout = Layout.of(weights)
+        buffer = Buffer.new(layout)
+        buffer.pack(layout.order(weights))
+        for name, view in zip(layout.names, buffer.views, strict=True):
+            assert torch.equal(view, weights.tensors[name])
+    tied = Layout.of(Snapshot({"a": square, "b": square}))
+    with pytest.raises(LayoutMismatch, match="tied"):
+        tied.order(Snapshot({"a": square, "b": square.T}))
+
+
+@pytest.mark.parametrize("kind", [dict, TensorDict])
+def test_two_weights_with_one_name_are_refused(kind: Any) -> None:
+    with pytest.raises(LayoutMismatch, match=r"two weights have one name: 'a\.b'"):
+        snapshot(kind({"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)}))
 
 
 def test_tied_tensors_may_hold_nans() -> None:

@@ -54,12 +54,12 @@ def tie_leaders(tensors: Sequence[Tensor]) -> list[int]:
     An empty tensor is tied to none: all of them have address 0.
     """
     first: dict[tuple[object, ...], int] = {}
-    return [
-        first.setdefault((tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), index)
-        if tensor.numel()
-        else index
-        for index, tensor in enumerate(tensors)
-    ]
+    return [first.setdefault(_place(one), index) if one.numel() else index for index, one in enumerate(tensors)]
+
+
+def _place(one: Tensor) -> tuple[object, ...]:
+    """Return what is equal for tied tensors. Lazily conjugated and negated ones have the memory of others."""
+    return one.device, one.data_ptr(), one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()
 
 
 def is_sharded(tensor: Tensor) -> bool:

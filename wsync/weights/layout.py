@@ -171,7 +171,7 @@ class Layout:
             for follower, leader in self.ties
             if not receiving
             and not problems
-            and tensors[follower].data_ptr() != tensors[leader].data_ptr()
+            and any(tie_leaders([tensors[follower], tensors[leader]]))
             and not same_bits(tensors[follower], tensors[leader])
         ]
         if problems:

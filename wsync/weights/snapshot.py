@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -185,7 +186,7 @@ def snapshot(source: object) -> Snapshot:
     """The canonical form of a module, a TensorDict (nested or flat) or a state dict.
 
     Raises:
-        LayoutMismatch: a lazy module without shapes.
+        LayoutMismatch: a lazy module without shapes; or two names become one: ``{"a": {"b": …}, "a.b": …}``.
         TypeError: ``source``, or a value in it, is none of these.
     """
     if isinstance(source, TensorDictBase):
@@ -193,7 +194,7 @@ def snapshot(source: object) -> Snapshot:
     if isinstance(source, nn.Module):
         return ModuleIndex(source).snapshot()
     if isinstance(source, Mapping):
-        pairs = dict(_flatten(source, ""))
+        pairs = _by_name(list(_flatten(source, "")))
         extra = {name: value for name, value in pairs.items() if _is_extra(name)}
         return Snapshot({name: pairs[name] for name in pairs if name not in extra}, extra)
     raise no_weights(source)
@@ -231,11 +232,20 @@ def _is_extra(name: str) -> bool:
     return name == EXTRA or name.endswith("." + EXTRA)
 
 
+def _by_name(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        repeated = [f"'{name}'" for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        raise LayoutMismatch(f"two weights have one name: {describe(repeated)}")
+    return found
+
+
 def _of_tensordict(source: TensorDictBase) -> Snapshot:
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
-    for path, value in source.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
-        name = path if isinstance(path, str) else ".".join(path)
+    leaves = list(source.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
+    named = [(path if isinstance(path, str) else ".".join(path), (path, value)) for path, value in leaves]
+    for name, (path, value) in _by_name(named).items():
         if _is_extra(name):
             extra[name] = value if isinstance(value, Tensor) else source[path]
         elif isinstance(value, Tensor):
