@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from torch import nn
 
 from wsync import LayoutMismatch, SharedMemWeightSyncScheme, SyncTimeout, WeightStrategy, bytes_of
-from wsync.testing.models import EveryTensorKind, digest, scramble
+from wsync.testing.models import EveryTensorKind, WithExtraState, digest, fill, scramble
 from wsync.weights.binding import unshare
 from wsync.weights.clean_thread import in_clean_thread
 from wsync.weights.snapshot import Snapshot
@@ -43,6 +44,37 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     assert torch.equal(model.weight, before)
     with pytest.raises(ValueError, match="json"):
         WeightStrategy("json")  # pyright: ignore[reportArgumentType]
+
+
+def with_steps(steps: int) -> Any:
+    module = fill(WithExtraState(), steps)
+    module.set_extra_state({"steps": steps})
+    return nn.ModuleDict({"one": module})
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("kind", ["tensordict", "state_dict"])
+def test_extra_state_is_applied_to_a_mapping_that_has_it(kind: Any, inplace: bool) -> None:
+    strategy, destination = WeightStrategy(kind), copy.deepcopy(WeightStrategy(kind).extract_weights(with_steps(1)))
+    strategy.apply_weights(destination, with_steps(2), inplace)
+    restored = with_steps(3)
+    strategy.apply_weights(restored, destination)
+    assert restored["one"].get_extra_state() == {"steps": 2} and restored["one"].weight.eq(2).all()
+    strategy.apply_weights({"one": {"weight": torch.zeros(3)}}, with_steps(2), inplace)  # has none, and gets none
+
+
+def test_keys_of_a_destination_may_be_numbers() -> None:
+    for inplace in (True, False):
+        destination: dict[Any, Any] = {0: {"weight": torch.zeros(2)}, 1: torch.zeros(2)}
+        WeightStrategy().apply_weights(destination, {"0.weight": torch.ones(2), "1": torch.ones(2)}, inplace)
+        assert destination[0]["weight"].eq(1).all() and destination[1].eq(1).all()
+
+
+def test_an_expanded_tensor_of_a_mapping_is_refused_before_anything_is_copied() -> None:
+    destination = {"first": torch.zeros(2), "mask": torch.zeros(1).expand(3)}
+    with pytest.raises(LayoutMismatch, match="share memory: clone 'mask'"):
+        WeightStrategy().apply_weights(destination, {"first": torch.ones(2), "mask": torch.ones(3)})
+    assert destination["first"].eq(0).all()
 
 
 class Halving(WeightStrategy):

@@ -195,7 +195,7 @@ def snapshot(source: object) -> Snapshot:
         return ModuleIndex(source).snapshot()
     if isinstance(source, Mapping):
         pairs = _by_name(list(_flatten(source, "")))
-        extra = {name: value for name, value in pairs.items() if _is_extra(name)}
+        extra = {name: value for name, value in pairs.items() if is_extra(name)}
         return Snapshot({name: pairs[name] for name in pairs if name not in extra}, extra)
     raise no_weights(source)
 
@@ -228,7 +228,8 @@ def weights_of(first: Any, second: Any, model_id: str | None = None) -> Any:
     return second
 
 
-def _is_extra(name: str) -> bool:
+def is_extra(name: str) -> bool:
+    """Return whether a name is that of a module's extra state."""
     return name == EXTRA or name.endswith("." + EXTRA)
 
 
@@ -246,7 +247,7 @@ def _of_tensordict(source: TensorDictBase) -> Snapshot:
     leaves = list(source.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
     named = [(path if isinstance(path, str) else ".".join(path), (path, value)) for path, value in leaves]
     for name, (path, value) in _by_name(named).items():
-        if _is_extra(name):
+        if is_extra(name):
             extra[name] = value if isinstance(value, Tensor) else source[path]
         elif isinstance(value, Tensor):
             tensors[name] = value
@@ -266,7 +267,7 @@ def is_stacked(weights: object) -> bool:
 def _flatten(source: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in source.items():
         name = f"{prefix}{key}"
-        if _is_extra(name) or isinstance(value, Tensor):
+        if is_extra(name) or isinstance(value, Tensor):
             yield name, value
         elif isinstance(value, Mapping):
             yield from _flatten(value, name + ".")

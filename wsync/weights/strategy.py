@@ -14,7 +14,8 @@ from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import copy_all
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
-from wsync.weights.snapshot import Snapshot, is_stacked, snapshot
+from wsync.weights.overlaps import is_expanded
+from wsync.weights.snapshot import Snapshot, describe, is_extra, is_stacked, snapshot
 
 Format = Literal["tensordict", "state_dict"]
 
@@ -102,10 +103,14 @@ class WeightStrategy:
         Raises:
             LayoutMismatch, TypeError: it will not.
         """
-        _ordered_for(snapshot(destination), snapshot(weights))
+        own = snapshot(destination)
+        _require_writable(destination, own)
+        _ordered_for(Layout.of(own), snapshot(weights))
 
     def apply_weights(self, destination: object, weights: object, inplace: bool = True) -> None:
         """Put ``weights`` (any format) into ``destination`` (module, TensorDict or state dict).
+
+        Extra state that ``weights`` and the destination have is replaced, too, except in a locked TensorDict.
 
         Args:
             destination: what is changed.
@@ -113,7 +118,8 @@ class WeightStrategy:
             inplace: copy into the destination's memory; otherwise its tensors are replaced by the given ones.
 
         Raises:
-            LayoutMismatch: naming missing, unknown, wrongly shaped and wrongly typed keys; nothing was applied.
+            LayoutMismatch: naming missing, unknown, wrongly shaped and wrongly typed keys, or tensors that cannot be
+                copied into; nothing was applied.
             TypeError: either is not of a known kind.
         """
         given = snapshot(weights)
@@ -122,27 +128,48 @@ class WeightStrategy:
             Binding(destination, layout, bind=not inplace).install(layout.order(given), given.extra)
             return
         own = snapshot(destination)
-        tensors = _ordered_for(own, given)
+        layout = Layout.of(own)
+        tensors = _ordered_for(layout, given)
+        replaced: dict[str, Any] = {
+            name: value for name, value in (given.extra or {}).items() if name in (own.extra or ())
+        }
         if inplace and not is_stacked(destination):
-            copy_all([own.tensors[name] for name in Layout.of(own).names], tensors)
-            return
-        replaced = dict(zip(Layout.of(own).names, tensors, strict=True))
+            _require_writable(destination, own)
+            copy_all([own.tensors[name] for name in layout.names], tensors)
+        else:
+            replaced |= dict(zip(layout.names, tensors, strict=True))
         if isinstance(destination, TensorDictBase):
-            flat = set(destination.keys())
-            for name, tensor in replaced.items():
-                path = tuple(name.split(".")) if "." in name and name not in flat else name
-                destination.set(path, tensor, inplace=inplace)
+            _replace_in_tensordict(destination, replaced, inplace)
         elif isinstance(destination, Mapping):
             _replace(destination, replaced, "")
 
 
-def _ordered_for(own: Snapshot, given: Snapshot) -> list[Tensor]:
-    return Layout.of(own).order(Snapshot(given.tensors, optional=given.optional))
+def _require_writable(destination: object, own: Snapshot) -> None:
+    expanded = [f"'{name}'" for name, tensor in own.tensors.items() if is_expanded(tensor)]
+    if expanded and not is_stacked(destination):
+        raise LayoutMismatch(f"elements of the destination's tensors share memory: clone {describe(expanded)}")
 
 
-def _replace(destination: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> None:
+def _ordered_for(layout: Layout, given: Snapshot) -> list[Tensor]:
+    return layout.order(Snapshot(given.tensors, optional=given.optional))
+
+
+def _replace_in_tensordict(destination: TensorDictBase, values: Mapping[str, Any], inplace: bool) -> None:
+    flat = set(destination.keys())
+    for name, value in values.items():
+        path = tuple(name.split(".")) if "." in name and name not in flat else name
+        if not is_extra(name):
+            destination.set(path, value, inplace=inplace)
+        elif isinstance(value, Tensor) and not destination.is_locked:
+            destination.set(path, value)
+        elif not destination.is_locked:
+            destination.set_non_tensor(path, value)
+
+
+def _replace(destination: Mapping[Any, Any], values: Mapping[str, Any], prefix: str) -> None:
     for key, value in destination.items():
-        if isinstance(value, Mapping):
-            _replace(value, tensors, f"{prefix}{key}.")
-        elif prefix + key in tensors:
-            destination[key] = tensors[prefix + key]  # pyright: ignore[reportIndexIssue]
+        name = f"{prefix}{key}"
+        if name in values:
+            destination[key] = values[name]  # pyright: ignore[reportIndexIssue]
+        elif isinstance(value, Mapping):
+            _replace(value, values, name + ".")
