@@ -108,6 +108,26 @@ def test_pause_and_resume_of_the_engine_itself() -> None:
         wsync.engine_app(Small(), token=None, pause=pause)
 
 
+def test_a_pause_of_the_engine_itself_that_ends_after_the_resume_does_not_last() -> None:
+    """A trainer that has given up waiting sends its /resume while ``pause`` still waits."""
+    begun, ended, called = threading.Event(), threading.Event(), list[str]()
+
+    def pause(mode: str) -> None:
+        begun.set()
+        assert ended.wait(30)
+        called.append("pause")
+
+    app = wsync.engine_app(Small(), token=None, pause=pause, resume=lambda: called.append("resume"))
+    with serve(app) as url, ThreadPoolExecutor(1) as threads:
+        pausing = threads.submit(ask, url, "POST", "/pause?mode=wait")
+        assert begun.wait(30)
+        assert ask(url, "POST", "/resume") == {"status": "resumed"}
+        ended.set()
+        assert "/resume" in pausing.result(30)["error"]
+        assert called == ["resume", "pause", "resume"]
+        assert ask(url, "GET", "/is_paused") == {"is_paused": False}
+
+
 def test_a_failed_update_leaves_no_engine_paused() -> None:
     def refuse(pairs: Any) -> None:
         raise ArithmeticError

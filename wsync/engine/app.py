@@ -41,8 +41,7 @@ class EngineApp:
     Args:
         weights: the weights of the engine.
         token: the token that requests must have.
-        pause: see ``engine_app``.
-        resume: see ``engine_app``.
+        pause, resume: see ``engine_app``.
         generations: are paused, if there is no ``pause``.
     """
 
@@ -60,6 +59,7 @@ class EngineApp:
         self._resume: Resume = resume or generations.resume
         self._generations = generations
         self._paused = False
+        self._pausing_for: object = None  # the request of the last /pause; None after a /resume
         self._updating = asyncio.Lock()  # one body at a time is in memory
         # Not the event loop's own threads: an engine may keep all of those busy with generations that are paused.
         self._loading = ThreadPoolExecutor(1, "wsync-load")
@@ -112,8 +112,7 @@ class EngineApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (an ASGI application)."""
         if scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
-            return
+            return await self._lifespan(receive, send)
         if scope["type"] != "http":
             raise NotImplementedError(f"this application serves HTTP, not {scope['type']}")
         unread = True
@@ -145,9 +144,8 @@ class EngineApp:
         """Authenticate, then find the route, and only then read the body."""
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         headers = {name.lower(): value for name, value in scope["headers"]}
-        given = headers.get(b"authorization", b"")
-        guarded = self._authorization is not None and path != protocol.HEALTH
-        if guarded and not hmac.compare_digest(given, self._authorization or b""):
+        expected = None if path == protocol.HEALTH else self._authorization
+        if expected is not None and not hmac.compare_digest(headers.get(b"authorization", b""), expected):
             raise Refused(401, "the token is missing or wrong")
         routes = [*self._phases, *self._controls, *self._questions]
         if path not in routes:
@@ -162,7 +160,7 @@ class EngineApp:
         async with self._updating:
             if path != protocol.UPDATE:
                 limit = _LAYOUT_BYTES if path == protocol.INIT else _FIELDS_BYTES
-                return await self._load(path, _fields(bytes(await _body(headers, receive, limit))))
+                return await self._load(path, _fields(bytes(await _body(headers, receive, limit, bytearray()))))
             if headers.get(b"content-type", b"").split(b";")[0].strip() != protocol.SAFETENSORS.encode():
                 raise Refused(415, f"{path} takes {protocol.SAFETENSORS} here (transfer '{protocol.TRANSFER}')")
             buffer = self._weights.body_buffer()
@@ -177,21 +175,25 @@ class EngineApp:
         mode = query.get("mode", ["abort"])[-1]
         if mode not in protocol.PAUSE_MODES:
             raise Refused(400, f"mode is one of {', '.join(protocol.PAUSE_MODES)}, not {mode!r}")
+        own = self._pausing_for = object()
         await self._call(self._pause, mode)
+        if self._pausing_for is not own:
+            if self._pausing_for is None:  # that /resume may have found nothing to end yet
+                await self._call(self._resume)
+            raise Refused(409, "/resume, or another /pause, came before generation had paused")
         self._paused = True
         return {"status": "paused"}
 
     async def _resume_generation(self, query: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+        self._pausing_for = None
         await self._call(self._resume)
         self._paused = False
         return {"status": "resumed"}
 
     async def _call(self, function: Callable[..., Any], *arguments: object) -> None:
         """Call a function that may block in a thread; await one that is asynchronous."""
-        if inspect.iscoroutinefunction(function):
-            await function(*arguments)
-            return
-        result = await _in(self._pausing, function, *arguments)
+        asynchronous = inspect.iscoroutinefunction(function)
+        result = function(*arguments) if asynchronous else await _in(self._pausing, function, *arguments)
         if inspect.isawaitable(result):
             await result
 
@@ -215,14 +217,12 @@ async def _drop_body(receive: Receive) -> None:
             pass
 
 
-async def _body(
-    headers: Mapping[bytes, bytes], receive: Receive, limit: int, buffer: bytearray | None = None
-) -> memoryview:
-    """Read the body of a request, of at most ``limit`` bytes, into ``buffer`` or new memory."""
+async def _body(headers: Mapping[bytes, bytes], receive: Receive, limit: int, body: bytearray) -> memoryview:
+    """Read the body of a request, of at most ``limit`` bytes, into ``body``; return the part of it that was written."""
     declared = headers.get(b"content-length", b"0")
     if not declared.isdigit() or len(declared) > 19 or int(declared) > limit:
         raise Refused(413, f"the body may have {limit} bytes, and content-length is {declared[:20]!r}")
-    body, size = bytearray() if buffer is None else buffer, 0
+    size = 0
     while True:
         try:
             message = await asyncio.wait_for(receive(), _STALLED)
@@ -278,7 +278,7 @@ def engine_app(
             any process that reaches the port can change the weights.
         pause: called with the mode (``"abort"``, ``"wait"`` or ``"keep"``) for ``/pause``; returns, or is awaited, when
             generation has paused. By default ``app.generation()`` is paused.
-        resume: called for ``/resume``; goes with ``pause``.
+        resume: called for ``/resume``, and once more when a ``pause`` has returned after that. Goes with ``pause``.
         version: the name of the weights that the engine has.
         chunk_bytes: see ``init_on_receiver``.
         receive_transform: see ``WeightSyncScheme``.
