@@ -164,7 +164,7 @@ class EngineThread:
             if error.died:
                 self._transfer = None  # another engine may take its place
             return Ack(self._worker, job.version, str(error), died=error.died, late=error.late)
-        except Exception:  # noqa: BLE001  a user's transfer may raise anything; the trainer raises it as WorkerFailed
+        except BaseException:  # noqa: BLE001  a user's transfer may raise anything; the trainer raises WorkerFailed
             where = f"{self.client.url}: phase {self.client.phase}"
             return Ack(self._worker, job.version, f"{where}:\n{traceback.format_exc()}")
         wait, apply = (self.client.finish_answer.get(name) for name in ("wait_seconds", "apply_seconds"))
