@@ -8,6 +8,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -82,6 +83,19 @@ def test_an_engine_is_resumed_if_the_deadline_passes_after_finish() -> None:
             Slow.slow.clear()
         scheme.shutdown()  # waits for the engine's thread
     assert routes.count("/pause") == routes.count("/resume") == 2 and routes[-1] == "/resume"
+
+
+def test_a_transfer_that_exits_does_not_end_the_thread() -> None:
+    class Exiting(LikeVLLM):
+        def send_weights(self) -> None:
+            if self.client.version == 2:
+                raise SystemExit("the transfer exits")
+            super().send_weights()
+
+    with serve(engine([])) as url, trainer(url, transfer=Exiting, timeout=2.0) as scheme:
+        with pytest.raises(wsync.WorkerFailed, match="the transfer exits"):
+            scheme.send(fill(Small(), 2))
+        scheme.send(fill(Small(), 3))
 
 
 def test_a_resume_that_fails_is_made_again() -> None:
@@ -191,6 +205,27 @@ def dripping() -> Iterator[str]:
 def test_an_engine_that_answers_without_an_end_holds_no_connect() -> None:
     with dripping() as url, pytest.raises(wsync.SyncTimeout, match="no answer before"), trainer(url, timeout=0.5):
         pass
+
+
+def test_a_request_and_its_answer_have_one_deadline() -> None:
+    """The body is read shortly before the deadline, and nothing is answered."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = EngineClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        client.deadline = deadline = time.monotonic() + 1.0
+
+        def read_late() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                threading.Event().wait(deadline - 0.1 - time.monotonic())
+                while connection.recv(1 << 20):
+                    pass
+
+        serving = threading.Thread(target=read_late)
+        serving.start()
+        with pytest.raises(EngineError, match="no answer before the deadline"):
+            client.send_body([bytes(32 << 20)])
+        assert time.monotonic() < deadline + 0.6
+        serving.join()
 
 
 def test_the_number_of_workers_is_that_of_the_urls() -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -202,14 +202,15 @@ class EngineClient:
         target = urlsplit(self.url).path + route
         size = sum(len(piece) for piece in body)
         try:
-            connection.request(method, target, body or None, {**headers, "Content-Length": str(size)})
+            pieces = self._pieces(connection, body) if body else None
+            connection.request(method, target, pieces, {**headers, "Content-Length": str(size)})
         except (BrokenPipeError, ConnectionResetError) as error:
             try:  # an engine that refuses a request need not read all of it
-                response = connection.getresponse()
+                response = self._response(connection)
             except (OSError, HTTPException):
                 raise error from None
         else:
-            response = connection.getresponse()
+            response = self._response(connection)
         content = response.read(_ANSWER_BYTES)
         self._answered_at = time.monotonic()
         if remaining(self.deadline) == 0.0:  # ``abort`` may have ended the answer before it was complete
@@ -220,10 +221,32 @@ class EngineClient:
             self.close()
         return response.status, content
 
-    def _connected(self) -> HTTPConnection:
+    def _pieces(self, connection: HTTPConnection, body: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        for piece in body:
+            self._limit(connection.sock)
+            yield piece
+
+    def _response(self, connection: HTTPConnection) -> HTTPResponse:
+        """Return the beginning of an answer; what is waited for later ends at the deadline as well."""
+        sock = connection.sock  # ``getresponse`` may set it to None
+        self._limit(sock)
+        response = connection.getresponse()
+        self._limit(sock)
+        return response
+
+    def _limit(self, sock: socket.socket | None) -> None:
+        """Set the timeout, which is that of each call of a socket, to the time that is left.
+
+        Raises:
+            TimeoutError: there is none.
+        """
         left = remaining(self.deadline)
         if left == 0.0:
             raise TimeoutError
+        if sock is not None:
+            sock.settimeout(left)
+
+    def _connected(self) -> HTTPConnection:
         if time.monotonic() - self._answered_at > _IDLE_LIMIT:
             self.close()
         if self._connection is None:
@@ -232,9 +255,8 @@ class EngineClient:
                 self._connection = HTTPSConnection(parts.netloc, context=self._context)
             else:
                 self._connection = HTTPConnection(parts.netloc)
-        self._connection.timeout = left
-        if self._connection.sock is not None:
-            self._connection.sock.settimeout(left)
+        self._connection.timeout = remaining(self.deadline)
+        self._limit(self._connection.sock)
         return self._connection
 
     def abort(self) -> None:
