@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,38 @@ def test_an_actor_that_ray_has_started_anew(cluster: Cluster) -> None:
         report = scheme.send()
         assert report is not None and set(report.workers) == {0, 1}
         assert ray.get([actor.act.remote() for actor in made]) == [[6, 6]] * 2
+    for actor in made:
+        ray.kill(actor)
+
+
+def mailbox() -> Any:
+    """Return the actor by which references to weights in the object store reach the workers."""
+    (name,) = (name for name in ray.util.list_named_actors() if name.startswith("wsync-"))
+    return ray.get_actor(name)
+
+
+def test_the_object_store_after_the_end_of_its_mailbox_and_while_that_hangs(cluster: Cluster) -> None:
+    made, model = actors(2), nn.Linear(3, 2)
+    with wsync.RayWeightSyncScheme(timeout=60.0, transport="object_store") as scheme:
+        scheme.init_on_sender("nets['policy']", model=model, actors=made)
+        scheme.connect()
+        ray.kill(mailbox(), no_restart=False)
+        nn.init.constant_(model.bias, 5)
+        scheme.send()
+        assert ray.get([actor.act.remote() for actor in made]) == [[5, 5]] * 2
+        pid: Any = ray.get(mailbox().__ray_call__.remote(lambda _: os.getpid()))
+        sending = [thread for thread in threading.enumerate() if thread.name == "wsync-transfer"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            scheme.timeout = 0.5
+            with pytest.raises(wsync.WorkerDied, match="did not return in time"):
+                scheme.send()
+            assert len(sending) == 2
+            for thread in sending:
+                thread.join(30.0)
+                assert not thread.is_alive()
+        finally:
+            os.kill(pid, signal.SIGCONT)
     for actor in made:
         ray.kill(actor)
 

@@ -13,7 +13,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
+import time
 from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
@@ -24,6 +27,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from torch import Tensor, nn
 
 from wsync.control.settings import SenderSettings, layout_in
+from wsync.deadlines import deadline_in, remaining
 from wsync.gate import process_gate
 from wsync.transport import TransportBackend
 from wsync.weights.layout import Layout
@@ -31,8 +35,7 @@ from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import WeightStrategy
 
-# Of a mailbox at a time. One call of each worker waits there, and the calls that end the waits need room.
-_CALLS = 100_000
+_CALLS = 100_000  # of a mailbox at a time: those of workers wait there, and the trainer's need room
 _RECENT = 4  # newest updates; the trainer keeps their references for workers that are sent them late
 _Boxed = list[Any]  # a reference in a list, which Ray passes as it is; empty: nothing was sent
 
@@ -52,14 +55,12 @@ def mailbox_class() -> type:
     class Mailbox:
         def __init__(self) -> None:
             self._slots: dict[int, tuple[int, _Boxed]] = {}
-            self._number = 0
+            self._number = time.time_ns()  # above the numbers that workers have of a mailbox before a restart
             self._changed = asyncio.Condition()
 
-        async def put(self, worker: int, boxed: _Boxed, replaces: int | None = None) -> None:
-            """Take the place of what is in a worker's slot, or only of ``replaces``, under the next number."""
+        async def put(self, worker: int, boxed: _Boxed) -> None:
+            """Take the place of what is in a worker's slot, under the next number."""
             async with self._changed:
-                if replaces not in (None, self._slots.get(worker, (0, []))[0]):
-                    return
                 self._number += 1
                 self._slots[worker] = self._number, boxed
                 self._changed.notify_all()
@@ -81,7 +82,10 @@ class ObjectPublisher:
     """
 
     def __init__(self, name: str) -> None:
-        self.mailbox: Any = ray.remote(mailbox_class()).options(name=name, num_cpus=0, max_concurrency=_CALLS).remote()
+        options: dict[str, Any] = {"name": name, "num_cpus": 0, "max_concurrency": _CALLS}
+        # A mailbox that has died begins without references: the next update brings them.
+        options |= {"max_restarts": -1, "max_task_retries": -1}
+        self.mailbox: Any = ray.remote(mailbox_class()).options(**options).remote()
         self._lock = threading.Lock()
         self._recent: deque[tuple[Any, Any]] = deque(maxlen=_RECENT)  # weights as they were given, reference
         self._packed: tuple[Layout, bytes] | None = None
@@ -145,7 +149,7 @@ class RayObjectTransport(TransportBackend):
         self._publisher = publisher
         self._mailbox: Any = None
         self._seen = 0  # the number of what was taken last
-        self._closed = False
+        self._closed = Future[None]()  # its end ends a wait
         self._layout: tuple[bytes, Layout] | None = None
 
     def send_weights(self, weights: Any) -> None:
@@ -153,6 +157,7 @@ class RayObjectTransport(TransportBackend):
 
         Raises:
             RuntimeError: this transport is a worker's.
+            ConnectionError: it was closed meanwhile.
             ray.exceptions.RayError: Ray has failed, or was shut down.
         """
         if self._publisher is None:
@@ -161,7 +166,23 @@ class RayObjectTransport(TransportBackend):
         try:
             boxed = [self._publisher.reference(weights)]
         finally:  # also if it failed: the worker waits
-            ray.get(self._publisher.mailbox.put.remote(self._worker, boxed))
+            self._result(self._publisher.mailbox.put.remote(self._worker, boxed), None)
+
+    def _result(self, call: Any, deadline: float | None) -> Any:
+        """Return the result of a call of the mailbox.
+
+        Raises:
+            GetTimeoutError: there is none at the deadline.
+            ConnectionError: this transport was closed meanwhile.
+            ray.exceptions.RayError: the call has failed.
+        """
+        ended: Future[Any] = call.future()
+        wait([ended, self._closed], remaining(deadline), FIRST_COMPLETED)
+        if ended.done():
+            return ended.result()
+        if self._closed.done():
+            raise ConnectionError("this transport was closed")
+        raise GetTimeoutError
 
     def setup_connection_and_weights_on_receiver(
         self,
@@ -189,13 +210,12 @@ class RayObjectTransport(TransportBackend):
         """Return the newest weights; None if none newer than the last ones came within ``timeout`` seconds.
 
         Raises:
-            ConnectionError: the sender has gone.
+            ConnectionError: the sender has gone, or this transport was closed.
         """
-        if self._closed:
-            return None
+        deadline = deadline_in(timeout)
         try:
-            number, boxed = ray.get(self._mailbox.get.remote(self._worker, self._seen), timeout=timeout)
-            settings, content = ray.get(boxed[0], timeout=timeout) if boxed else (b"", None)
+            number, boxed = self._result(self._mailbox.get.remote(self._worker, self._seen), deadline)
+            settings, content = ray.get(boxed[0], timeout=remaining(deadline)) if boxed else (b"", None)
             self._seen = number  # last: after a timeout the next call fetches the same version again
             if content is None:
                 return None
@@ -215,11 +235,9 @@ class RayObjectTransport(TransportBackend):
         return weights
 
     def close(self) -> None:
-        """End a call that waits in the worker. Idempotent."""
-        if self._mailbox is not None and not self._closed and ray.is_initialized():
-            self._closed = True
-            # Not what has arrived since, which ends the wait as well: it may be for a worker in the place of this one.
-            self._mailbox.put.remote(self._worker, [], self._seen)
+        """End a call that waits. Idempotent."""
+        with suppress(InvalidStateError):  # it was closed before
+            self._closed.set_result(None)
 
 
 def _views(layout: Layout, content: np.ndarray) -> tuple[Tensor, ...]:
