@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ import pytest
 import torch
 from backends import BuiltIn, SharedMemoryPublished
 from file_backend import FileScheme, FileTransport
-from forking import ForkingTransform
+from forking import ForkingTransform, fork_idle_child
 from implementations import PYTHON, choose, implementation
 from rpc_workers import Rpc, RpcWorkerPool
 from torch import nn
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import (
+    FileStore,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 import wsync
+from wsync.backends.cuda import CudaTransport
 from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import BackendHooks
@@ -349,3 +354,30 @@ def test_a_child_of_a_process_in_an_rpc_group_can_do_nothing() -> None:
             assert session.outputs() == [4]
     finally:
         Rpc.pool.close()
+
+
+def test_a_forked_child_has_no_copy_of_the_socket_of_cuda(tmp_path: Path) -> None:
+    """So the end of the sender's process is the end of its socket. Nothing of this needs a GPU."""
+    receiver = CudaTransport(torch.device("cpu"))
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            sender = CudaTransport(torch.device("cpu"))
+            sender.connect(FileStore(str(tmp_path / "store"), 2), 0, 1, "", time.monotonic() + LIMIT)
+            os.write(writing, str(fork_idle_child()).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    receiver.connect(FileStore(str(tmp_path / "store"), 2), 1, 1, "", time.monotonic() + LIMIT)
+    child = int(os.read(reading, 100))
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    try:
+        with pytest.raises(RuntimeError, match="the sender has closed its socket"):
+            receiver.copy_next(torch.zeros(1), timedelta(seconds=2))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        receiver.close()
+        os.close(reading)
+        os.close(writing)

@@ -20,6 +20,7 @@ from wsync.deadlines import remaining
 from wsync.errors import NotConnected
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
+from wsync.sending.forking import fork_aware
 from wsync.transport import Transfer
 from wsync.weights.strategy import Format
 
@@ -46,6 +47,11 @@ class CudaTransport:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._exported: dict[int, int] = {}  # address of a buffer -> its index; on the sender
         self._mapped: dict[int, Tensor] = {}  # index -> the sender's buffer; in the worker
+        fork_aware.add(self)
+
+    def end_in_forked_child(self) -> None:
+        """Close the copy of the socket: while one is open, the peer does not see the end of this process."""
+        self._socket.close()
 
     def connect(self, store: Store, rank: int, connection_number: int, host: str, deadline: float | None) -> None:
         """See ``FlatTransport``.
