@@ -47,10 +47,11 @@ def nccl_group(store: TorchStore, rank: int, device: torch.device) -> Any:
     """Return a connected group of two: else its first transfer would use the store, which ends with the set-up."""
     from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
 
-    group: Any = cast(Any, ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options()))
-    byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    (group.send if rank == 0 else group.recv)([byte], 1 - rank, 0).wait()
-    torch.cuda.current_stream(byte.device).synchronize()
+    with torch.cuda.device(device):
+        group: Any = cast(Any, ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options()))
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        (group.send if rank == 0 else group.recv)([byte], 1 - rank, 0).wait()
+        torch.cuda.current_stream().synchronize()
     return group
 
 

@@ -54,7 +54,17 @@ def check_backend(backend: str) -> str:
 
 def device_of(backend: str) -> torch.device:
     """Return where ``backend`` needs weights to be packed and received."""
-    return torch.device("cuda" if backend == "nccl" else "cpu")
+    return with_index(torch.device("cuda" if backend == "nccl" else "cpu"))
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return ``device``; a GPU without an index as the one of this thread: other threads may have another.
+
+    Does not initialise CUDA: before that, each thread has the first GPU.
+    """
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 class DistributedTransport:

@@ -56,6 +56,13 @@ def test_bad_options() -> None:
         wsync.MultiProcessWeightSyncScheme("json")
 
 
+def test_a_gpu_without_an_index_is_that_of_the_thread() -> None:
+    initialised = torch.cuda.is_initialized()
+    scheme = wsync.CudaWeightSyncScheme(device="cuda")
+    assert scheme.device == torch.device("cuda", torch.cuda.current_device() if initialised else 0)
+    assert torch.cuda.is_initialized() == initialised
+
+
 def test_a_timeout_that_is_set_on_the_sender_is_not_that_of_a_replacement() -> None:
     with wsync.SharedMemWeightSyncScheme(timeout=30.0) as scheme:
         scheme.init_on_sender("policy", model=Small(), num_workers=1)

@@ -19,6 +19,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected
 from wsync.options import SchemeOptions
+from wsync.process_group import with_index
 from wsync.scheme import WeightSyncScheme
 from wsync.sending.forking import fork_aware
 from wsync.transport import Transfer
@@ -142,7 +143,8 @@ class CudaWeightSyncScheme(WeightSyncScheme):
     memory of the trainer's buffers allocated until the trainer ends, as PyTorch's shared CUDA tensors do.
 
     Args:
-        device: the GPU, as PyTorch names it in the trainer and in each worker.
+        device: the GPU, as PyTorch names it in the trainer and in each worker. ``"cuda"`` is the current one of the
+            thread that initialises the scheme, or connects it.
         checksum: whether each update carries a checksum. It is computed in main memory, which takes longer than the
             update.
         strategy, sync, timeout, options: see ``WeightSyncScheme``.
@@ -170,7 +172,7 @@ class CudaWeightSyncScheme(WeightSyncScheme):
     @property
     def device(self) -> torch.device:
         """See ``WeightSyncScheme``."""
-        return self._device
+        return with_index(self._device)
 
     def create_transport(self, worker_idx: int | None = None) -> CudaTransport:
         """Return the transport to (or in) a worker.
@@ -180,4 +182,4 @@ class CudaWeightSyncScheme(WeightSyncScheme):
         """
         if not torch.cuda.is_available():
             raise NotConnected("there is no GPU that this process can use: use MultiProcessWeightSyncScheme instead")
-        return CudaTransport(self._device)
+        return CudaTransport(self.device)
