@@ -105,12 +105,15 @@ class TorchStoreRendezvous(SocketRendezvous):
         self._store = store
         self._agent_store: Store | None = None
         self._found: tuple[int, Address] | None = None  # the sender, and the number of its key
+        self._sealed: tuple[Any, str] | None = None  # the last address, and its text: sealed again it is another one
 
     def announce(self, address: Any, model_id: str, deadline: float | None) -> None:
         """See ``Rendezvous``."""
         if not self.can_look_up():
             return
-        store, text = self._shared_store(deadline), seal(address)
+        if self._sealed is None or self._sealed[0] != address:
+            self._sealed = address, seal(address)
+        store, text = self._shared_store(deadline), self._sealed[1]
         for number in count(1):
             if store.compare_set(_key(model_id, number), "", text).decode(errors="replace") == text:
                 return
@@ -176,7 +179,7 @@ class TorchStoreRendezvous(SocketRendezvous):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options; stores belong to one process."""
-        return {"host": self.host, "_store": None, "_agent_store": None, "_found": None}
+        return {"host": self.host, "_store": None, "_agent_store": None, "_found": None, "_sealed": None}
 
 
 def _key(model_id: str, number: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch import nn
 from torch.distributed import (
+    HashStore,  # pyright: ignore[reportPrivateImportUsage]
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
@@ -138,3 +139,13 @@ def test_a_sender_whose_machine_does_not_answer_is_passed_over(
         reader.init_on_receiver("policy", model=nn.Linear(1, 1), worker_idx=0)
         reader.connect()
         connecting.join()
+
+
+def test_a_connect_that_is_made_again_does_not_announce_another_sender() -> None:
+    store = HashStore()
+    with wsync.DistributedWeightSyncScheme(store=store, timeout=0.1) as scheme:
+        scheme.init_on_sender("policy", model=nn.Linear(1, 1), num_workers=1)
+        for _ in range(2):
+            with pytest.raises(wsync.SyncTimeout):
+                scheme.connect()
+    assert store.num_keys() == 1
