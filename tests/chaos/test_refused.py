@@ -12,7 +12,7 @@ from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, WithExtraState
 
 
-def test_set_extra_state_raises(cell: Cell, backend: BuiltIn) -> None:
+def test_extra_state_cannot_be_set(cell: Cell, backend: BuiltIn) -> None:
     """A module's `set_extra_state` raises in one worker, half-way through. Its model is put back as it was, the
     traceback arrives in the trainer, the others have the update."""
     with backend.connected(make=WithExtraState) as session:

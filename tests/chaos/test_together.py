@@ -67,7 +67,7 @@ def around(phase: str, nth: int, kill: Callable[[], None], before: Callable[[], 
         assert seen >= nth
 
 
-def test_together_killed_before_it_has_prepared(cell: Cell, backend: BuiltIn) -> None:
+def test_killed_before_the_second_model_is_prepared(cell: Cell, backend: BuiltIn) -> None:
     """Two models are sent together (`weights_dict`), and a worker is killed before it has prepared the second one.
     No worker installs either."""
     with two_models(backend) as (actor, critic):
@@ -77,7 +77,7 @@ def test_together_killed_before_it_has_prepared(cell: Cell, backend: BuiltIn) ->
         updates_continue(cell, actor, critic)
 
 
-def test_together_killed_before_the_commit(cell: Cell, backend: BuiltIn) -> None:
+def test_killed_before_the_commit_of_two_models(cell: Cell, backend: BuiltIn) -> None:
     """A worker is killed when every worker has prepared both models: the others install both, and the error says that
     the update was committed."""
     with two_models(backend) as (actor, critic):
@@ -88,7 +88,7 @@ def test_together_killed_before_the_commit(cell: Cell, backend: BuiltIn) -> None
         updates_continue(cell, actor, critic)
 
 
-def test_together_killed_after_the_commit(cell: Cell, backend: BuiltIn) -> None:
+def test_killed_between_the_commits_of_two_models(cell: Cell, backend: BuiltIn) -> None:
     """A worker is killed when the first of two models was committed. The others have both, and the error says so."""
     with two_models(backend) as (actor, critic):
         victim, error = actor.workers[VICTIM], r"(?s)it was committed.*worker 1"
@@ -99,7 +99,7 @@ def test_together_killed_after_the_commit(cell: Cell, backend: BuiltIn) -> None:
         updates_continue(cell, actor, critic)
 
 
-def test_together_one_refuses(cell: Cell, backend: BuiltIn) -> None:
+def test_one_of_two_models_is_refused(cell: Cell, backend: BuiltIn) -> None:
     """One of two models is refused by one worker. No worker has either; the next ones work."""
     with two_models(backend) as (actor, critic):
         critic.model.state = "refuse 1"
