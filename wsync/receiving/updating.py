@@ -254,8 +254,7 @@ class ModelUpdater:
         elif isinstance(event, Failed):
             self.state.set_failed(event.version, event.error)
             self._channel.answer(Ack(self.worker_idx, event.version, event.error))
-        # Clear it: if the acting thread already installed this update, this timestamp must not count in the next
-        # update's wait.
+        # If the acting thread has installed this update already, this must not count in the wait of the next one.
         self.announced_at = 0.0
 
     def _answer_check(self, version: int, error: str) -> None:
