@@ -268,9 +268,7 @@ class SenderEnd:
 
 
 def apply_received(received: Any, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
-    """Apply received weights to the buffer ``weights``, and inside the gate to ``model``, if given.
-
-    Helps to implement ``receive_weights``.
+    """For ``receive_weights``: apply weights to the buffer ``weights``, and inside the gate to ``model``, if given.
 
     Returns:
         The received weights, in the format of ``strategy``; a TensorDict if ``strategy`` is None.
@@ -299,5 +297,4 @@ def require_transport(made: object) -> TransportBackend | FlatTransport:
     raise TypeError(f"create_transport() returned {made!r}, which lacks {what} of wsync.{kind.__name__}{hint}")
 
 
-TransportFactory = Callable[[int], TransportBackend | FlatTransport]
-"""``scheme.create_transport``, called with the worker's index."""
+TransportFactory = Callable[[int], TransportBackend | FlatTransport]  # ``create_transport``, by the worker's index

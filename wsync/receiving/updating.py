@@ -237,11 +237,10 @@ class ModelUpdater:
     def _process(self, event: Event) -> None:
         # ``Published`` needs no branch: entering the gate has already called ``poll_update``, which has installed it.
         if isinstance(event, Prepare):
-            error = error_of(self._check, event.update)
-            if not error:
-                prepared_updates.keep(event.transaction, self, event.update)
-            else:
+            if error := error_of(self._check, event.update):
                 self._update_guard(event.update.version, error)
+            else:
+                prepared_updates.keep(event.transaction, self, event.update)
             self._answer_check(event.update.version, error)
         elif isinstance(event, Decision):
             prepared_updates.decide(event.transaction, event.commit)

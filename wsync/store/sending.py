@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from wsync.checksum import checksum_of
@@ -95,7 +96,8 @@ class StoreSendChannel(ConnectionlessChannel):
         publish(self._store, version, self._layout, buffer, difference)
         self._carried = len(difference) if difference else self._layout.nbytes
         if self._delta is not None:
-            copy = self._base[1].copy_(buffer.flat) if self._base else buffer.flat.clone()
+            with torch.inference_mode(False):  # a later call may be made in another mode
+                copy = self._base[1].copy_(buffer.flat) if self._base else buffer.flat.clone()
             self._base = version, copy
         self._published, self._version = True, version
 
