@@ -182,12 +182,19 @@ class WorkerCollector(BaseCollector):
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         return super()._default_scheme() if self._host is None else wsync.DistributedWeightSyncScheme(host=self._host)
 
+    def _remedy(self) -> str:
+        """Return what to do if a scheme cannot be pickled."""
+        kinds = [type(scheme) for scheme in self._worker_schemes.values() if type(scheme).__module__ == "__main__"]
+        if not kinds:
+            return REMEDY_GETSTATE
+        return f"define {kinds[0].__name__} in a module: one of the script is pickled with the globals that it uses"
+
     def _start(self, specs: Sequence[WorkerSpec], options: Sequence[WorkerOptions]) -> None:
         try:
             for model_id, scheme in self._worker_schemes.items():
                 scheme.init_on_sender(model_id, context=self, num_workers=self.num_workers)
             # After init_on_sender: the pickles have the schemes' addresses.
-            sent = [pickled(spec, "weight-sync scheme", REMEDY_GETSTATE) for spec in specs]
+            sent = [pickled(spec, "weight-sync scheme", self._remedy()) for spec in specs]
             self._group.build(sent, options)
             if self._scheme_is_assumed:
                 self._settle_assumed_scheme()

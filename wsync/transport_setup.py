@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -155,6 +157,9 @@ class TransportSetup:
         self._given_up = False  # whether ``wait`` has raised
         self._done = os.eventfd(0, os.EFD_CLOEXEC)
         self._error: BaseException | None = None
+        end = "sender" if rank == 0 else "receiver"
+        method = "connect" if isinstance(transport, FlatTransport) else f"setup_connection_and_weights_on_{end}"
+        self._method = f"{type(transport).__name__}.{method}()"
         self._unread: list[Message] = []
         latest = deadline_in(_LONGEST) if deadline is None else deadline + _LATER
         self._store = RelayStore(self._relay, latest)
@@ -220,7 +225,7 @@ class TransportSetup:
         while True:
             ready = wait_readable(descriptors, self._deadline)
             if not ready:
-                raise SyncTimeout(f"worker {self._worker}: the transport was not set up in time at both ends")
+                raise SyncTimeout(f"worker {self._worker}: {self._method} did not return in time{self._position()}")
             if self._connection.fileno() in ready:
                 self._take(self._connection.receive())
             elif self._done in ready:
@@ -231,6 +236,15 @@ class TransportSetup:
                 raise NotConnected(
                     f"worker {self._worker}: {self._connection.peer_name} died while the transport was set up"
                 )
+
+    def _position(self) -> str:
+        """Return where the set-up is, for an error: in the transport's own file if the call is there, else anywhere."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        own = getattr(sys.modules.get(type(self._transport).__module__), "__file__", None)
+        for place in reversed([one for one in stack if one.filename == own] or stack):
+            return f": it is in {place.name}(), {place.filename} line {place.lineno}"
+        return ""
 
     def _take(self, message: Message | None) -> None:
         if message is None or message.kind is Kind.LEAVE:

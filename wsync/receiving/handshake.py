@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from wsync.control import Connection, Kind, Message
+from wsync.control.messages import why_ended
 from wsync.control.settings import SenderSettings
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
@@ -193,5 +194,5 @@ def _wait_message(connection: Connection, worker: int, deadline: float | None) -
     # A forked child of a dead sender may keep the socket open: then only the pidfd is readable.
     message = connection.receive() if connection.fileno() in ready else None
     if message is None or message.kind is Kind.LEAVE:
-        raise NotConnected(f"worker {worker} was not accepted: the sender went away")
+        raise NotConnected(f"worker {worker} could not connect: {why_ended(connection.peer_name, message)}")
     return message

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Collection, Sequence
 
+from wsync.control.messages import Kind, Message
 from wsync.control.workers import WorkerConnections
 from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, SyncTimeout, WorkerFailed
@@ -87,6 +88,8 @@ class Transfers:
             self._connections.mark_dead(worker, str(error))
             return
         except Exception as error:
+            reason = f"the set-up of its transport failed there: {error}".encode(errors="backslashreplace")
+            self._connections.send(worker, Message(Kind.LEAVE, worker, payload=reason))
             self._connections.disconnect(worker)
             if isinstance(error, SyncTimeout):
                 raise SyncTimeout(str(error), {worker: str(error)}) from error
