@@ -315,14 +315,18 @@ def test_a_death_is_reported_after_the_replacement_could_not_join_during_another
             worker.shutdown()
         RefusedTo.indices.add(1)
         replacement, joining = start(1)
-        readmitting = pool.submit(sender.readmit, 0)
-        with pytest.raises(wsync.NotConnected):
-            joining.result()
-        replacement.shutdown()
-        other, joining = start(0)
-        joining.result()
-        stack.enter_context(other)
-        readmitting.result()
+
+        def start_another_once_refused() -> wsync.WeightSyncScheme:
+            with pytest.raises(wsync.NotConnected):
+                joining.result()
+            replacement.shutdown()
+            other, ready = start(0)
+            ready.result()
+            return other
+
+        started_later = pool.submit(start_another_once_refused)
+        sender.readmit(0)
+        stack.enter_context(started_later.result())
         with pytest.raises(wsync.WorkerDied, match="worker 1: process"):
             sender.send(model_of(2.0))
         assert sender.send(model_of(3.0)).workers.keys() == {0, 2}
