@@ -88,7 +88,7 @@ class Receiver:
         try:
             self._gate_model()
         except BaseException:
-            self._state.close(finished=False)  # before close(), whose finished=True has then no effect
+            self._state.close(finished=False)  # before close(): the first call decides
             self.close()
             raise
         return descriptors

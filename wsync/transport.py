@@ -115,7 +115,7 @@ class TransportBackend(Protocol):
         in ``connect`` for the first weights. While it waits, that thread serves no other model of the process.
 
         The medium may deliver an older version first (a stream, after a receive that timed out): the scheme compares
-        each result with the update's checksum. For each update whose weights have not arrived already:
+        each result with the update's checksum. For each update that has not arrived already:
 
         1. The first call comes when the sender announces the update; ``send_weights`` may still run. If it returns the
            update's weights, no other call follows.

@@ -62,8 +62,8 @@ class Connection:
         peer: the other process.
         preamble: on the sender, sent before the first message: a proof that it has the token, then the length and the
             bytes of its ``own_identity()``.
-        expected_proof: in a worker, the proof with which the preamble must begin. The process whose identity follows
-            it is watched.
+        expected_proof: in a worker, the proof with which the preamble must begin. The identity that follows it names
+            the process to watch.
     """
 
     def __init__(

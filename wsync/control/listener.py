@@ -156,8 +156,8 @@ class Listener:
     def _authenticate(self, pending: _Pending) -> tuple[Connection, Message]:
         """Read what has arrived of the ``HELLO``; return the connection once it is complete.
 
-        All that has arrived is read: a connection whose ``HELLO`` has arrived in time is not dropped as late, even if
-        other connections are accepted first.
+        All that has arrived is read: if the ``HELLO`` has arrived in time, the connection is not dropped as late, even
+        if other connections are accepted first.
 
         Raises:
             BlockingIOError: more has to arrive.
