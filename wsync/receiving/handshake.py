@@ -194,5 +194,6 @@ def _wait_message(connection: Connection, worker: int, deadline: float | None) -
     # A forked child of a dead sender may keep the socket open: then only the pidfd is readable.
     message = connection.receive() if connection.fileno() in ready else None
     if message is None or message.kind is Kind.LEAVE:
-        raise NotConnected(f"worker {worker} could not connect: {why_ended(connection.peer_name, message)}")
+        reason = why_ended(connection.peer_name, message)
+        raise NotConnected(f"worker {worker}: the sender went away while this worker connected: {reason}")
     return message
