@@ -58,26 +58,28 @@ class Gate:
     def __init__(self) -> None:
         self.gate_state = loops.GateState(threading.RLock())
         self.call = self.gate_state.call
+        self._blocks = 0  # of ``hold``, in the thread that has the lock
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Keep every synchronised model of this process at one version while the block runs. Any thread may use it."""
         gate_state = self.gate_state
         with gate_state.lock:
-            depth_before = gate_state.depth
+            depth_before, entered = gate_state.depth, False
+            self._blocks = self._blocks + 1 if depth_before else 1
             try:
                 gate_state.enter(depth_before)
+                entered = True
                 yield
             finally:
-                if (
-                    gate_state.depth != depth_before + 1
-                ):  # blocks of several coroutines: the first to enter may leave first
-                    depth_before = _times_acquired(gate_state.lock) - 1
+                self._blocks -= 1
+                if entered and gate_state.depth != depth_before + 1:  # another coroutine's block began or ended in this
+                    depth_before = self._blocks  # one: the gate stays closed until the last block has ended
                 gate_state.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
                 gate_state.leave(depth_before)
 
     def call_without_forward(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call ``function``, which runs no forward, inside the gate: see ``without_forward``."""
+        """Call ``function``, which runs no forward, inside the gate: see ``without_forward``. In any thread."""
         with without_forward():
             return self.call(function, *args, **kwargs)
 
@@ -121,13 +123,6 @@ class Gate:
         """Stop calling ``hook``. Called by the thread that shuts down, or connects again, or has failed to."""
         with self.gate_state.lock:
             self.gate_state.hooks = tuple(other for other in self.gate_state.hooks if other is not hook)
-
-
-def _times_acquired(lock: Any) -> int:
-    """Return how often this thread has acquired an ``RLock``; it releases the lock and acquires it again."""
-    state = lock._release_save()
-    lock._acquire_restore(state)
-    return state[0]
 
 
 _gate = Gate()
@@ -188,7 +183,7 @@ class MixedWeightsGuard:
 
     def poll_update(self) -> bool:
         """See ``GateHook``. Raises WeightSyncError if the weights are mixed."""
-        # ``why`` is empty if ``set("")`` was called by an earlier hook in this pass over the hooks.
+        # A pass over the hooks calls a guard that an earlier hook of the pass has detached: ``why`` is then empty.
         if self.why and entered_for_forward_of(self._model):
             raise WeightSyncError(self.why)
         return False

@@ -30,10 +30,10 @@ class Receiver:
     Its parts: ``updater`` takes an update from the message to the model; its ``state`` has the version, and wakes the
     threads that wait in ``receive``. ``channel`` is the connection to the sender.
 
-    Threads: the user's threads call all methods, with one exception (``init_on_worker``): after ``begin_connect`` the
-    receiver thread calls ``connect`` and ``wake_only_for_receive`` (``receiving/joining.py``) and, if that fails,
-    ``close``. Gate: ``weights`` and ``make_writable`` are called inside it, the other methods outside; properties are
-    read anywhere.
+    Threads: the user's threads call all methods, with one exception (``init_on_worker`` of the older API): after
+    ``begin_connect`` the receiver thread calls ``connect`` and ``wake_only_for_receive`` (``receiving/joining.py``)
+    and, if that fails, ``close``. Gate: ``weights`` and ``make_writable`` are called inside it, the other methods
+    outside; properties are read anywhere.
 
     Args:
         destination: what takes the weights: a module, a mapping of tensors, or ``load``. A module is gated from

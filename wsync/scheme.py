@@ -35,7 +35,7 @@ from wsync.weights.targets import Load
 
 
 class WeightSyncScheme(SchemeBase):
-    """Carries one model's weights from a trainer to its workers. Its options and properties are in ``SchemeBase``."""
+    """Carries one model's weights from a trainer to its workers. Any thread may call it. See also ``SchemeBase``."""
 
     def init_on_sender(
         self,
@@ -172,8 +172,8 @@ class WeightSyncScheme(SchemeBase):
     def disconnect(self, worker_idx: int) -> None:
         """On the sender: treat a worker as dead. See ``readmit``.
 
-        A ``send`` in another thread that waits for the worker raises ``WorkerDied``. This method returns after that
-        call; while that call waits for a different worker, this one waits, too, and with ``timeout=None`` without end.
+        If a call in another thread waits for this worker, it raises ``WorkerDied``. If it waits for other workers, this
+        method waits for the end of that call, which with ``timeout=None`` may never come.
         """
         self._role.as_sender("disconnect").sender.disconnect(worker_idx)
 
@@ -182,7 +182,7 @@ class WeightSyncScheme(SchemeBase):
 
         It gets the newest update that was sent to this index; other workers are not affected. If it connected before
         this call (while another worker was awaited, or in a call that ended by ``SyncTimeout``), this connection is
-        used; but not if ``process`` is given, and has ended or was started later. Any other worker with this index is
+        used, unless ``process`` is given and has ended, or was started after it. Any other worker with this index is
         disconnected. For ``process`` see ``connect``; ``timeout``: seconds, None for the scheme's.
 
         Raises:

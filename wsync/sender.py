@@ -42,7 +42,7 @@ class Sender:
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
-        finishes_on_publish: whether a send finishes without acknowledgements; ``Updates.publish`` has the exceptions.
+        finishes_on_publish: whether a send awaits no acknowledgements, apart from the cases in ``Updates.publish``.
         on_request: with ``initiator="receiver"``: workers request versions. A send is finished once it is published.
         record: called with the report of each finished update but that of ``connect``, under the sender's lock.
     """
@@ -72,7 +72,7 @@ class Sender:
         fork_aware.add(self)
         self._finders = TensorFinders(source.weights)  # one for each kind of argument that `send` was given so far
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
-        self._last_fast_report: SyncReport | None = None  # of a version that `_members` does not have yet
+        self._last_fast_report: SyncReport | None = None  # its version is not noted in `_members` yet
 
     @property
     def version(self) -> int:
@@ -162,7 +162,7 @@ class Sender:
             # the version that it was given when it connected, and has not acknowledged yet.
             early_version = self.channel.pop_early_join(worker, sentinel)
             expected = self._members.expected_version.get(worker, 0)
-            # If it was sent a newer version since, the answer is awaited by the `send` that sent it, or by `wait`.
+            # The answer to a version that was sent after it connected is awaited by that `send`, or by `wait`.
             unanswered = expected if early_version in (None, expected) else 0
             try:
                 if early_version is None:

@@ -40,8 +40,8 @@ class ConnectionCallbacks(Protocol):
     def on_message(self, worker: int, message: Message) -> None:
         """Process a message of a worker, e.g. send the next version after an answer.
 
-        Called by ``WorkerConnections.process``, for each answer (``ACK``, ``PREPARED``, ``FAILED``), which has been
-        stored for ``wait_acks`` before, each ``SLOT_FREED`` and each ``REQUEST``.
+        Called by ``WorkerConnections.process``, for each ``SLOT_FREED``, each ``REQUEST``, and each answer (``ACK``,
+        ``PREPARED``, ``FAILED``); an answer is stored for ``wait_acks`` first.
         """
         ...
 

@@ -192,7 +192,7 @@ class Connection:
             the middle of a message.
 
         Raises:
-            NotConnected: the peer did not prove that it has the token.
+            NotConnected: the peer did not prove that it has the token; or no descriptor is left to watch its process.
         """
         try:
             if self._expected_proof:
@@ -220,7 +220,10 @@ class Connection:
         self._expected_proof = b""
         identity = self._read(int.from_bytes(self._read(2), "little"))
         if not self._peer.descriptors:
-            self._peer = PeerProcess(identity)
+            try:
+                self._peer = PeerProcess(identity)
+            except OSError as error:
+                raise NotConnected(f"the sender's process cannot be watched: {error}") from error
 
     def _read(self, count: int, parts: list[bytes] | None = None, fds: list[int] | None = None) -> bytes:
         """Return exactly ``count`` bytes.
@@ -260,7 +263,10 @@ class Connection:
         receiver_thread().register(handler, self.fileno(), self.descriptors)
 
     def detach(self, handler: MessageHandler) -> None:
-        """Undo ``attach``. On return no call of the handler is running, unless the handler itself called ``detach``."""
+        """Undo ``attach``. On return no call of the handler is running, unless the handler itself called ``detach``.
+
+        Called outside the gate, for which the handler may be waiting.
+        """
         receiver_thread().unregister(handler)
 
     def has_ended(self) -> bool:

@@ -25,7 +25,7 @@ class EarlyJoins:
         self._connected_at: dict[int, float] = {}  # of all workers, on the clock of start times in /proc
 
     def note_connection(self, worker: int, version: int | None) -> None:
-        """Record that a worker connects now; if no call awaits it, also its ``version``, as ``add`` does."""
+        """Record that a worker connects now, and its ``version`` as ``add`` does; None for one that is awaited."""
         self._connected_at[worker] = time.clock_gettime(time.CLOCK_BOOTTIME)
         if version is not None:
             self.add(worker, version)

@@ -7,7 +7,6 @@ invalid, if it is the oldest of more than 64, or by the first ``accept`` that fi
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import select
@@ -21,13 +20,12 @@ from dataclasses import dataclass, field
 from wsync.control.address import Address
 from wsync.control.connection import Connection, close_socket
 from wsync.control.credentials import CLAIM_SIZE, is_valid, new_token, proof_for
-from wsync.control.liveness import own_identity, peer_of
+from wsync.control.liveness import EXHAUSTED, own_identity, peer_of
 from wsync.control.messages import HEADER_SIZE, MAX_HELLO, Kind, Message, payload_length, unpack
 from wsync.errors import NotConnected
 
 _AUTH_TIMEOUT = 5.0  # seconds in which an attempt must send its credentials
 _MAX_PENDING = 64  # unauthenticated attempts at a time
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # no descriptors or memory left
 
 
 @dataclass(slots=True)
@@ -105,8 +103,8 @@ class Listener:
         return not self.address.host
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when ``accept`` has something to do."""
-        return self._epoll.fileno()
+        """Return a descriptor that is readable when ``accept`` has something to do; -1 once closed."""
+        return -1 if self._epoll.closed else self._epoll.fileno()
 
     def accept(self) -> tuple[Connection, Message] | None:
         """Return an authenticated connection and its ``HELLO``, if there is one; never waits.
@@ -129,7 +127,7 @@ class Listener:
         try:
             sock, _ = self._socket.accept()
         except OSError as error:
-            if error.errno in _EXHAUSTED:
+            if error.errno in EXHAUSTED:
                 raise
             return  # an error of the network, or the client has disconnected already: see accept(2)
         sock.setblocking(False)
@@ -143,7 +141,7 @@ class Listener:
             return None
         except (ValueError, OSError) as error:  # wrong credentials, or the client has disconnected
             self._drop(fd)
-            if isinstance(error, OSError) and error.errno in _EXHAUSTED:
+            if isinstance(error, OSError) and error.errno in EXHAUSTED:
                 raise
             return None
         except BaseException:  # e.g. no thread could be started to watch it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -9,6 +10,8 @@ import weakref
 from functools import cache
 from pathlib import Path
 
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of system calls that found no descriptor or no memory left."""
 _PID = struct.Struct("<i")
 
 
@@ -33,7 +36,7 @@ class PeerProcess:
     Attributes:
         pid: its process id; -1 if it has none here: it runs on another machine or in another PID namespace.
         descriptors: its pidfd, readable once the process has exited; an eventfd that is readable at once, if it had
-            exited before this object was made. Empty if it runs elsewhere, and after ``close``.
+            exited before this object was made. Empty if it runs elsewhere, without pidfds, and after ``close``.
 
     Raises:
         OSError: there is no descriptor left.
@@ -61,6 +64,10 @@ class PeerProcess:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:  # it has exited; a forked child of it may keep the connection open
             descriptor = os.eventfd(1, os.EFD_CLOEXEC)
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise
+            return  # the kernel, or a sandbox, has no pidfds: only the end of the connection is noticed
         self.descriptors = (descriptor,)
         self._finalizer = weakref.finalize(self, os.close, descriptor)
         self._finalizer.atexit = False

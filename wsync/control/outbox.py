@@ -31,7 +31,7 @@ class Outbox:
     Args:
         send: ``(data, fds, wait=…)`` sends what the socket has room for, the descriptors with the first byte, and
             returns the number of bytes; with ``wait``, it waits for room for some time. It raises ConnectionError if
-            the connection has broken. Called by the thread in ``put``, or by the background thread; never by both.
+            the connection has broken. Called by the thread in ``put`` or by the background thread, by one at a time.
 
     Attributes:
         busy: whether the thread is sending. It stays True after the thread has failed, or could not be started; ``put``
@@ -40,7 +40,8 @@ class Outbox:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler, or a finalizer, may call ``put`` or ``close`` inside ``put``
+        self._putting = False
         self._waiting: deque[tuple[bytes, Sequence[int]]] = deque()
         self._thread: threading.Thread | None = None
         self.busy = False
@@ -60,27 +61,37 @@ class Outbox:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            if not self.busy:
-                try:
-                    sent = self._send(data, fds, wait=False)
-                    if sent == len(data) or (may_drop and not sent):
-                        return
-                    # If a part was sent, the descriptors went with its first byte.
-                    self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
-                except BaseException:
-                    if len(data) > _SENT_WHOLE:  # a signal handler raised: half a message may be in the socket
-                        self._error = ConnectionError("the sending of an earlier message was interrupted")
-                    raise
-                thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
-                self.busy = True  # before start(), in which a signal handler may raise while the thread begins to send
-                try:
-                    thread.start()
-                except RuntimeError as error:  # the limit of threads; what was sent may be half a message
-                    self._error = ConnectionError(f"no thread could be started to send: {error}")
-                    raise self._error from error
-                self._thread = thread  # after start(): ``flush`` may join it at once
-            elif not may_drop or len(self._waiting) < _DROP_FROM:
-                self._waiting.append((data, _duplicates(fds)))
+            if self._putting:
+                raise ConnectionError("this thread is sending another message")
+            self._putting = True
+            try:
+                self._put(data, fds, may_drop)
+            finally:
+                self._putting = False
+
+    def _put(self, data: bytes, fds: Sequence[int], may_drop: bool) -> None:
+        """See ``put``; called with the lock held."""
+        if not self.busy:
+            try:
+                sent = self._send(data, fds, wait=False)
+                if sent == len(data) or (may_drop and not sent):
+                    return
+                # If a part was sent, the descriptors went with its first byte.
+                self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
+            except BaseException:
+                if len(data) > _SENT_WHOLE:  # a signal handler raised: half a message may be in the socket
+                    self._error = ConnectionError("the sending of an earlier message was interrupted")
+                raise
+            thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
+            self.busy = True  # before start(), in which a signal handler may raise while the thread begins to send
+            try:
+                thread.start()
+            except RuntimeError as error:  # the limit of threads; what was sent may be half a message
+                self._error = ConnectionError(f"no thread could be started to send: {error}")
+                raise self._error from error
+            self._thread = thread  # after start(): ``flush`` may join it at once
+        elif not may_drop or len(self._waiting) < _DROP_FROM:
+            self._waiting.append((data, _duplicates(fds)))
 
     def _run(self) -> None:
         try:
@@ -119,9 +130,13 @@ class Outbox:
             raise self._error
 
     def close(self) -> None:
-        """Wait for the thread, which ends because the caller has shut the socket down. No ``put`` may follow."""
-        thread = self._thread  # without the lock: a finalizer may call this in a thread that has it
-        if thread is not None and thread is not threading.current_thread():  # which may run a finalizer
+        """Wait for the thread, which ends because the caller has shut the socket down. No ``put`` may follow.
+
+        Any thread may call it, also in a finalizer or a signal handler.
+        """
+        thread = self._thread  # not the lock: it may be held by a thread that waits for the caller
+        # A finalizer may run in the background thread, or inside ``put``, for whose lock that thread may be waiting.
+        if thread is not None and thread is not threading.current_thread() and not self._putting:
             thread.join()
         while self._waiting:
             _close_all(self._waiting.popleft()[1])

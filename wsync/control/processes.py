@@ -41,7 +41,7 @@ def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int,
     """Yield ``{worker: descriptor}``: each descriptor is readable when the worker's process has ended.
 
     A ``WorkerDied`` inside is raised with the exit codes added, where they are known here. The exit code of a child
-    that had ended before this call is not known if the child was given by its sentinel.
+    that had ended before this call is not known if the child was given by its sentinel: it may have been reaped.
 
     Args:
         processes: those to watch; None for none.

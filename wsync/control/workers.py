@@ -6,7 +6,7 @@ import logging
 import select
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from wsync.control.callbacks import ConnectionCallbacks
 from wsync.control.connection import Connection
@@ -14,7 +14,7 @@ from wsync.control.early_joins import EarlyJoins
 from wsync.control.listener import Listener
 from wsync.control.messages import Kind, Message, why_ended, why_not_connected, why_refused
 from wsync.deadlines import NOW, deadline_in, milliseconds, wait_readable
-from wsync.errors import SyncTimeout, WorkerDied, join_indices
+from wsync.errors import NotConnected, SyncTimeout, WorkerDied, join_indices
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
@@ -88,12 +88,13 @@ class WorkerConnections:
             self._early_joins.discard(worker)
         missing = set(workers) - self._connections.keys()
         while missing:
+            if self._listener.fileno() < 0:
+                raise NotConnected("the scheme was shut down while it connected")
             watched = {worker: sentinels[worker] for worker in missing if worker in sentinels}
             ready = wait_readable([self._listener.fileno(), *watched.values(), *self.awaited_descriptors], deadline)
             if not ready:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
-                causes = dict.fromkeys(missing, "did not connect in time")
-                raise SyncTimeout(why_not_connected(missing, watched), causes)
+                raise SyncTimeout(why_not_connected(missing, watched), dict.fromkeys(missing, "did not connect"))
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)
             if self._listener.fileno() in ready:
@@ -254,7 +255,7 @@ class WorkerConnections:
             while self._ready:
                 self._process(self._ready.pop())
         finally:
-            # After an error of a callback, the next call polls anew: a fast update may read these sockets before that.
+            # After an error of a callback, the next call polls anew: until then a fast update may read these sockets.
             self._ready.clear()
         return True
 
@@ -286,15 +287,14 @@ class WorkerConnections:
 
     def close(self, *, finished: bool = False) -> None:
         """Close all connections, and accept no more. Idempotent. If ``finished``, send ``LEAVE`` to all before."""
-        if finished:
-            for worker in list(self._connections):
-                self.send(worker, Message(Kind.LEAVE, worker, 1))
+        with ExitStack() as steps:  # all are done, even if a signal handler raises in one
+            steps.callback(self._listener.close)
+            steps.callback(self._callback_of.clear)
+            for worker in list(self._connections):  # dead: a signal handler may close this object during a wait
+                steps.callback(self.mark_dead, worker, "the scheme was shut down")
+                if finished:
+                    self.send(worker, Message(Kind.LEAVE, worker, 1))
             deadline = deadline_in(_LEAVE_TIMEOUT)
-            for connection in list(self._connections.values()):
+            for connection in list(self._connections.values()) if finished else ():
                 with suppress(ConnectionError):  # the worker has died
                     connection.flush(deadline)
-        for worker in list(self._connections):
-            self.mark_dead(worker, "the scheme was shut down")  # a signal handler may do this within a wait
-        while self._callback_of:
-            self._poll.unregister(self._callback_of.popitem()[0])
-        self._listener.close()

@@ -33,7 +33,7 @@ def decide(transaction: int, commit: bool) -> None:
 def commit_if_prepared(updater: ModelUpdater, version: int) -> bool:
     """Commit the transaction in which ``version`` of ``updater`` is prepared, if there is one.
 
-    Otherwise drop what is prepared in older versions of ``updater``: the sender has committed it, and then published
+    Otherwise drop the updates of ``updater`` with older versions: the sender has committed them, and has published
     ``version`` before this process has seen the commit.
 
     Returns:

@@ -46,7 +46,7 @@ class SendLoop:
 
     def connections_changed(self) -> None:
         """Wake the thread, so that it waits for the present set of connections."""
-        if self._thread is not None:
+        if self._thread is not None and not self._closed:
             os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:

@@ -10,8 +10,8 @@ to them. The arena's second file records their location, after the extra states:
     page   one word: the version of the registered weights
     JSON   the files' descriptors in the sender's process, and the place, dtype, shape and strides of each tensor
 
-Every update is packed into a slot. If it was packed from them, the sender stores its version in the word, and
-then publishes the update. Otherwise the sender publishes the update first, and waits until every worker has
+Every update is packed into a slot. If it was packed from the registered weights, the sender stores its version in the
+word, and then publishes the update. Otherwise the sender publishes the update first, and waits until every worker has
 acknowledged it: no forward uses the registered weights then. It copies the new values into them, and then stores the
 word.
 
@@ -147,7 +147,7 @@ class RegisteredWeights:
         self._word[0] = version
 
     def copy_published(self, version: int) -> bool:
-        """Copy the published weights into the registered ones. Return False, with nothing copied, if workers differ.
+        """Copy the published weights into the registered ones; not if workers have different ones: return False.
 
         Called when every worker has acknowledged ``version``, so no forward of a connected worker uses them.
         """

@@ -76,7 +76,7 @@ class StoreFiles:
     def make_folder(self) -> None:
         """Make the folder, and delete what a killed trainer left unfinished."""
         if refused := self._protocols & _NOT_REPLACING:
-            raise NotImplementedError(f"{min(refused)}:// cannot replace a file as a whole: mount that file system")
+            raise OSError(f"{min(refused)}:// cannot replace a file as a whole: mount that file system")
         self._fs.makedirs(self._root, exist_ok=True)
         for name in self.names():
             if name.endswith(_UNFINISHED):
