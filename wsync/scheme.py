@@ -35,7 +35,7 @@ from wsync.weights.targets import Load
 
 
 class WeightSyncScheme(SchemeBase):
-    """Carries one model's weights from a trainer to its workers. Any thread may call it. See also ``SchemeBase``."""
+    """Carries one model's weights from a trainer to its workers. For options see ``wsync.scheme_base.SchemeBase``."""
 
     def init_on_sender(
         self,
@@ -97,8 +97,7 @@ class WeightSyncScheme(SchemeBase):
             model_id: the model's name, and its path in ``context``.
             context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
                 ``update_policy_weights_``) is called after each update is installed and before it is acknowledged:
-                outside the gate, by the receiver thread or the thread in ``connect``. If the acting thread has
-                installed the update, the receiver thread makes the call when it reads the message about it.
+                outside the gate, by the receiver thread or the thread in ``connect``.
             model: the model itself, or a mapping of tensors into which weights are copied. A module in memory that is
                 shared with another process gets memory of its own before the first weights are installed.
             load: for an inference engine: called inside the gate, by the receiver thread or a thread that is in
@@ -110,8 +109,8 @@ class WeightSyncScheme(SchemeBase):
         Raises:
             RuntimeError: the scheme has no sender's address and cannot look one up, or is initialised here already.
             LookupError, TypeError: the context has no such model.
-            ValueError: another ``model_id`` than the sender's; neither a model, a context nor ``load``; or a context
-                with workers of its own, under a scheme whose ``send`` awaits no acknowledgements.
+            ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
+                of its own, if ``send`` awaits no acknowledgements.
         """
         self._release_inherited_end()
         if self._sent_model_id not in (None, model_id):
@@ -124,9 +123,8 @@ class WeightSyncScheme(SchemeBase):
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process.
 
-        An update is installed inside the gate before ``send`` returns: by its thread, or by one that begins a forward.
-        If ``source`` is given, its weights are installed in ``model`` at once, and ``send()`` reads it again; otherwise
-        the first ``send(weights)`` brings weights.
+        An update is installed inside the gate before ``send`` returns. If ``source`` is given, its weights are
+        installed in ``model`` at once, and ``send()`` reads it again; else the first ``send(weights)`` brings weights.
 
         Raises:
             RuntimeError: the scheme is initialised already.
@@ -207,8 +205,7 @@ class WeightSyncScheme(SchemeBase):
         ``initiator="receiver"`` it only makes the version available; the backend ``store`` writes it to a file.
 
         Args:
-            weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads the model (or the
-                weights, or each worker's own) given at init.
+            weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads what was given at init.
             worker_ids: one, several, or (None) all workers.
             partial: whether ``weights`` are a part of the model; the rest keeps the values that were sent last.
 
@@ -239,9 +236,9 @@ class WeightSyncScheme(SchemeBase):
         """Wait for a version newer than the last one returned; at first, newer than the one ``connect`` delivered.
 
         Returns:
-            The model's weights, of one version (with ``load=``: the version's number). They are not copied, and a later
-            update may be written into the same memory. None after ``timeout`` seconds (without one there is no limit),
-            and when the sender has shut down (``finished`` is then true) or this end has.
+            The model's weights, of one version (with ``load=``: the version's number), not copied: a later update may
+            be written into the same memory. None after ``timeout`` seconds (by default there is no limit), and when
+            the sender has shut down (``finished`` is then true) or this end has.
 
         Raises:
             NotConnected: the sender died, ended without ``shutdown``, or has disconnected this worker; or an earlier
@@ -254,7 +251,7 @@ class WeightSyncScheme(SchemeBase):
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
         With ``initiator="receiver"`` it waits up to ``timeout`` seconds (None: no limit) for that version. By default
-        versions are installed as they arrive, and it waits only for the first one; a ``store`` is read without a limit.
+        versions are installed as they arrive, and it waits only for the first one. Reading a ``store`` has no limit.
 
         Raises:
             NotConnected: before ``connect``; or the sender is gone and there has been no version.
@@ -268,27 +265,30 @@ class WeightSyncScheme(SchemeBase):
     def shutdown(self) -> None:
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
 
-        Updates sent without waiting may not arrive any more: call ``wait_async`` first. The sender waits until a call
-        in another thread has ended; then up to five seconds for queued messages and HTTP requests, and up to two for
-        each thread of a transport. In a worker, ``receive`` or ``pull`` may be running in another thread, and returns.
+        Updates sent without waiting may be lost: call ``wait_async`` first. The sender waits for a call in another
+        thread; then up to five seconds for queued messages and HTTP requests, and up to two for each thread of a
+        transport. In a worker, ``receive`` or ``pull`` may be running in another thread, and returns.
 
         Raises:
             RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.
         """
-        role = self._role
-        role.require_closable()
-        role.close()
-        self._role = Role()  # last: after a KeyboardInterrupt in ``close``, this method can be called again
+        self._role.require_closable()
+        role, self._role = self._role, Role()
+        try:
+            role.close()
+        except BaseException:  # also KeyboardInterrupt: another call closes what is left
+            self._role = role
+            raise
         if isinstance(role, SenderRole):
             self._address = self._sent_model_id = None  # a worker keeps both: it may connect again
 
     # --- the older API: functions of ``wsync.legacy.api`` as methods ---
+
     init_on_worker, synchronize_weights = older.init_on_worker, older.synchronize_weights
     get_sender, create_sender = older.get_sender, older.create_sender
     get_receiver, create_receiver = older.get_receiver, older.create_receiver
 
     def __enter__(self) -> Self:
-        """Return the scheme; it is shut down at the end of the block."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,7 +25,7 @@ from wsync.weights.strategy import Format, WeightStrategy
 
 
 class SchemeBase(ABC):
-    """What a scheme is; ``WeightSyncScheme`` adds what it does.
+    """What a scheme is; ``WeightSyncScheme`` adds what it does. Any thread may call the methods.
 
     Args:
         strategy: the format of weights that ``receive`` and ``weights`` return and that a transport is given,

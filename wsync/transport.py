@@ -268,17 +268,16 @@ class SenderEnd:
 
 
 def apply_received(received: Any, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
-    """For ``receive_weights``: apply weights to the buffer ``weights``, and inside the gate to ``model``, if given.
+    """Apply received weights to ``weights`` and ``model``, if given, inside the gate. For ``receive_weights``.
 
     Returns:
         The received weights, in the format of ``strategy``; a TensorDict if ``strategy`` is None.
     """
     chosen = strategy or WeightStrategy()
-    if weights is not None:
-        chosen.apply_weights(weights, received)
-    if model is not None:
-        with without_forward(), process_gate().hold():
-            chosen.apply_weights(model, received)
+    with without_forward(), process_gate().hold():
+        for destination in (weights, model):
+            if destination is not None:
+                chosen.apply_weights(destination, received)
     return chosen.extract_weights(received)
 
 
@@ -297,4 +296,5 @@ def require_transport(made: object) -> TransportBackend | FlatTransport:
     raise TypeError(f"create_transport() returned {made!r}, which lacks {what} of wsync.{kind.__name__}{hint}")
 
 
-TransportFactory = Callable[[int], TransportBackend | FlatTransport]  # ``create_transport``, by the worker's index
+TransportFactory = Callable[[int], TransportBackend | FlatTransport]
+"""``scheme.create_transport``, called with the worker's index."""

@@ -238,13 +238,14 @@ class TransportSetup:
                 )
 
     def _position(self) -> str:
-        """Return where the set-up is, for an error: in the transport's own file if the call is there, else anywhere."""
+        """Return the line at which the set-up is, for an error: the innermost in the transport's file, if any."""
         frame = sys._current_frames().get(self.thread.ident or 0)
-        stack = traceback.extract_stack(frame) if frame is not None else []
-        own = getattr(sys.modules.get(type(self._transport).__module__), "__file__", None)
-        for place in reversed([one for one in stack if one.filename == own] or stack):
-            return f": it is in {place.name}(), {place.filename} line {place.lineno}"
-        return ""
+        if frame is None:
+            return ""
+        stack = traceback.extract_stack(frame)
+        file = getattr(sys.modules.get(type(self._transport).__module__), "__file__", None)
+        line = ([one for one in stack if one.filename == file] or stack)[-1]
+        return f": it is in {line.name}(), {line.filename} line {line.lineno}"
 
     def _take(self, message: Message | None) -> None:
         if message is None or message.kind is Kind.LEAVE:

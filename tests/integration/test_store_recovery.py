@@ -322,7 +322,7 @@ def test_a_trainer_that_begins_again_in_an_emptied_folder(tmp_path: Path) -> Non
 
 
 def test_a_later_trainer_with_another_layout(tmp_path: Path) -> None:
-    """One with the names in another order, one whose weights do not fit, and one like the first."""
+    """A trainer with the names in another order, one with weights that do not fit, and one like the first."""
     given = wsync.StoreTransport(f"{tmp_path}/policy")
     model, copy = nn.Linear(4, 2), nn.Linear(4, 2)
     given.setup_connection_and_weights_on_sender()

@@ -6,8 +6,8 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -61,6 +61,35 @@ def join(stack: ExitStack, sender: wsync.WeightSyncScheme, count: int, **receive
     return workers
 
 
+def join_two_models(
+    stack: ExitStack, make_sender: Callable[[], wsync.WeightSyncScheme], count: int
+) -> tuple[list[wsync.WeightSyncScheme], list[wsync.WeightSyncScheme]]:
+    """Connect ``count`` workers for each of the models "a" and "b"; return the senders and the workers."""
+    senders, workers = [stack.enter_context(make_sender()) for _ in range(2)], []
+    for name, sender in zip("ab", senders, strict=True):
+        sender.init_on_sender(name, model=model_of(1), num_workers=count)
+        workers += join(stack, sender, count)
+    return senders, workers
+
+
+@contextmanager
+def gate_held() -> Iterator[None]:
+    """While the block runs, another thread holds the gate: workers in this process cannot install."""
+    held, released = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with wsync.gate():
+            held.set()
+            released.wait(TIMEOUT)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(TIMEOUT)
+    yield
+    released.set()
+    holder.join()
+
+
 def interrupt(
     patch: pytest.MonkeyPatch, method: str, when: Callable[..., bool] = lambda *_: True, after: bool = False
 ) -> None:
@@ -80,11 +109,7 @@ def interrupt(
 
 def test_a_decided_transaction_reaches_all_workers_and_models(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
-        senders = [stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT)) for _ in range(2)]
-        workers = []
-        for name, sender in zip("ab", senders, strict=True):
-            sender.init_on_sender(name, model=model_of(1), num_workers=2)
-            workers += join(stack, sender, 2)
+        senders, workers = join_two_models(stack, lambda: wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT), 2)
         interrupt(monkeypatch, "send", lambda message: message.kind is Kind.UPDATE)
         with pytest.raises(KeyboardInterrupt):
             wsync.synchronize({sender: model_of(2) for sender in senders})
@@ -99,11 +124,7 @@ def test_a_decided_transaction_reaches_all_workers_and_models(monkeypatch: pytes
 def test_a_decision_that_is_interrupted_in_the_first_model(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
     kind = Kind.ABORT if refused else Kind.COMMIT
     with ExitStack() as stack:
-        senders = [stack.enter_context(MemoryScheme("state_dict", timeout=TIMEOUT)) for _ in range(2)]
-        workers = []
-        for name, sender in zip("ab", senders, strict=True):
-            sender.init_on_sender(name, model=model_of(1), num_workers=1)
-            workers += join(stack, sender, 1)
+        senders, workers = join_two_models(stack, lambda: MemoryScheme("state_dict", timeout=TIMEOUT), 1)
         given: dict[wsync.WeightSyncScheme, nn.Module] = {senders[0]: model_of(2)}
         given[senders[1]] = nn.Linear(3, 1) if refused else model_of(2)
         interrupt(monkeypatch, "send", lambda message: message.kind is kind)
@@ -119,35 +140,23 @@ def test_a_decision_that_is_interrupted_in_the_first_model(monkeypatch: pytest.M
 
 
 def test_a_commit_that_is_published_over_before_the_worker_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, released = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with wsync.gate():
-            held.set()
-            released.wait(TIMEOUT)
-
-    holder, original = threading.Thread(target=hold), SenderSideChannel.commit
+    holding, original = ExitStack(), SenderSideChannel.commit
 
     def commit(channel: SenderSideChannel, transaction: int) -> None:
-        if not held.is_set():
-            holder.start()
-        assert held.wait(TIMEOUT)
+        if channel is senders[0].sender.channel:  # the first of the two
+            holding.enter_context(gate_held())
         original(channel, transaction)
 
     with ExitStack() as stack:
-        senders = [stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT)) for _ in range(2)]
-        workers = []
-        for name, sender in zip("ab", senders, strict=True):
-            sender.init_on_sender(name, model=model_of(1), num_workers=1)
-            workers += join(stack, sender, 1)
+        senders, workers = join_two_models(stack, lambda: wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT), 1)
+        for sender in senders:
             sender.timeout = 1.0
         monkeypatch.setattr(SenderSideChannel, "commit", commit)
-        with pytest.raises(wsync.SyncTimeout, match="committed"):
-            wsync.synchronize({sender: model_of(2) for sender in senders})
-        for sender in senders:
-            sender.send_async(model_of(3))
-        released.set()
-        holder.join()
+        with holding:
+            with pytest.raises(wsync.SyncTimeout, match="committed"):
+                wsync.synchronize({sender: model_of(2) for sender in senders})
+            for sender in senders:
+                sender.send_async(model_of(3))
         for sender in senders:
             sender.wait_async()
         with wsync.gate():
@@ -228,20 +237,9 @@ def test_a_shutdown_by_a_signal_handler_ends_the_send_that_it_interrupts() -> No
         sender.init_on_sender("policy", model=model_of(1), num_workers=1)
         join(stack, sender, 1)
         stack.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, lambda *_: sender.shutdown()))
-
-        def hold() -> None:
-            with wsync.gate():  # the worker cannot install
-                held.set()
-                released.wait(TIMEOUT)
-
-        held, released = threading.Event(), threading.Event()
-        holder = threading.Thread(target=hold)
-        holder.start()
-        assert held.wait(TIMEOUT)
         striker = threading.Thread(target=strike_when_asleep, args=[threading.get_native_id()])
-        striker.start()
-        with pytest.raises(wsync.WorkerDied, match="shut down"):
-            sender.send(model_of(2))
-        released.set()
-        for thread in (holder, striker):
-            thread.join()
+        with gate_held():
+            striker.start()
+            with pytest.raises(wsync.WorkerDied, match="shut down"):
+                sender.send(model_of(2))
+        striker.join()

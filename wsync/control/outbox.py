@@ -76,14 +76,16 @@ class Outbox:
                 sent = self._send(data, fds, wait=False)
                 if sent == len(data) or (may_drop and not sent):
                     return
+                thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
                 # If a part was sent, the descriptors went with its first byte.
                 self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
-            except BaseException:
-                if len(data) > _SENT_WHOLE:  # a signal handler raised: half a message may be in the socket
+                self.busy = True  # before start(), in which a signal handler may raise while the thread begins to send
+            except ConnectionError:
+                raise
+            except BaseException:  # a signal handler raised: half a message may be in the socket, or wait
+                if len(data) > _SENT_WHOLE or self._waiting:
                     self._error = ConnectionError("the sending of an earlier message was interrupted")
                 raise
-            thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
-            self.busy = True  # before start(), in which a signal handler may raise while the thread begins to send
             try:
                 thread.start()
             except RuntimeError as error:  # the limit of threads; what was sent may be half a message
@@ -135,7 +137,7 @@ class Outbox:
         Any thread may call it, also in a finalizer or a signal handler.
         """
         thread = self._thread  # not the lock: it may be held by a thread that waits for the caller
-        # A finalizer may run in the background thread, or inside ``put``, for whose lock that thread may be waiting.
+        # No join in the background thread itself, nor inside ``put``: the background thread may wait for the lock.
         if thread is not None and thread is not threading.current_thread() and not self._putting:
             thread.join()
         while self._waiting:

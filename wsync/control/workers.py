@@ -158,7 +158,7 @@ class WorkerConnections:
             connection.close()  # also if it was not registered yet
             if worker in awaited or not isinstance(error, Exception):
                 raise
-            _log.warning("worker %d, which was not awaited, could not be set up: %s", worker, error)
+            _log.warning("worker %d could not be set up, while others were awaited: %s", worker, error)
             return -1
         return worker
 

@@ -54,11 +54,11 @@ def tie_leaders(tensors: Sequence[Tensor]) -> list[int]:
     An empty tensor is tied to none: all of them have address 0.
     """
     first: dict[tuple[object, ...], int] = {}
-    return [first.setdefault(_place(one), index) if one.numel() else index for index, one in enumerate(tensors)]
+    return [first.setdefault(_tie_key(one), index) if one.numel() else index for index, one in enumerate(tensors)]
 
 
-def _place(one: Tensor) -> tuple[object, ...]:
-    """Return what is equal for tied tensors. Lazily conjugated and negated ones have the memory of others."""
+def _tie_key(one: Tensor) -> tuple[object, ...]:
+    """Return what is equal for tied tensors. A lazily conjugated or negated view has the memory of its base."""
     return one.device, one.data_ptr(), one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()
 
 

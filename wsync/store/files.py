@@ -57,7 +57,7 @@ class StoreFiles:
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except Exception as error:  # besides OSError: whatever the library of the file system raises
-            raise NotConnected(f"the store {self.url} cannot be opened: {self.said(error)}") from error
+            raise NotConnected(f"the store {self.url} cannot be opened: {self.error_text(error)}") from error
 
     @property
     def folder(self) -> Path | None:
@@ -69,7 +69,7 @@ class StoreFiles:
         protocol = self._fs.protocol
         return {protocol} if isinstance(protocol, str) else {*protocol}
 
-    def said(self, error: Exception) -> str:
+    def error_text(self, error: Exception) -> str:
         """Return an error of a library as text, with ``url`` in the place of the one that was given."""
         return f"{type(error).__name__}: {error}".replace(self._given_url, self.url)
 

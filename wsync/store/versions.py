@@ -13,7 +13,6 @@ import errno
 import logging
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -67,7 +66,7 @@ class VersionStore:
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise WeightSyncError(f"the store {self.url} cannot be read: {self._files.said(error)}") from error
+            raise WeightSyncError(f"the store {self.url} cannot be read: {self._files.error_text(error)}") from error
         try:
             return Manifest.load(content)
         except ValueError as error:
@@ -104,7 +103,7 @@ class VersionStore:
             except Exception as error:
                 # NFS: ESTALE, if the file is deleted while it is being read
                 if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) != errno.ESTALE:
-                    raise WeightSyncError(f"{named}: {self._files.said(error)}") from error
+                    raise WeightSyncError(f"{named}: {self._files.error_text(error)}") from error
                 missing, manifest = manifest.file, self.newest()
         raise WeightSyncError(f"the store {self.url} deletes versions faster than they can be read: raise keep")
 
@@ -117,7 +116,7 @@ class VersionStore:
         try:
             return manifest.file in self._files.names()
         except Exception as error:
-            raise WeightSyncError(f"the store {self.url} cannot be read: {self._files.said(error)}") from error
+            raise WeightSyncError(f"the store {self.url} cannot be read: {self._files.error_text(error)}") from error
 
     def open_for_writing(self) -> int:
         """Make the folder, delete old versions and what was left unfinished; return the newest version, 0 for none.
@@ -128,7 +127,7 @@ class VersionStore:
         try:
             self._files.make_folder()
         except Exception as error:
-            raise WeightSyncError(f"the store {self.url} cannot be written: {self._files.said(error)}") from error
+            raise WeightSyncError(f"the store {self.url} cannot be written: {self._files.error_text(error)}") from error
         manifest = self.newest()
         if manifest is None:
             return 0
@@ -140,8 +139,8 @@ class VersionStore:
         try:
             return self._files.content(manifest.delta, limit)
         except Exception as error:  # noqa: BLE001  as in ``newest``; the caller reads the full version instead
-            said = self._files.said(error)
-            _log.debug("the difference %s of the store %s cannot be read: %s", manifest.delta, self.url, said)
+            text = self._files.error_text(error)
+            _log.debug("the difference %s of the store %s cannot be read: %s", manifest.delta, self.url, text)
             return None
 
     def publish(
@@ -181,7 +180,7 @@ class VersionStore:
             if refused:
                 raise
             raise WeightSyncError(
-                f"version {version} was not stored in {self.url}: {self._files.said(error)}"
+                f"version {version} was not stored in {self.url}: {self._files.error_text(error)}"
             ) from error
         self._wrote = True
         self._delete_old(version)
@@ -202,11 +201,14 @@ class VersionStore:
 
     def _delete_unnamed(self, manifest: Manifest) -> None:
         """Delete the files of a version, unless the manifest names it in spite of an error."""
-        with suppress(Exception):  # what remains is deleted with the old versions
+        try:
             newest = self.newest()
             if newest is None or newest.name != manifest.name:
                 for file in {manifest.file, manifest.delta} & {*self._files.names()}:
                     self._files.delete(file)
+        except Exception as error:  # noqa: BLE001  the caller raises why it was not stored; a later version deletes it
+            text = self._files.error_text(error)
+            _log.debug("version %d of the store %s cannot be deleted: %s", manifest.version, self.url, text)
 
     def _write_manifest(self, content: bytes) -> None:
         self._files.write(MANIFEST, content)
@@ -220,7 +222,7 @@ class VersionStore:
         try:
             found = [(name, _VERSION_FILE.fullmatch(name)) for name in self._files.names()]
         except Exception as error:  # noqa: BLE001  readers see the new version already, so it has to count as stored
-            _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self._files.said(error))
+            _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self._files.error_text(error))
             return
         kept = sorted({int(match[1]) for _, match in found if match and int(match[1]) <= newest})[-self._keep :]
         for file, match in found if kept else ():  # a listing may be older than the newest file
@@ -232,6 +234,6 @@ class VersionStore:
                 continue
             except Exception as error:  # noqa: BLE001  likewise
                 if file not in self._undeletable:
-                    said = self._files.said(error)
-                    _log.warning("an old version of the store %s cannot be deleted: %s", self.url, said)
+                    text = self._files.error_text(error)
+                    _log.warning("an old version of the store %s cannot be deleted: %s", self.url, text)
                 self._undeletable.add(file)

@@ -91,8 +91,8 @@ class Chain:
         return copied
 
     def copy(self) -> Chain:
-        """Return a copy for other weights, whose names are checked anew."""
-        return Chain([_own(one) for one in self.transforms], self._side)
+        """Return a copy for other weights: their names are checked anew."""
+        return Chain([_copied(one) for one in self.transforms], self._side)
 
     @property
     def selects(self) -> bool:
@@ -100,8 +100,8 @@ class Chain:
         return any(getattr(one, "selects", False) for one in self.transforms)
 
 
-def _own(transform: Transform) -> Transform:
-    """Return a transform without the tensors that it keeps for other weights; a user's own function as it is."""
+def _copied(transform: Transform) -> Transform:
+    """Return a copy of a library's transform, without the tensors that it keeps; a user's own function as it is."""
     copied: Any = copy.copy(transform) if isinstance(transform, ByName | Buffered) else transform
     return copied
 

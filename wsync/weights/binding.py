@@ -14,7 +14,7 @@ from wsync import loops
 from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import is_sharded
 from wsync.weights.clean_thread import in_clean_thread
-from wsync.weights.fitting import fitting
+from wsync.weights.fitting import checked_tensors
 from wsync.weights.layout import Layout
 from wsync.weights.overlaps import is_expanded
 from wsync.weights.snapshot import ModuleIndex, describe
@@ -132,7 +132,7 @@ class Binding:
                     f"'{name}' of the worker's model is a plain tensor in a parameter's place: hold wsync.gate() "
                     "around functional_call()"
                 )
-        self._own = self._fitting(own, index)
+        self._own = self._checked_tensors(own, index)
         # A tensor under several names is installed once, from its first name; `_agree` lists the other names, which
         # must carry the same values where the sender did not tie them.
         seen: dict[int, int] = {}
@@ -170,7 +170,7 @@ class Binding:
         undeclared = self._layout.extra is None and bool(self._index.extra)
         return undeclared or bool(self._layout.extra) or bool(self._agree)
 
-    def _fitting(self, own: Mapping[str, Tensor], index: ModuleIndex) -> list[Tensor]:
+    def _checked_tensors(self, own: Mapping[str, Tensor], index: ModuleIndex) -> list[Tensor]:
         layout = self._layout
         problems = [
             f"'{name}' has no memory (it is on the meta device): call to_empty() first"
@@ -179,7 +179,7 @@ class Binding:
         ]
         if layout.extra is not None and layout.extra != index.extra.keys():
             problems.append(f"extra state differs: {describe(sorted(layout.extra ^ index.extra.keys()))}")
-        return fitting(own, layout, "the worker's model", optional=index.optional, problems=problems)
+        return checked_tensors(own, layout, "the worker's model", optional=index.optional, problems=problems)
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Switch the model to ``views`` (ordered like the layout) and ``extra``.

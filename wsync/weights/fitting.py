@@ -12,7 +12,7 @@ from wsync.weights.overlaps import require_apart
 from wsync.weights.snapshot import describe
 
 
-def fitting(
+def checked_tensors(
     own: Mapping[str, Tensor],
     layout: Layout,
     receiver: str,

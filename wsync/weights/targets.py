@@ -13,7 +13,7 @@ from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import copy_into_model
 from wsync.transforms.chain import Chain
 from wsync.weights.binding import Binding
-from wsync.weights.fitting import fitting
+from wsync.weights.fitting import checked_tensors
 from wsync.weights.layout import Layout
 from wsync.weights.overlaps import is_expanded
 from wsync.weights.snapshot import Snapshot, describe, is_stacked, snapshot
@@ -154,7 +154,7 @@ class Tensors:
     def _current(self) -> list[Tensor]:
         """Return the destination's tensors in the layout's order, checked. Read anew: an entry may be replaced."""
         names = self._layout.names
-        tensors = fitting(snapshot(self._destination).tensors, self._layout, "the worker's tensors")
+        tensors = checked_tensors(snapshot(self._destination).tensors, self._layout, "the worker's tensors")
         expanded = [name for name, tensor in zip(names, tensors, strict=True) if is_expanded(tensor)]
         if expanded:
             raise LayoutMismatch(f"elements of the worker's tensors share memory: clone {describe(expanded)}")
