@@ -72,7 +72,7 @@ def make_sender(scheme: SchemeBase, source: Source, num_workers: int, listener: 
         num_workers,
         scheme.timeout,
         delivers_at_connect=scheme.delivers_at_connect,
-        finishes_on_publish=not scheme.acknowledges,
+        acknowledges=scheme.acknowledges,
         on_request=on_request,
         record=scheme.metrics.record,
     )

@@ -16,7 +16,7 @@ def checksum_of(flat: Tensor, extra: bytes) -> int:
 
     A buffer on a GPU is copied to the host first, after what the current stream has queued.
     """
-    content: Any = flat.detach().cpu().numpy()  # numpy's stubs do not call it a Buffer
+    content: Any = flat.numpy(force=True)  # numpy's stubs do not call it a Buffer
     digest = xxhash.xxh3_64_intdigest(content)
     return xxhash.xxh3_64_intdigest(extra, digest) if extra else digest
 

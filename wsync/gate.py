@@ -5,8 +5,8 @@ model has a *hook*, the object that installs its updates (``GateHook``). Further
 (``register_shared_weights``), and refuse the forwards of a model mixed from two versions (``MixedWeightsGuard``).
 When a thread that does not hold the gate yet enters it, and only then, the gate has each hook install a pending update;
 so a forward sees one version from its first layer to its last. When the thread leaves the gate, each hook releases what
-the forward used (a slot of shared memory). An error of a hook is raised in the caller of the forward. If it means that
-a model must not be used, it is raised only for forwards that may use that model (``entered_for_forward_of``).
+the forward used (a slot of shared memory). An error of a hook is raised in the caller of the forward. An error
+that forbids the use of one model is raised only for forwards that may use that model (``entered_for_forward_of``).
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
 soon as the running forward ends, even if no other forward follows. With
@@ -58,7 +58,7 @@ class Gate:
     def __init__(self) -> None:
         self.gate_state = loops.GateState(threading.RLock())
         self.call = self.gate_state.call
-        self._blocks = 0  # of ``hold``, in the thread that has the lock
+        self._blocks = 0  # open blocks of ``hold``, in the thread that has the lock
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -73,8 +73,10 @@ class Gate:
                 yield
             finally:
                 self._blocks -= 1
-                if entered and gate_state.depth != depth_before + 1:  # another coroutine's block began or ended in this
-                    depth_before = self._blocks  # one: the gate stays closed until the last block has ended
+                # Blocks of two coroutines may overlap without being nested: then the depth is the number of those
+                # that are open, so that the gate is held until the last one has ended.
+                if entered and gate_state.depth != depth_before + 1:
+                    depth_before = self._blocks
                 gate_state.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
                 gate_state.leave(depth_before)
 
@@ -115,18 +117,18 @@ class Gate:
         return gate_state.lock._is_owned() and gate_state.depth > 0  # the depth is 0 if only ``lock`` was acquired
 
     def attach(self, hook: GateHook) -> None:
-        """Call ``hook`` from now on, after those that are attached already. Called by the thread that connects."""
+        """Call ``hook`` from now on, after those that are attached already. Any thread may call it."""
         with self.gate_state.lock:
             self.gate_state.hooks = (*self.gate_state.hooks, hook)
 
     def detach(self, hook: GateHook) -> None:
-        """Stop calling ``hook``. Called by the thread that shuts down, or connects again, or has failed to."""
+        """Stop calling ``hook``. Any thread may call it."""
         with self.gate_state.lock:
             self.gate_state.hooks = tuple(other for other in self.gate_state.hooks if other is not hook)
 
 
 _gate = Gate()
-_thread_local = threading.local()  # ``enters_for_no_forward``: true inside a block of ``without_forward``
+_thread_local = threading.local()  # ``without_forward``: true inside a block of ``without_forward``
 
 
 @contextmanager
@@ -136,11 +138,11 @@ def without_forward() -> Iterator[None]:
     The receiver thread is always in such a block. It must not wait for a version in a hook: the version could arrive
     only by a message that this thread itself has to read. Threads in ``connect``, ``receive`` and ``pull`` use it, too.
     """
-    before, _thread_local.enters_for_no_forward = getattr(_thread_local, "enters_for_no_forward", False), True
+    before, _thread_local.without_forward = getattr(_thread_local, "without_forward", False), True
     try:
         yield
     finally:
-        _thread_local.enters_for_no_forward = before
+        _thread_local.without_forward = before
 
 
 def entered_for_forward_of(model: object) -> bool:
@@ -148,7 +150,7 @@ def entered_for_forward_of(model: object) -> bool:
 
     Called by hooks. A forward may use its own model, the models inside it, and those that it is a part of.
     """
-    if getattr(_thread_local, "enters_for_no_forward", False):
+    if getattr(_thread_local, "without_forward", False):
         return False
     subject = _gate.gate_state.subject
     if subject is None or subject is model:
@@ -159,7 +161,7 @@ def entered_for_forward_of(model: object) -> bool:
 
 
 class MixedWeightsGuard:
-    """A ``GateHook`` that refuses forwards of a model that may have weights of two versions; attached only then.
+    """A ``GateHook`` that refuses forwards of a model that may have weights of two versions; attached while it does.
 
     Args:
         model: the model; None for an engine's, of which only its ``load`` function is known.
@@ -183,7 +185,7 @@ class MixedWeightsGuard:
 
     def poll_update(self) -> bool:
         """See ``GateHook``. Raises WeightSyncError if the weights are mixed."""
-        # A pass over the hooks calls a guard that an earlier hook of the pass has detached: ``why`` is then empty.
+        # It is also called if an earlier hook of this pass has just detached it; ``why`` is then empty.
         if self.why and entered_for_forward_of(self._model):
             raise WeightSyncError(self.why)
         return False
@@ -196,7 +198,7 @@ def _reset_in_child() -> None:
     """Start anew: a child has no receivers, and the lock may be held by a thread that does not exist in the child."""
     global _gate
     _gate = Gate()
-    _thread_local.enters_for_no_forward = False
+    _thread_local.without_forward = False
 
 
 os.register_at_fork(after_in_child=_reset_in_child)
@@ -268,7 +270,7 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         function, arguments, *rest = original.__reduce_ex__(self, protocol)
-        # pickle refuses these two functions with another class than the object's: `_new` does the same unchecked.
+        # For these two functions, pickle checks that the class is the object's own: `_new` does the same unchecked.
         if function is copyreg.__newobj__:  # pyright: ignore[reportAttributeAccessIssue]
             function, arguments = _new, (arguments[0], arguments[1:], {})
         elif function is copyreg.__newobj_ex__:  # pyright: ignore[reportAttributeAccessIssue]

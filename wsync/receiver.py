@@ -21,7 +21,7 @@ from wsync.types import ANY_VERSION, Ack
 from wsync.weights.strategy import WeightStrategy
 from wsync.weights.targets import Destination
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds between two looks for a first version, in `pull`
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds between two requests for a first version, in `pull`
 
 
 class Receiver:
@@ -30,10 +30,9 @@ class Receiver:
     Its parts: ``updater`` takes an update from the message to the model; its ``state`` has the version, and wakes the
     threads that wait in ``receive``. ``channel`` is the connection to the sender.
 
-    Threads: the user's threads call all methods, with one exception (``init_on_worker`` of the older API): after
-    ``begin_connect`` the receiver thread calls ``connect`` and ``wake_only_for_receive`` (``receiving/joining.py``)
-    and, if that fails, ``close``. Gate: ``weights`` and ``make_writable`` are called inside it, the other methods
-    outside; properties are read anywhere.
+    Threads: the user's threads call all methods; only after ``begin_connect`` (older API, ``receiving/joining.py``) the
+    process's receiver thread calls ``connect``, ``wake_only_for_receive`` and, after an error, ``close``. Gate:
+    ``weights`` and ``make_writable`` are called inside it, the other methods outside; properties are read anywhere.
 
     Args:
         destination: what takes the weights: a module, a mapping of tensors, or ``load``. A module is gated from
@@ -64,7 +63,7 @@ class Receiver:
         # Handles messages and installs updates: without the arena the updater itself, with it a ``WorkerSlot``, which
         # calls the updater.
         self._handler: ModelUpdater | WorkerSlot = self.updater
-        # Attached to the gate: for the handler, and for registered weights (``shm/registered.py``) if there are any.
+        # Attached to the gate: that of the install policy, and one for registered weights (``shm/registered.py``).
         self._hooks: list[GateHook] = []
 
     # --- connect and close ---
@@ -81,6 +80,7 @@ class Receiver:
             NotConnected: there is no sender.
             SyncTimeout: no connection within ``timeout`` seconds: the sender's queue of connection attempts is full, or
                 its machine does not answer.
+            RuntimeError: this worker is connected already.
         """
         self._reset()
         descriptors = self._channel.begin_connect(worker_idx, deadline_in(timeout))
@@ -88,7 +88,7 @@ class Receiver:
         try:
             self._gate_model()
         except BaseException:
-            self._state.close(finished=False)  # before close(): the first call decides
+            self._state.close(finished=False)  # first: close() would set ``finished``
             self.close()
             raise
         return descriptors
@@ -144,8 +144,8 @@ class Receiver:
         for hook in self._hooks:
             process_gate().attach(hook)
         policy.install_now()
-        # Without first weights, `install_now` may have installed an update that was sent meanwhile. Its error is the
-        # worker's answer to that update, and is not raised here.
+        # Only an error of the first weights is raised here. Without any, `install_now` may have installed a later
+        # update: its error is the answer to that.
         error = self.updater.error if self._channel.first_version else ""
         self.updater.acknowledge_after_cascade()
         # If a later version has been installed meanwhile, `receive` returns it.

@@ -9,7 +9,7 @@ from multiprocessing import util
 from typing import Any, Literal
 
 from wsync.control.processes import Processes, watched
-from wsync.errors import NotConnected, in_forked_child
+from wsync.errors import NotConnected, forked_child_error
 from wsync.gate import process_gate, without_forward
 from wsync.paths import find_model
 from wsync.receiver import Receiver
@@ -47,7 +47,7 @@ class Role:
             NotConnected: it was.
         """
         if self.inherited:
-            raise in_forked_child()
+            raise forked_child_error()
 
     def require_uninitialised(self) -> None:
         """Check that the scheme is not initialised.

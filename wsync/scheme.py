@@ -53,7 +53,7 @@ class WeightSyncScheme(SchemeBase):
         """Set up the trainer's end. No weights are sent or copied; with ``pipes``, workers are told where to connect.
 
         Args:
-            model_id: the model's name, and its path in ``context``.
+            model_id: the model's name, and its dotted path in ``context``.
             context: a collector, or any object that has the model.
             model: the model; read again by each ``send()`` without arguments.
             weights: instead of a model, its live weights; likewise read again.
@@ -94,15 +94,14 @@ class WeightSyncScheme(SchemeBase):
         """Set up a worker's end. Nothing is received yet.
 
         Args:
-            model_id: the model's name, and its path in ``context``.
+            model_id: the model's name, and its dotted path in ``context``.
             context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
                 ``update_policy_weights_``) is called after each update is installed and before it is acknowledged:
                 outside the gate, by the receiver thread or the thread in ``connect``.
-            model: the model itself, or a mapping of tensors into which weights are copied. A module in memory that is
-                shared with another process gets memory of its own before the first weights are installed.
-            load: for an inference engine: called inside the gate, by the receiver thread or a thread that is in
-                ``connect``, ``receive``, ``pull`` or a forward, with an iterator over the ``(name, tensor)`` pairs of
-                each version, valid during the call. ``model`` is then optional.
+            model: the model itself, or a mapping of tensors into which weights are copied. A module that shares its
+                memory with another process is first given memory of its own.
+            load: for an inference engine: called inside the gate, by the thread that installs, with an iterator over
+                the ``(name, tensor)`` pairs of a version, valid during the call. ``model`` is then optional.
             chunk_bytes: call ``load`` several times for one version, with at most so many bytes (or one tensor) each.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
@@ -113,8 +112,8 @@ class WeightSyncScheme(SchemeBase):
                 of its own, if ``send`` awaits no acknowledgements.
         """
         self._release_inherited_end()
-        if self._sent_model_id not in (None, model_id):
-            raise ValueError(f"the sender of this scheme sends '{self._sent_model_id}', not '{model_id}'")
+        if self._sender_model_id not in (None, model_id):
+            raise ValueError(f"the sender of this scheme sends '{self._sender_model_id}', not '{model_id}'")
         model, receiver = assembly.make_receiver(self, model_id, context, model, load, chunk_bytes)
         self._role = ReceiverRole(
             model_id=model_id, context=context, model=model, receiver=receiver, given_idx=worker_idx
@@ -170,17 +169,17 @@ class WeightSyncScheme(SchemeBase):
     def disconnect(self, worker_idx: int) -> None:
         """On the sender: treat a worker as dead. See ``readmit``.
 
-        If a call in another thread waits for this worker, it raises ``WorkerDied``. If it waits for other workers, this
-        method waits for the end of that call, which with ``timeout=None`` may never come.
+        If a call in another thread waits for an answer of this worker, it raises ``WorkerDied``. If it waits for other
+        workers, or for this one to connect, this method waits for its end: with ``timeout=None`` perhaps for ever.
         """
         self._role.as_sender("disconnect").sender.disconnect(worker_idx)
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
-        It gets the newest update that was sent to this index; other workers are not affected. If it connected before
-        this call (while another worker was awaited, or in a call that ended by ``SyncTimeout``), this connection is
-        used, unless ``process`` is given and has ended, or was started after it. Any other worker with this index is
+        It gets the newest update that was sent to this index; other workers are not affected. If a process connected
+        before this call, while only other workers were awaited or in a ``readmit`` that ended by ``SyncTimeout``, that
+        connection is used, unless ``process`` has ended, or was started later. Any other worker with this index is
         disconnected. For ``process`` see ``connect``; ``timeout``: seconds, None for the scheme's.
 
         Raises:
@@ -242,7 +241,8 @@ class WeightSyncScheme(SchemeBase):
 
         Raises:
             NotConnected: the sender died, ended without ``shutdown``, or has disconnected this worker; or an earlier
-                call has returned None because of a shutdown. WeightSyncError: the model may be mixed from two versions.
+                call has returned None because of a shutdown.
+            WeightSyncError: the model may be mixed from two versions.
             RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
         """
         return self._role.as_receiver("receive").receiver.receive(timeout)
@@ -280,7 +280,7 @@ class WeightSyncScheme(SchemeBase):
             self._role = role
             raise
         if isinstance(role, SenderRole):
-            self._address = self._sent_model_id = None  # a worker keeps both: it may connect again
+            self._address = self._sender_model_id = None  # a worker keeps both: it may connect again
 
     # --- the older API: functions of ``wsync.legacy.api`` as methods ---
 

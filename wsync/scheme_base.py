@@ -86,7 +86,7 @@ class SchemeBase(ABC):
         self.max_staleness = max_staleness
         self._role = Role()
         self._address: Any = None  # of the sender; travels in the pickle
-        self._sent_model_id: str | None = None  # the model that the sender at this address sends
+        self._sender_model_id: str | None = None  # the model that the sender at this address sends
         self._pipes: list[Any] = []  # of the older API, by worker: see ``wsync.legacy``
         self._strategy = WeightStrategy(strategy)
         self.sync = sync
@@ -105,7 +105,7 @@ class SchemeBase(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, model, role; for workers also without ``send_transform``."""
         state = {**self.__dict__, "_role": Role(), "_pipes": [], "metrics": SyncMetrics(self.metrics.scheme)}
-        return state if self._sent_model_id is None else {**state, "send_transform": None}
+        return state if self._sender_model_id is None else {**state, "send_transform": None}
 
     # --- what a backend overrides ---
 
@@ -143,10 +143,10 @@ class SchemeBase(ABC):
         return Source(weights, self.strategy, device_map_fn=device_map_fn, transform=transform, **options)
 
     def _open_sender(self, model_id: str, source: Source, num_workers: int) -> Sender:
-        """Open the listening socket, and set ``_address`` and ``_sent_model_id``."""
+        """Open the listening socket, and set ``_address`` and ``_sender_model_id``."""
         listener, address = self.create_rendezvous().open()
         sender = assembly.make_sender(self, source, num_workers, listener)
-        self._address, self._sent_model_id = address, model_id  # last: they are not set if this fails
+        self._address, self._sender_model_id = address, model_id  # last: they are not set if this fails
         return sender
 
     def _open_receiver(self, model_id: str) -> RequestChannel:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from wsync.deadlines import deadline_in
-from wsync.errors import WorkerDied, WorkerFailed, in_forked_child
+from wsync.errors import WorkerDied, WorkerFailed, forked_child_error
 from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.sending.channel import SenderSideChannel
 from wsync.sending.forking import fork_aware
@@ -32,9 +32,9 @@ _PATIENCE = 0.1  # seconds that ``disconnect`` waits for another thread's call b
 class Sender:
     """Sends one model's weights to all its workers. Any thread may call; one call runs at a time.
 
-    A call holds the *sender's lock*. While it uses connections or slots it also holds the *channel's lock* (of
-    ``SenderSideChannel``), except in a fast update in the arena. The *send-loop thread* (``sending/send_loop.py``)
-    takes only the channel's lock; it sends the updates that have waited for a worker's answer to an earlier one.
+    A call holds the *sender's lock*. While it uses connections or slots it also holds the *channel's lock* (for the
+    exceptions see ``SenderArena``). The *send-loop thread* (``sending/send_loop.py``) takes only the channel's lock; it
+    sends the updates that have waited for a worker's answer to an earlier one.
 
     Args:
         channel: the channel to the workers: connections, and memory or transports for weights; kept as an attribute.
@@ -42,8 +42,8 @@ class Sender:
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
-        finishes_on_publish: whether a send awaits no acknowledgements, apart from the cases in ``Updates.publish``.
-        on_request: with ``initiator="receiver"``: workers request versions. A send is finished once it is published.
+        acknowledges: whether a send waits until its workers have installed it; if not, see ``Updates.publish``.
+        on_request: with ``initiator="receiver"``: workers request versions; ``acknowledges`` is then false.
         record: called with the report of each finished update but that of ``connect``, under the sender's lock.
     """
 
@@ -55,7 +55,7 @@ class Sender:
         timeout: float | None,
         *,
         delivers_at_connect: bool = True,
-        finishes_on_publish: bool = False,
+        acknowledges: bool = True,
         on_request: bool = False,
         record: Callable[[SyncReport], None],
     ) -> None:
@@ -63,7 +63,7 @@ class Sender:
         self.num_workers = num_workers
         self.channel = channel
         self._delivers_at_connect = delivers_at_connect
-        self._finishes_on_publish = finishes_on_publish
+        self._acknowledges = acknowledges
         self._record = record
         self._members = Membership(num_workers)
         self._updates = Updates(channel, source, self._members, timeout, on_request=on_request, record=record)
@@ -72,7 +72,7 @@ class Sender:
         fork_aware.add(self)
         self._finders = TensorFinders(source.weights)  # one for each kind of argument that `send` was given so far
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
-        self._last_fast_report: SyncReport | None = None  # its version is not noted in `_members` yet
+        self._last_fast_report: SyncReport | None = None  # `_disable_fast` records its version in `_members`
 
     @property
     def version(self) -> int:
@@ -116,7 +116,8 @@ class Sender:
         with self.exclusive():
             everyone, update = range(self.num_workers), None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
-                update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)  # sent as they connect
+                # queued until the workers connect
+                update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)
             elif self.source.weights is not None:
                 self._updates.define_layout(None)  # workers check it as they connect; the first send brings weights
             deadline = update.deadline if update else deadline_in(self.timeout)
@@ -135,14 +136,14 @@ class Sender:
         try:
             while not self._lock.acquire(timeout=_PATIENCE):
                 self.channel.give_up(worker)
-            with self.exclusive():
+            with self.exclusive():  # takes the lock again: it also disables the fast path
                 self.channel.disconnect(worker)
                 self._updates.unawaited.stop_waiting_for([worker])
                 self._members.remove([worker])
         finally:
             try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
                 self._lock.release()
-            except RuntimeError:  # it was not acquired
+            except RuntimeError:  # a signal handler has raised in acquire()
                 pass
 
     def readmit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
@@ -158,11 +159,10 @@ class Sender:
         """
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            # None: the worker is not connected yet. 0: it is connected, and has no version to acknowledge. Otherwise:
-            # the version that it was given when it connected, and has not acknowledged yet.
+            # None: not connected yet. 0: it owes no answer. Else the version that it was given, and has not answered.
             early_version = self.channel.pop_early_join(worker, sentinel)
             expected = self._members.expected_version.get(worker, 0)
-            # The answer to a version that was sent after it connected is awaited by that `send`, or by `wait`.
+            # 0 after an early join if a newer version was sent since: that `send`, or `wait`, waits for the answer.
             unanswered = expected if early_version in (None, expected) else 0
             try:
                 if early_version is None:
@@ -222,7 +222,7 @@ class Sender:
                 return None
             workers, absent = self._members.recipients(worker_ids)
             rest = updates.rest_of_model(worker_ids) if partial else None
-            acknowledge = not self._finishes_on_publish
+            acknowledge = self._acknowledges
             report = updates.finish(updates.publish(weights, workers, absent, acknowledge=acknowledge, rest=rest))
             if worker_ids is None and not partial:
                 self._enable_fast(weights)
@@ -248,7 +248,7 @@ class Sender:
             return
         if self._updates.unawaited.updates or members.absent or members.extra_states:
             return
-        fast = channel.fast_calls(acknowledge=not self._finishes_on_publish)
+        fast = channel.fast_calls(acknowledge=self._acknowledges)
         finder = None if fast is None else self.source.finder(weights, layout)
         if finder is not None:
             self._finders.add(weights, finder)
@@ -261,10 +261,10 @@ class Sender:
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
         self._members.note_sent(version, ((workers, b""),))  # b"": the fast path is for models without extra state
         fast.complete(unfinished, version)
-        if self._finishes_on_publish:
-            self._updates.acks.raise_failures(workers, version)
-        else:
+        if self._acknowledges:
             self._updates.acks.require(workers, version, deadline_in(left))
+        else:
+            self._updates.acks.raise_failures(workers, version)
         return unfinished.report_after(time.perf_counter() - began)
 
     def _disable_fast(self) -> None:
@@ -281,7 +281,7 @@ class Sender:
             NotConnected: this process is a forked child of the one that made the sender.
         """
         if self._in_forked_child:
-            raise in_forked_child()
+            raise forked_child_error()
         with self._lock:
             self._disable_fast()
             yield

@@ -50,8 +50,8 @@ class TransportBackend(Protocol):
 
         Called once per connection, before any ``send_weights``, in a dedicated thread of the trainer (another thread
         calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it raises anything,
-        the worker is not connected: ``connect`` in the trainer raises ``WorkerFailed``; ``WorkerDied`` if the error was
-        ``NotConnected``, and ``SyncTimeout`` if it was that. Each names the worker and the error. If the call has not
+        the worker is not connected: ``connect`` in the trainer raises ``WorkerFailed`` (after a ``NotConnected``:
+        ``WorkerDied``; after a ``SyncTimeout``: the same), which names the worker and the error. If the call has not
         returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
         """
 
@@ -85,9 +85,9 @@ class TransportBackend(Protocol):
         """Send one version to the worker.
 
         Each worker has one thread in the trainer that makes these calls, one at a time, once per update. An update that
-        is replaced by a newer one while it waits is never sent. May block until the worker receives. If it
-        has not returned by the deadline of the update, ``close()`` is called, if the transport has such a method, and
-        the worker is disconnected.
+        is replaced by a newer one while it waits is never sent. May block until the worker receives. If a
+        call of the scheme waits for the update, and this method has not returned by its deadline, ``close()`` is
+        called, if the transport has such a method, and the worker is disconnected.
 
         Raise ``ConnectionError`` (such as ``BrokenPipeError``) if nothing can be sent to this worker any more: it is
         then disconnected, and named in a ``WorkerDied`` in the trainer. After any other error the worker stays
@@ -166,11 +166,10 @@ class FlatTransport(Protocol):
 
     It needs no methods of ``TransportBackend``, except for standalone use (without a scheme).
 
-    Attributes:
+    Attributes (set before ``connect`` is called):
         device: the device on which the packed buffers have to be.
         receives_ahead: whether a worker calls ``begin_receive`` for the next version without waiting for the sender's
-            message: as soon as it has acknowledged the last version (for the first one: once it knows the layout). Both
-            attributes exist before ``connect`` is called.
+            message: as soon as it has acknowledged the last version (for the first one: once it knows the layout).
     """
 
     device: torch.device
@@ -204,10 +203,9 @@ class FlatTransport(Protocol):
 
         Args:
             flat: ``uint8[nbytes]``; unchanged until the worker has answered.
-            transfers: an empty list, to which the transfer is appended. It is not returned, because a signal handler
-                (Ctrl-C) may raise before the caller has stored the result, and the transfer would be begun twice. For
-                the same reason, begin and append in one call into C, which no signal handler interrupts:
-                ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``.
+            transfers: an empty list, to which the transfer is appended. Begin and append in one call into C, as by
+                ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``: between two steps, or before the caller
+                has stored a result, a signal handler (Ctrl-C) may raise, and the transfer would be begun twice.
 
         Raises:
             RuntimeError: the connection has broken: the scheme then treats the worker as dead.

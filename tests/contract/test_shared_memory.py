@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import Multiprocess, SharedMemory, SharedMemoryPublished
+from backends import MIB, Multiprocess, SharedMemory, SharedMemoryPublished, no_file_beyond
 from striking import struck_at
 from tensordict import TensorDict
 from torch import nn
@@ -23,7 +23,7 @@ import wsync
 from wsync.sending.channel import SenderSideChannel
 from wsync.testing import WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import Small, fill
+from wsync.testing.models import Large, Small, fill
 from wsync.testing.updates import TwoProducts, TwoReads
 from wsync.weights.packing import Buffer
 
@@ -151,6 +151,24 @@ def test_slots_per_worker(shared: SharedMemory) -> None:
             assert session.outputs() == [value, value * 10]
         session.send(3)
         assert session.outputs() == [3, 3]
+
+
+def test_a_smaller_model_after_one_for_which_there_was_memory_in_part(shared: SharedMemory) -> None:
+    def slot_bytes() -> int:
+        files = (link for link in Path("/proc/self/fd").iterdir() if "memfd:wsync-" in str(link.resolve()))
+        return sum(512 * file.stat().st_blocks for file in files)
+
+    with shared.pool.group(1) as workers, shared.make_scheme() as scheme:
+        scheme.init_on_sender("policy", num_workers=1)
+        before = slot_bytes()
+        with no_file_beyond(48 * MIB), pytest.raises(wsync.WeightSyncError, match="no shared memory left"):
+            scheme.connect(weights=fill(Large(), 1))  # one slot of 32 MiB fits, and two are needed
+        workers[0].start(commands.join, scheme, Small, 0, "policy")
+        scheme.connect(weights=fill(Small(), 2))
+        workers.results()
+        assert workers.call(commands.output) == [[2.0] * 4]
+        assert slot_bytes() - before < MIB
+        workers.call(commands.shutdown)
 
 
 def test_published_buffers_can_be_shared_by_the_trainer(shared: SharedMemory) -> None:

@@ -96,12 +96,10 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         store = VersionStore(self._folder(model_id), self.keep, self.durable)
         newest = store.open_for_writing()
         channel = StoreSendChannel(store, num_workers, delta_of(self.send_transform))
-        sender = Sender(
-            channel, source, num_workers, self.timeout, finishes_on_publish=True, record=self.metrics.record
-        )
+        sender = Sender(channel, source, num_workers, self.timeout, acknowledges=False, record=self.metrics.record)
         sender.continue_from(newest)
         self._first_version, self._begins_with_weights = newest + 1, source.weights is not None
-        self._sent_model_id = model_id
+        self._sender_model_id = model_id
         return sender
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:

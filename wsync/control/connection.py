@@ -15,6 +15,7 @@ import select
 import socket
 import struct
 import weakref
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -26,10 +27,12 @@ from wsync.control.tcp_watch import tcp_watch
 from wsync.deadlines import NOW, wait_readable
 from wsync.errors import NotConnected
 
-# SO_RCVTIMEO, SO_SNDTIMEO: after 5 s without progress a receive fails, and a send tries again.
+# SO_RCVTIMEO, SO_SNDTIMEO: after 5 s without progress ``receive`` fails, and the outbox tries again to send.
 STALL_TIMEOUT = struct.pack("ll", 5, 0)
 _MAX_PAYLOAD = 1 << 30  # bytes
 _CHUNK = 1 << 20  # bytes; payloads are read in chunks, so that a false length in a header does not allocate memory
+# As plain numbers: Python code computes the union of two flags.
+_WAIT, _NO_WAIT = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _FD_SPACE = socket.CMSG_SPACE(4 * 4)  # for four descriptors
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 4),  # seconds without data before the first probe
@@ -55,7 +58,7 @@ class Connection:
     and afterwards the receiver thread.
 
     The compiled fast path sends and receives whole messages on the socket (``fileno()``) itself: on the sender under
-    the sender's lock; in a worker the receiver thread receives, and the thread that installs answers, in the gate.
+    the sender's lock; in a worker the receiver thread receives, and the installing thread answers inside the gate.
 
     Args:
         sock: connected; owned by this object.
@@ -156,7 +159,7 @@ class Connection:
             raise
 
     def interrupt(self) -> None:
-        """End the connection as if the peer had disconnected: ``receive`` returns None. Any thread may call it."""
+        """End the connection as if the peer had disconnected: what has arrived can be read. Any thread may call it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -176,9 +179,10 @@ class Connection:
 
     def _send_some(self, data: memoryview | bytes, fds: Sequence[int], *, wait: bool) -> int:
         """Send what the socket has room for, see ``Outbox``; with ``wait``, wait for room until the stall timeout."""
-        flags = socket.MSG_NOSIGNAL | (0 if wait else socket.MSG_DONTWAIT)
+        flags = _WAIT if wait else _NO_WAIT
         try:
-            return socket.send_fds(self._socket, [data], list(fds), flags) if fds else self._socket.send(data, flags)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+            return self._socket.sendmsg([data], rights, flags)  # socket.send_fds() ignores its flags
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -258,8 +262,10 @@ class Connection:
     def attach(self, handler: MessageHandler) -> None:
         """In a worker: from now on ``handler.on_readable()`` is called for each message, and when the peer exits.
 
-        It is called by the process's receiver thread.
+        It is called by the process's receiver thread. ConnectionError: this side was closed.
         """
+        if self.fileno() < 0:
+            raise ConnectionError("this connection was closed")
         receiver_thread().register(handler, self.fileno(), self.descriptors)
 
     def detach(self, handler: MessageHandler) -> None:

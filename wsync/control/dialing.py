@@ -66,8 +66,9 @@ def _open_socket(address: Address, deadline: float | None) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         left = milliseconds(deadline)
-        send_timeout = (0, 0) if left is None else divmod(max(1, int(left)) * 1000, 1_000_000)  # (0, 0): no limit
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *send_timeout))
+        # (seconds, microseconds); (0, 0): no limit
+        limit = (0, 0) if left is None else divmod(max(1, int(left)) * 1000, 1_000_000)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *limit))
         sock.connect(b"\0" + str(address.port).encode())
     except BaseException:
         sock.close()

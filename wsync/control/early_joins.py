@@ -25,7 +25,7 @@ class EarlyJoins:
         self._connected_at: dict[int, float] = {}  # of all workers, on the clock of start times in /proc
 
     def note_connection(self, worker: int, version: int | None) -> None:
-        """Record that a worker connects now, and its ``version`` as ``add`` does; None for one that is awaited."""
+        """Record that a worker connects now. For ``version`` see ``add``; None if the worker is awaited."""
         self._connected_at[worker] = time.clock_gettime(time.CLOCK_BOOTTIME)
         if version is not None:
             self.add(worker, version)
@@ -67,4 +67,6 @@ def _cannot_be(sentinel: int, connected_at: float) -> bool:
         stat = Path(f"/proc/{int(fields['Pid'])}/stat").read_text()
     except (KeyError, OSError):  # no pidfd; or the process ends now
         return False
-    return int(stat.rsplit(")", 1)[1].split()[19]) / _TICKS > connected_at  # field 22, see proc(5): rounded down
+    return (
+        int(stat.rsplit(")", 1)[1].split()[19]) / _TICKS > connected_at
+    )  # starttime in proc(5), rounded down: never too late

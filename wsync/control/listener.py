@@ -2,7 +2,7 @@
 
 The listener never blocks on an unauthenticated connection: it reads an attempt only when data has arrived. Until its
 credentials are checked, an attempt costs one descriptor and at most a kilobyte. It is closed if its credentials are
-invalid, if it is the oldest of more than 64, or by the first ``accept`` that finds it older than five seconds.
+invalid, if it is the oldest of more than 64, or by an ``accept`` that finds no connection, after five seconds.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class PeerProcess:
         identity: the other process's ``own_identity()``; empty if it is not known.
 
     Attributes:
-        pid: its process id; -1 if it has none here: it runs on another machine or in another PID namespace.
+        pid: its process id; -1 if it is not known, or runs on another machine or in another PID namespace.
         descriptors: its pidfd, readable once the process has exited; an eventfd that is readable at once, if it had
             exited before this object was made. Empty if it runs elsewhere, without pidfds, and after ``close``.
 
@@ -89,7 +89,7 @@ def peer_of(sock: socket.socket, identity: bytes) -> PeerProcess:
     """
     if sock.family != socket.AF_UNIX:
         return PeerProcess(identity)
-    pid, uid, _ = struct.unpack("iii", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.getuid():
         raise PermissionError("the peer process belongs to another user")
     return PeerProcess.of_pid(pid)

@@ -12,7 +12,7 @@ from wsync.deadlines import remaining
 
 _CHUNK = 1 << 20  # bytes that are sent at once
 _DROP_FROM = 1000  # with this many messages queued, a message that may be dropped is dropped
-_SENT_WHOLE = 4096  # bytes; a shorter message is sent whole or not at all
+_SENT_WHOLE = 4096  # bytes; the kernel accepts a shorter message whole or not at all, but for a nearly full TCP buffer
 
 
 class Send(Protocol):
@@ -62,7 +62,7 @@ class Outbox:
             if self._error is not None:
                 raise self._error
             if self._putting:
-                raise ConnectionError("this thread is sending another message")
+                raise ConnectionError("a signal handler or a finalizer has called put() inside put()")
             self._putting = True
             try:
                 self._put(data, fds, may_drop)
@@ -82,7 +82,7 @@ class Outbox:
                 self.busy = True  # before start(), in which a signal handler may raise while the thread begins to send
             except ConnectionError:
                 raise
-            except BaseException:  # a signal handler raised: half a message may be in the socket, or wait
+            except BaseException:  # a signal handler raised: a part may be sent, or be queued without a thread
                 if len(data) > _SENT_WHOLE or self._waiting:
                     self._error = ConnectionError("the sending of an earlier message was interrupted")
                 raise

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
@@ -33,6 +34,26 @@ id of a process on this machine. It is refused if it is such a descriptor and al
 Processes = Sequence[Process] | Mapping[int, Process]
 """Those of all workers, in the order of their indices; or ``{worker_idx: process}`` of some."""
 
+
+@dataclass(frozen=True)
+class _ProcessId:
+    """A process of which only the id is known."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class _Sentinel:
+    """A process of which only a sentinel is known."""
+
+    descriptor: int
+
+    def fileno(self) -> int:
+        """See ``HasFileno``."""
+        return self.descriptor
+
+
+_Known = BaseProcess | subprocess.Popen[Any] | HasFileno | _ProcessId
 _EXIT_CODE_TIMEOUT = 1.0  # seconds to wait for the exit code of a process that has ended: some milliseconds are usual
 
 
@@ -86,14 +107,14 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
     return dict(enumerate(processes))
 
 
-def _as_process(worker: int, process: Process) -> Process:
-    """Return ``process``; for a sentinel or id, its ``multiprocessing.Process`` if there is one: it has the exit code.
+def _as_process(worker: int, process: Process) -> _Known:
+    """Return ``process``; for a sentinel or id, its ``multiprocessing.Process`` if there is one, for its exit code.
 
     The id of a direct child is returned as it is: its exit code is read by a pidfd. A ``Popen`` that this process has
     inherited by a fork is replaced by its id: its ``poll()`` would return 0 while it runs.
     """
     if isinstance(process, subprocess.Popen) and process.returncode is None and not _is_child(process.pid):
-        return process.pid
+        return _ProcessId(process.pid)
     if isinstance(process, BaseProcess | subprocess.Popen | HasFileno):
         return process
     if not isinstance(process, Integral) or isinstance(process, bool):
@@ -109,11 +130,11 @@ def _as_process(worker: int, process: Process) -> Process:
             "Popen object, or one with a fileno() method, instead"
         )
     if is_child:  # active_children() below would reap it if it has ended
-        return number
+        return _ProcessId(number)
     for child in multiprocessing.active_children():
         if number == (child.sentinel if is_open else child.pid):
             return child
-    return number
+    return _Sentinel(number) if is_open else _ProcessId(number)
 
 
 def _may_be_sentinel(descriptor: int) -> bool:
@@ -134,19 +155,17 @@ def _is_child(pid: int) -> bool:
     return True
 
 
-def _sentinel(worker: int, process: Process, opened: ExitStack) -> int:
+def _sentinel(worker: int, process: _Known, opened: ExitStack) -> int:
     """Return a descriptor that is readable when ``process`` has ended; ``opened`` closes it if it was made here."""
     if isinstance(process, BaseProcess | subprocess.Popen):
         if process.pid is None:
             raise ValueError(f"the process of worker {worker} has not been started: call its start() before connect()")
         # Not Process.sentinel: that is a pipe, which a child of the worker may keep open after the worker has ended.
         ended, pid = _exit_code(process) is not None, process.pid
-    elif isinstance(process, HasFileno):
-        return process.fileno()
-    elif _may_be_sentinel(process):
-        return process
+    elif isinstance(process, _ProcessId):
+        ended, pid = False, process.pid
     else:
-        ended, pid = False, process
+        return process.fileno()
     descriptor = _ended_descriptor() if ended else _open_pidfd(worker, pid)
     opened.callback(os.close, descriptor)
     return descriptor
@@ -172,11 +191,10 @@ def _exit_code(process: BaseProcess | subprocess.Popen[Any]) -> int | None:
     return process.exitcode if isinstance(process, BaseProcess) else process.poll()
 
 
-def _describe_end(process: Process, sentinel: int) -> str:
+def _describe_end(process: _Known, sentinel: int) -> str:
     """Return how a process has ended, as far as it can be known here; or that it is still running."""
-    if isinstance(process, int | HasFileno):
-        by_id = isinstance(process, int) and process != sentinel
-        name = f"process {process}" if by_id else f"descriptor {sentinel}"
+    if isinstance(process, _ProcessId | HasFileno):
+        name = f"process {process.pid}" if isinstance(process, _ProcessId) else f"descriptor {sentinel}"
         code = _exit_code_by_pidfd(sentinel)
     else:
         name, code = f"process {process.pid}", _exit_code(process)

@@ -63,7 +63,7 @@ class ReceiverThread:
                 except RuntimeError:  # the limit of threads
                     os.close(wake)
                     raise
-                self._wake, self._thread = wake, thread  # an earlier thread ends: it is not ``_thread`` any more
+                self._wake, self._thread = wake, thread  # a former thread that is still running ends by itself
             self._handlers.update(dict.fromkeys(descriptors, (handler, socket_fd)))
             os.eventfd_write(self._wake, 1)
 
@@ -71,20 +71,15 @@ class ReceiverThread:
         """Stop calling ``handler``. On return the handler is not running, unless the handler itself called this."""
         with self._lock:
             self._handlers = {fd: other for fd, other in self._handlers.items() if other[0] is not handler}
-            thread = self._thread
-            if thread is None:
-                return
-            last = not self._handlers
-            if last:
-                self._thread = None
-            os.eventfd_write(self._wake, 1)
-        if thread is threading.current_thread():
-            return
-        if last:
+            thread, last = self._thread, not self._handlers
+            if thread is not None:
+                if last:
+                    self._thread = None
+                os.eventfd_write(self._wake, 1)
+        with self._calling:  # wait for a running handler
+            pass
+        if thread is not None and last and thread is not threading.current_thread():
             thread.join()
-        else:
-            with self._calling:  # wait for a running handler
-                return
 
     @without_forward()
     def _run(self, wake: int) -> None:
@@ -123,8 +118,8 @@ class ReceiverThread:
                         _shut_down(socket_fd)
                 elif self._call(handler, socket_fd):
                     continue
-                # If the connection has ended, stop watching its socket and its pidfd. If only the pidfd was readable,
-                # stop watching that one.
+                # The connection has ended: stop watching its socket and its pidfd. Or its pidfd is readable: stop
+                # watching that alone, because the end of the stream has to be read.
                 with self._lock:
                     finished = [fd for fd, one in handlers.items() if fd == descriptor or one == (handler, descriptor)]
                     for fd in finished:

@@ -33,8 +33,8 @@ class SenderSettings:
 
     Attributes:
         layout: the layout of the weights (its fields: see ``Layout``); None until the sender has some.
-        checksum: which updates have a checksum. True: all. None: those that transports send, not those in the arena.
-            False: none, except that those of a ``TransportBackend`` always have one.
+        checksum: which updates have a checksum. True: all. None: all but those in the arena. False: only those of a
+            ``TransportBackend``.
         num_workers: the number of workers.
         connection_number: how many connections were accepted with this index, this one included; 0 where it is not
             used.

@@ -83,7 +83,7 @@ class TcpWatch:
             except OSError:  # it has been closed
                 continue
             self._silent_checks[sock] = checks = checks + 1 if info[_RETRANSMITS] or info[_PROBES] else 0
-            # Whether the peer's kernel has answered after the first of these checks.
+            # Since the first of the last `_CHECKS` checks.
             answered_since = info[_LAST_ACK] < 1000 * _INTERVAL * (_CHECKS - 1)
             if checks >= _CHECKS and not answered_since:
                 with suppress(OSError):  # the connection has ended

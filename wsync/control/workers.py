@@ -79,9 +79,9 @@ class WorkerConnections:
         ``sentinels``: ``{worker: descriptor}``, readable once the worker's process has exited.
 
         Raises:
-            SyncTimeout: names the workers that did not connect.
+            NotConnected, SyncTimeout: this object was closed; or workers, which are named, did not connect in time.
             WorkerDied: a worker's process exited first, or a worker died after it had connected.
-            Exception: of ``on_accepted`` for one of ``workers``; for another worker, it is logged.
+            Exception: of ``on_accepted`` for one of ``workers`` (for another worker, it is logged); or of the listener.
         """
         self.process_arrived_messages()  # notices deaths, so that replacements are accepted
         for worker in workers:
@@ -99,7 +99,7 @@ class WorkerConnections:
                 self.read(NOW)
             if self._listener.fileno() in ready:
                 missing.discard(self._accept(workers, deadline))
-            # A dead worker that has answered is left out: wait_acks reports its answer, usually a traceback, instead.
+            # Without those that answered before they died: wait_acks reports the answer, usually a traceback.
             ended = set(workers) - {*missing, *self._connections, *self._answers}
             gone = {one: death.error for one, death in self._deaths.copy().items() if one in ended}
             if gone:
@@ -148,7 +148,8 @@ class WorkerConnections:
             try:
                 connection.send(accepted)
             except ConnectionError:  # it has disconnected: treated as never connected
-                return self._undo_join(worker, death)
+                self._undo_join(worker, death)
+                return -1
             self._joined.add(worker)
             self._early_joins.note_connection(worker, None if worker in awaited else accepted.version)
             _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer_name)
@@ -162,11 +163,10 @@ class WorkerConnections:
             return -1
         return worker
 
-    def _undo_join(self, worker: int, death: Ack | None) -> int:
+    def _undo_join(self, worker: int, death: Ack | None) -> None:
         if death is not None:
             self._deaths.setdefault(worker, death)
         self.disconnect(worker)
-        return -1
 
     def disconnect(self, worker: int) -> None:
         """Close the connection to a worker; later messages from it are ignored. Idempotent."""
@@ -205,7 +205,7 @@ class WorkerConnections:
             with suppress(ConnectionError):
                 connection.send(message, may_drop=may_drop)
 
-    def record(self, ack: Ack) -> None:
+    def store(self, ack: Ack) -> None:
         """Store an acknowledgement or a death that did not come through ``read``, e.g. a failed transfer."""
         (self._deaths if ack.died else self._answers)[ack.worker] = ack
 
@@ -246,7 +246,7 @@ class WorkerConnections:
     def read(self, deadline: float | None) -> bool:
         """Wait for messages and process one of each worker that has sent any; False at the deadline.
 
-        A callback may call this again. That call goes on with the messages that have not been processed yet.
+        A callback may call this again: the inner call then processes the messages that are left.
         """
         self._ready = self._ready or {fd for fd, _ in self._poll.poll(milliseconds(deadline))}
         if not self._ready:
@@ -255,7 +255,7 @@ class WorkerConnections:
             while self._ready:
                 self._process(self._ready.pop())
         finally:
-            # After an error of a callback, the next call polls anew: until then a fast update may read these sockets.
+            # After an error of a callback, a fast update may read these sockets: the next call has to poll anew.
             self._ready.clear()
         return True
 
@@ -280,7 +280,7 @@ class WorkerConnections:
         if message is None or message.kind not in _EXPECTED_KINDS:
             return self.mark_dead(worker, why_ended(connection.peer_name, message))
         known = self._answers.get(worker)
-        if message.kind in _ANSWERS and (known is None or known.version <= message.version):  # not a repeated answer
+        if message.kind in _ANSWERS and (known is None or known.version <= message.version):  # not an older answer
             error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
             self._answers[worker] = Ack(worker, message.version, error, wait=message.wait, apply=message.apply)
         self._callbacks.on_message(worker, message)
@@ -290,7 +290,7 @@ class WorkerConnections:
         with ExitStack() as steps:  # all are done, even if a signal handler raises in one
             steps.callback(self._listener.close)
             steps.callback(self._callback_of.clear)
-            for worker in list(self._connections):  # dead: a signal handler may close this object during a wait
+            for worker in list(self._connections):  # mark_dead ends a wait, if a signal handler calls this in it
                 steps.callback(self.mark_dead, worker, "the scheme was shut down")
                 if finished:
                     self.send(worker, Message(Kind.LEAVE, worker, 1))

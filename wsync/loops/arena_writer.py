@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from wsync.errors import SyncTimeout, in_forked_child
+from wsync.errors import SyncTimeout, forked_child_error
 from wsync.fast_path import FastUpdate
 from wsync.loops.pack_plan import PackPlan
 from wsync.loops.words import (
@@ -57,7 +57,7 @@ class ArenaWriter:
 
     def _require_creator(self) -> None:
         if os.getpid() != self._creator:
-            raise in_forked_child()
+            raise forked_child_error()
 
     def _block(self, worker: int) -> Block:
         if not 0 <= worker < len(self._blocks):

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import Any
 
 from wsync.deadlines import deadline_in, remaining
-from wsync.errors import NotConnected, in_forked_child
+from wsync.errors import NotConnected, forked_child_error
 from wsync.gate import process_gate, without_forward
 from wsync.loops.worker_slot import SlotUpdater
 from wsync.receiving.protocols import ReadsStore, ReceiveChannel
@@ -127,7 +127,7 @@ class VersionState:
             NotConnected: it is a forked child of the one that has.
         """
         if self.in_forked_child:
-            raise in_forked_child()
+            raise forked_child_error()
 
     @property
     def closed(self) -> bool:

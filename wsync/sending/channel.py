@@ -160,7 +160,7 @@ class SenderSideChannel:
                 return self._locked(calls) if calls is not None and beside_thread else calls
             if not acknowledge:
                 return None
-            return transport_fast_calls(self, num_workers, self._connections.record)
+            return transport_fast_calls(self, num_workers, self._connections.store)
 
     def _locked(self, calls: FastCalls) -> FastCalls:
         """Return ``calls`` for use beside the send-loop thread, which may disconnect a worker between two updates."""

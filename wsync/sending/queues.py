@@ -210,6 +210,6 @@ class WorkerQueue:
             return
         version = self.current.update.version
         _log.debug("worker %d: send_weights of version %d failed", self.worker, version)
-        self._connections.record(Ack(self.worker, version, error=f"its transport could not send:\n{self.failure}"))
+        self._connections.store(Ack(self.worker, version, error=f"its transport could not send:\n{self.failure}"))
         self.current = None
         self.advance()

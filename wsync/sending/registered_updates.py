@@ -54,7 +54,7 @@ class RegisteredUpdates:
         """
         registered = self._source.shared_buffers
         if registered is not None:
-            update.must_copy = len(packed) > 1 or not registered.holds(layout, packed[0])
+            update.must_copy = len(packed) > 1 or not registered.matches(layout, packed[0])
         elif self._is_everyone(recipients):
             update.write_registered = self._source.registered_writer(weights)
 
@@ -64,7 +64,7 @@ class RegisteredUpdates:
     def announce(self, update: InFlight) -> None:
         """If an update was packed from the buffers, record its version there. Called before it is published."""
         if self._source.shared_buffers is not None and not update.must_copy:
-            self._source.shared_buffers.announce(update.version)
+            self._source.shared_buffers.set_version(update.version)
 
     def on_published(self, update: InFlight) -> None:
         """Write buffers outside shared memory; those in it lack the update from now on."""

@@ -97,7 +97,7 @@ class Slots:
         try:
             wake = self.arena.writer.publish(worker, version, slot, acknowledge, _MUTEX_TIMEOUT)
         except SyncTimeout as error:
-            self._connections.record(Ack(worker, version, error=f"could not be pointed to the update: {error}"))
+            self._connections.store(Ack(worker, version, error=f"could not be pointed to the update: {error}"))
             return
         if acknowledge or wake:
             self._connections.send(worker, Message(Kind.UPDATE, worker, version), may_drop=True)
@@ -153,7 +153,7 @@ class Slots:
             self.point(worker, version, unfinished.slot, acknowledge)
         for worker, answered in enumerate(unfinished.answered):
             if answered:
-                self._connections.record(Ack(worker, version))
+                self._connections.store(Ack(worker, version))
 
     def published_views(self) -> list[Sequence[Tensor]]:
         """Return each slot that workers are pointed to, as new tensors."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from wsync.deadlines import deadline_in
-from wsync.errors import in_forked_child
+from wsync.errors import forked_child_error
 from wsync.fast_path import FastCalls
 from wsync.loops import TensorTree
 from wsync.sending.in_flight import InFlight
@@ -40,7 +40,7 @@ def transport_fast_calls(channel: SendChannel, num_workers: int, record: Callabl
             return None
         found = tensors if isinstance(tensors, list) else tensors.tensors()
         if os.getpid() != process:
-            raise in_forked_child()
+            raise forked_child_error()
         extracted = time.perf_counter()
         deadline = deadline_in(timeout)
         buffer = channel.reserve(everyone, deadline)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from wsync.deadlines import deadline_in
-from wsync.errors import WorkerError, in_forked_child
+from wsync.errors import WorkerError, forked_child_error
 from wsync.sending.acknowledgements import Acknowledgements
 from wsync.sending.in_flight import InFlight
 from wsync.sending.membership import Membership
@@ -175,7 +175,7 @@ class Updates:
                     waited, packing = waited + reserved - before, packing + time.perf_counter() - reserved
                 del part
             if os.getpid() != self._process:
-                raise in_forked_child()
+                raise forked_child_error()
             update = InFlight(
                 version=self.version + 1,
                 workers=workers,

@@ -44,9 +44,8 @@ How long a worker uses a slot depends on how its model takes the weights:
   finishes the stores when it is continued. They are harmless: the sender ignores the words of an index without a
   worker; and the replacement's first forward, which has to wait for the mutex, overwrites them. Until then they may
   keep the sender from reusing the slots that they name.
-- *An install has failed, and the model is bound to a slot that it does not hold.* A model with
-  installs that may fail holds its slot (see above). An install of any other model fails only if its structure was
-  changed in the worker.
+- *The structure of a model that does not hold its slot was changed in the worker, so that an install has failed.* The
+  model stays bound to the older slot. (Models with installs that may fail otherwise hold their slots, see above.)
 
 As soon as the worker finds out, at the beginning or the end of a forward, it copies its model to memory of its own.
 Then it reads the slot's version word. The sender sets that word to 0 before it writes the slot, and a version is never
@@ -74,13 +73,13 @@ from wsync.checksum import checksum_of, find_damage
 from wsync.errors import WeightSyncError
 from wsync.loops import ArenaWriter, PackPlan
 from wsync.loops.words import (
+    BLOCK,
     MAX_SLOTS,
     NONE,
     PUBLISHED,
     SLOT_CHECKSUM,
     SLOT_EXTRA_SIZE,
     SLOT_VERSION,
-    Block,
     record_at,
     version_in,
     words_of_arena,
@@ -141,7 +140,7 @@ class Arena:
         self._slot_size = whole_pages(layout.nbytes)
 
     def buffer(self, slot: int) -> Buffer:
-        """Return the ``Buffer`` of a slot, the same for all callers; the first call maps the slot.
+        """Return the ``Buffer`` of a slot, the same for all callers. The first call maps it, and those before it.
 
         The slot is mapped again if PyTorch has moved its tensors, as it does if the worker puts the model that is bound
         to them into shared memory (``share_memory()``).
@@ -197,10 +196,9 @@ class Arena:
 class SenderArena(Arena):
     """The sender's arena, which it creates. Its workers open it.
 
-    It is used under the channel's lock, with two exceptions. The function that ``ArenaWriter.fast_update`` returns is
-    called under the sender's lock alone while no send-loop thread runs, under both locks otherwise. And a thread that
-    has the sender's lock alone may call ``published_slots`` and read those slots, because no other thread writes slots
-    meanwhile.
+    It is used under the channel's lock. In two cases the sender's lock is enough: for a fast update (the function that
+    ``ArenaWriter.fast_update`` returns) while no send-loop thread runs; and for ``published_slots`` and reads of those
+    slots, because slots are written only by a thread with the sender's lock.
 
     Args:
         num_workers: the number of workers.
@@ -220,6 +218,11 @@ class SenderArena(Arena):
             self.writer = ArenaWriter(self.words, num_workers)
             self.writer.initialise()
             opened.pop_all()  # ``close`` closes them
+
+    def set_layout(self, layout: Layout) -> None:
+        """See ``Arena``. Frees the slots of an earlier layout, for all of which there was no memory."""
+        super().set_layout(layout)
+        os.ftruncate(self.fds[0], self._slots_offset)
 
     @property
     def handle(self) -> tuple[int, int, int, str]:
@@ -273,7 +276,7 @@ class WorkerArena(Arena):
 
     def published_version(self, worker: int) -> int:
         """Return the version that a worker's published word names; 0 for none. Needs no lock: it reads one word."""
-        return version_in(Block(self.words, worker)[PUBLISHED])
+        return version_in(self.words[worker * BLOCK + PUBLISHED])
 
     def slot_version(self, slot: int) -> int:
         """Return the version of the weights in a slot; 0 while the sender writes to it."""

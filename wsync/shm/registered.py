@@ -1,10 +1,10 @@
 """The user's own tensors in shared memory, to which workers bind their models.
 
-A model is bound to them while their content is the version that the model has. Otherwise (an update was sent from other
-weights, and is not copied into them yet) the model is bound to a slot.
-
 The *registered weights* are those given to ``SharedMemWeightSyncScheme`` by ``register_shared_weights``, or as its
-``policy_weights``. They lie in memory files (``share_memory_()``, ``memmap_()``); if they do not, workers are not bound
+``policy_weights``. A model is bound to them while they have the model's version; otherwise (an update was sent from
+other weights, and is not copied into them yet) it is bound to a slot.
+
+They lie in memory files (``share_memory_()``, ``memmap_()``); if they do not, workers are not bound
 to them. The arena's second file records their location, after the extra states::
 
     page   one word: the version of the registered weights
@@ -80,7 +80,7 @@ def _open(mapping: _Mapping) -> int | None:
 
 
 class RegisteredWeights:
-    """The sender's end. Made by ``init_on_sender``; afterwards called under the sender's lock: see ``SenderArena``.
+    """The sender's end. Made by ``init_on_sender``; then called under the sender's lock, except ``close``.
 
     Args:
         arena: the arena of the sender.
@@ -133,7 +133,7 @@ class RegisteredWeights:
         known = [[list(file), fd] for file, fd in files.items()]
         return {"pid": os.getpid(), "files": known, "tensors": places}
 
-    def holds(self, layout: Layout, tensors: Sequence[Tensor]) -> bool:
+    def matches(self, layout: Layout, tensors: Sequence[Tensor]) -> bool:
         """Whether ``tensors``, in the order of ``layout``, are the registered ones."""
         own = [self._tensors.get(name) for name in layout.names]
         return all(
@@ -142,7 +142,7 @@ class RegisteredWeights:
             for one, tensor in zip(own, tensors, strict=True)
         )
 
-    def announce(self, version: int) -> None:
+    def set_version(self, version: int) -> None:
         """Record that the registered weights have ``version``: workers may bind their models to them."""
         self._word[0] = version
 
@@ -159,9 +159,9 @@ class RegisteredWeights:
             for name, view in zip(names, self._arena.views(slots[0]), strict=True)
             if name in self._tensors
         ]
-        self.announce(0)  # a disconnected worker copies the registered weights, and then reads this word
+        self.set_version(0)  # a disconnected worker copies the registered weights, and then reads this word
         copy_all([own for own, _ in pairs], [view for _, view in pairs])
-        self.announce(version)
+        self.set_version(version)
         return True
 
     def close(self) -> None:

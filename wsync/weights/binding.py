@@ -161,8 +161,8 @@ class Binding:
         self._index = index
         self._places = list(index.places.values())
         self._tensors = [where[key] for where, key in self._places]
-        tree = index.tree(list(index.places))
-        self.installer = loops.Installer(tree, tuple(self._tensors), tuple(self._bound), tuple(self._copied))
+        self._tree = index.tree(list(index.places))
+        self.installer = loops.Installer(self._tree, tuple(self._tensors), tuple(self._bound), tuple(self._copied))
 
     @property
     def may_refuse(self) -> bool:
@@ -215,8 +215,8 @@ class Binding:
         self._layout.require_same_values(self._agree, self._own, views)
 
     def _is_current(self) -> bool:
-        now = [where.get(key) for where, key in self._places]
-        return self._index.describes(self._model) and all(map(is_, now, self._tensors))
+        now = self._tree.tensors()
+        return now is not None and all(map(is_, now, self._tensors))
 
     def _is_lent(self) -> bool:
         """Whether plain tensors take the place of parameters for a while, as ``torch.func.functional_call`` has it.
