@@ -87,8 +87,6 @@ class Gate:
 
     def call_for(self, subject: object, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call ``function`` inside the gate. It uses the model ``subject`` alone; None: it may use any model."""
-        if subject is None:
-            return self.call(function, *args, **kwargs)
         return self.gate_state.call_model(lambda _: function(*args, **kwargs), subject)
 
     def call_with_deadline(

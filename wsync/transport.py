@@ -290,7 +290,7 @@ def require_transport(made: object) -> TransportBackend | FlatTransport:
     kind = FlatTransport if hasattr(made, "begin_send") else TransportBackend
     needed = [name for name in (*kind.__annotations__, *vars(kind)) if name[0] != "_"]
     what = ", ".join(name for name in needed if not hasattr(made, name))
-    hint = "" if kind is FlatTransport else "; a class for the sender's end derives from wsync.transport.SenderEnd"
+    hint = "" if kind is FlatTransport else " (one class serves both ends, unless it derives from SenderEnd)"
     raise TypeError(f"create_transport() returned {made!r}, which lacks {what} of wsync.{kind.__name__}{hint}")
 
 

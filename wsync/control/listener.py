@@ -26,6 +26,7 @@ from wsync.errors import NotConnected
 
 _AUTH_TIMEOUT = 5.0  # seconds in which an attempt must send its credentials
 _MAX_PENDING = 64  # unauthenticated attempts at a time
+_CLAIM_END = HEADER_SIZE + CLAIM_SIZE  # where the claim of a HELLO ends, and the worker's identity begins
 
 
 @dataclass(slots=True)
@@ -169,10 +170,14 @@ class Listener:
             if not part:
                 raise ConnectionError("closed")
             received += part
-        claim_end = HEADER_SIZE + CLAIM_SIZE
-        claim = bytes(received[HEADER_SIZE:claim_end])
+        claim, rest = bytes(received[HEADER_SIZE:_CLAIM_END]), bytes(received[_CLAIM_END:])
         self._used.add(claim)
-        return self._connection(pending.socket, unpack(received, b""), claim, bytes(received[claim_end:]))
+        size = int.from_bytes(rest[:2], "little")
+        identity, payload = rest[2 : 2 + size], rest[2 + size :]
+        own = own_identity()
+        preamble = proof_for(claim, self.address.token, self.address.public) + struct.pack("<H", len(own)) + own
+        connection = Connection(pending.socket, peer_of(pending.socket, identity), preamble=preamble)
+        return connection, unpack(received, b"")._replace(payload=payload)
 
     def _is_complete(self, received: bytearray) -> bool:
         """Return whether a whole ``HELLO`` was received.
@@ -186,21 +191,11 @@ class Listener:
         hello = unpack(received, b"")
         if hello.kind is not Kind.HELLO or not CLAIM_SIZE <= length <= MAX_HELLO:
             raise ValueError("not a HELLO")
-        claim_end = HEADER_SIZE + CLAIM_SIZE
-        if len(received) >= claim_end and not self._accepts(bytes(received[HEADER_SIZE:claim_end])):
-            raise ValueError("wrong credentials")
+        if len(received) >= _CLAIM_END:
+            claim = bytes(received[HEADER_SIZE:_CLAIM_END])
+            if claim in self._used or not is_valid(claim, self.address.token, self.address.public):
+                raise ValueError("wrong credentials")
         return len(received) == HEADER_SIZE + length
-
-    def _accepts(self, claim: bytes) -> bool:
-        return claim not in self._used and is_valid(claim, self.address.token, self.address.public)
-
-    def _connection(self, sock: socket.socket, hello: Message, claim: bytes, rest: bytes) -> tuple[Connection, Message]:
-        size = int.from_bytes(rest[:2], "little")
-        identity, payload = rest[2 : 2 + size], rest[2 + size :]
-        own = own_identity()
-        preamble = proof_for(claim, self.address.token, self.address.public) + struct.pack("<H", len(own)) + own
-        connection = Connection(sock, peer_of(sock, identity), preamble=preamble)
-        return connection, hello._replace(payload=payload)
 
     def _drop(self, fd: int) -> None:
         pending = self._pending.pop(fd)

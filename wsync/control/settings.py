@@ -64,7 +64,11 @@ class SenderSettings:
         Raises:
             ValueError: ``data`` is malformed, or the layout exceeds its buffer; says why.
         """
-        layout, checksum, num_workers, connection_number, arena_handle, delta = _list(_parse(data), 6, "settings")
+        try:
+            fields = json.loads(data)
+        except RecursionError:
+            raise ValueError("JSON nested too deeply") from None
+        layout, checksum, num_workers, connection_number, arena_handle, delta = _list(fields, 6, "settings")
         if not isinstance(checksum, bool | None):
             raise ValueError("checksum must be a bool or null")
         if not isinstance(delta, bool):
@@ -120,13 +124,6 @@ def _plain(layout: Layout) -> list[Any]:
     extra = None if layout.extra is None else sorted(layout.extra)
     tensors = [layout.names, dtypes, layout.shapes, layout.strides, layout.offsets]
     return [*tensors, layout.ties, layout.nbytes, extra, sorted(layout.optional), layout.model_may_have_more]
-
-
-def _parse(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError("JSON nested too deeply") from None
 
 
 def _layout(data: Any) -> Layout:
