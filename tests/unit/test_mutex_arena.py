@@ -103,12 +103,12 @@ def test_a_needed_slot_is_occupied_at_every_moment(monkeypatch: pytest.MonkeyPat
 
 
 class Recorded:
-    """What ``Slots`` uses of the connections to workers: the answers that it records itself."""
+    """What ``Slots`` uses of the connections to workers: the answers that it stores itself."""
 
     def __init__(self) -> None:
         self.acks: list[Ack] = []
 
-    def record(self, ack: Ack) -> None:
+    def store(self, ack: Ack) -> None:
         self.acks.append(ack)
 
 
