@@ -95,7 +95,7 @@ def check_policy(policy: Any) -> None:
         raise UnusablePolicy(f"a policy is a module, or a function of a TensorDict, not a {type(policy).__name__}")
     try:
         signature = inspect.signature(policy.forward if isinstance(policy, nn.Module) else policy)
-    except (TypeError, ValueError):  # it has none that Python knows
+    except (TypeError, ValueError):  # it has none that Python can read
         return
     try:
         signature.bind(None)

@@ -42,7 +42,7 @@ class BaseCollector(WeightUpdates, ABC):
         staleness: how old a batch may be, and what was dropped because it was older.
         num_workers: number of workers.
         weight_sync_schemes: ``{model_id: scheme}``.
-        weight_updater: the older API's weight updater; decides which weights the policy's update sends to which worker.
+        weight_updater: the older API's weight updater; it maps workers to the weights that they are sent.
         closed: whether the collector was shut down.
     """
 
@@ -167,7 +167,7 @@ class BaseCollector(WeightUpdates, ABC):
     def _gather(self) -> TensorDictBase:
         """Return one batch, in memory that is not written to again. Called by ``__next__``.
 
-        It asks ``_admits`` about each worker's batch, and collects another one in place of one that is too old.
+        It calls ``_admits`` for each worker's batch, and collects another one in place of one that is too old.
         """
 
     def _admits(self, batch: TensorDictBase, worker_idx: int) -> bool:

@@ -158,7 +158,7 @@ def check(collector: Any, scheme: object, num_workers: int) -> None:
 
 
 def _kind(collector: Any) -> tuple[str, bool | None] | None:
-    """Return what tells the bundled collectors apart; None for a config that is not based on theirs."""
+    """Return what distinguishes the bundled collectors; None for a config that is not based on theirs."""
     if not isinstance(collector, CollectorConfig):
         return None
     return collector._target_, collector.sync if isinstance(collector, RemoteConfig) else None

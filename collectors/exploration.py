@@ -14,7 +14,7 @@ from torch import nn
 def warn_if_greedy(policy: Any, *, same_process: bool) -> None:
     """Warn if a probabilistic policy of ``tensordict.nn`` will take its most likely action in each step.
 
-    Such a module is greedy unless it is told otherwise. There is no warning where the caller has asked for greedy
+    Such a module is greedy by default. There is no warning where the caller has asked for greedy
     actions (``with set_interaction_type(InteractionType.DETERMINISTIC):`` around this call), or another module writes
     the action afterwards, such as one that adds noise.
 

@@ -219,7 +219,7 @@ def resolved(composed: DictConfig, run: HydraConf) -> tuple[TrainConfig, Setting
 
 
 def facts(cfg: TrainConfig) -> dict[str, Any]:
-    """Return what the summary of a run tells of its settings."""
+    """Return the settings in the summary of a run."""
     overrides = _as_typed(HydraConfig.get().overrides.task)
     counts = {"num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
     return {"env": cfg.env.id, "seed": cfg.seed, **counts, "overrides": overrides}

@@ -43,7 +43,7 @@ class Benchmark:
         title: the heading.
         text: what is measured, and how to read it.
         command: what is run.
-        folder: the option that tells it where to write files; empty if it needs none.
+        folder: the option that names the folder for its files; empty if it writes none.
         picture: the file in that folder that is shown.
     """
 

@@ -35,7 +35,7 @@ def find_model(context: object, model_id: str) -> nn.Module:
     indices.
 
     Raises:
-        LookupError: there is no such thing; the message says how far the path leads, and what there is.
+        LookupError: there is no such thing; names the part of the path that was found, and what there is.
         TypeError: it is not a module.
         ValueError: the id is not a path.
     """

@@ -50,7 +50,7 @@ class WeightSyncScheme(SchemeBase):
         params_map: Mapping[int, Any] | None = None,
         pipes: Sequence[Any] | None = None,
     ) -> None:
-        """Set up the trainer's end. No weights are sent or copied; with ``pipes``, workers are told where to connect.
+        """Set up the trainer's end. No weights are sent or copied; with ``pipes``, workers are sent the address.
 
         Args:
             model_id: the model's name, and its dotted path in ``context``.
@@ -79,7 +79,7 @@ class WeightSyncScheme(SchemeBase):
         self._role = SenderRole(model_id=model_id, context=context, model=model, sender=sender, sentinels=sentinels)
         close_when_abandoned(self._role)  # closes the channel if shutdown() is never called
         self._pipes[:] = pipes or self._pipes  # the same list object: transports of the older API refer to it
-        invite_all(self, pipes)  # tell each worker through its pipe where to connect
+        invite_all(self, pipes)  # send each worker the address through its pipe
 
     def init_on_receiver(
         self,

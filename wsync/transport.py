@@ -169,7 +169,7 @@ class FlatTransport(Protocol):
     Attributes (set before ``connect`` is called):
         device: the device on which the packed buffers have to be.
         receives_ahead: whether a worker calls ``begin_receive`` for the next version without waiting for the sender's
-            message: as soon as it has acknowledged the last version (for the first one: once it knows the layout).
+            message: as soon as it has acknowledged the last version (for the first one: once it has the layout).
     """
 
     device: torch.device

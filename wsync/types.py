@@ -42,7 +42,7 @@ class Ack(NamedTuple):
         died: whether the process has ended instead of answering.
         wait: seconds from the arrival of the message until the worker had the gate.
         apply: seconds spent on installing.
-        late: whether the deadline passed instead of an answer; ``error`` says during what.
+        late: whether the deadline passed instead of an answer; ``error`` has the step.
     """
 
     worker: int

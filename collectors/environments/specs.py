@@ -13,7 +13,7 @@ from gymnasium import spaces
 from collectors.environments.trees import Array, ArrayTree, Observation
 
 ACTION_MASK = "action_mask"
-"""The part of an observation that tells which choices are possible, one element for each; those at zero are not."""
+"""The part of an observation that marks the possible choices, one element for each; those at zero are not."""
 
 _NUMPY = {torch.float32: np.float32, torch.uint8: np.uint8}
 

@@ -214,9 +214,7 @@ def _outputs(output: TensorDictBase, keys: Collection[Key] | None) -> tuple[dict
     if not isinstance(output, TensorDictBase | Mapping):
         raise UnusablePolicy(f"the policy returned a {type(output).__name__}, not the TensorDict that it was given")
     if "mask" in output and (keys is None or "mask" in keys):
-        raise ValueError(
-            'the policy wrote "mask", which tells the frames of a batch from rows that are none: rename it'
-        )
+        raise ValueError('the policy wrote "mask", which marks the rows of a batch that are frames: rename it')
     if taken := sorted(states_of(output).keys() & {"observation", "policy_version", IS_INIT, *RESULTS}):
         raise ValueError(
             f'the policy wrote ("next", "{taken[0]}"), which is the environment\'s or the collector\'s: rename it'

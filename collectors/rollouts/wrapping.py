@@ -52,7 +52,7 @@ def _takes_tensordict(policy: nn.Module) -> bool:
         return True
     try:
         parameters = list(inspect.signature(policy.forward).parameters.values())
-    except (TypeError, ValueError):  # it has no signature that Python knows
+    except (TypeError, ValueError):  # it has no signature that Python can read
         return False
     first = parameters[0] if parameters else None
     return first is not None and (first.name in ("tensordict", "td") or "TensorDict" in str(first.annotation))

@@ -11,10 +11,10 @@ from collectors.workers.wake_event import WakeEvent
 
 
 class GatherLock:
-    """A re-entrant lock with two modes: gathering, which is given up when an update asks for it, and updating.
+    """A re-entrant lock with two modes: gathering, which is given up when an update requests it, and updating.
 
-    Threads take the lock in the order in which they asked for it: a thread that releases the lock and asks again at
-    once stands behind those that wait, so neither continuous updates nor continuous gathering starves the other. A
+    Threads take the lock in the order of their requests: a thread that releases the lock and requests it again at once
+    stands behind those that wait, so neither continuous updates nor continuous gathering starves the other. A
     thread that wants to update sets ``wakeup``, so that a gathering thread stops waiting and releases the lock.
 
     Attributes:

@@ -150,7 +150,7 @@ def gathering(sync: bool, cat_results: int | Literal["stack"], run_ahead: int | 
 
     Raises:
         TypeError, ValueError: an argument is out of range; or ``run_ahead`` of synchronous collection, where no worker
-            begins a batch before the trainer asks for it; or ``cat_results`` of asynchronous collection, where batches
+            begins a batch before the trainer requests it; or ``cat_results`` of asynchronous collection, where batches
             are not joined.
     """
     synchronous = SyncGathering(cat_results)

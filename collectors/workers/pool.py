@@ -14,7 +14,7 @@ from collectors.batch_layout import BatchLayout
 from collectors.workers.process_handle import ProcessHandle
 
 RAISED = ("error", "unusable")  # events of a worker that has raised
-SHUTDOWN_GRACE = 5.0  # seconds in which a worker has to end after it was told to
+SHUTDOWN_GRACE = 5.0  # seconds in which a worker has to end after the message to end
 LONGEST_POLL = 1e6  # seconds; poll(2) takes milliseconds in an int
 
 

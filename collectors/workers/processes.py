@@ -47,9 +47,9 @@ def hidden_main() -> Iterator[None]:
 
 @contextmanager
 def known_start_method() -> Iterator[None]:
-    """Prevent a new process from being told a start method that it does not know.
+    """Keep a new process from being given a start method that is not registered there.
 
-    A child is told the default start method of this process. Libraries may have registered one of their own here: in a
+    A child is given the default start method of this process. Libraries may have registered one of their own here: in a
     job of Hydra's joblib launcher it is "loky", and the child would end by a ValueError.
     """
     method = multiprocessing.get_start_method(allow_none=True)
@@ -103,7 +103,7 @@ def exit_reason(process: BaseProcess) -> str:
 
 
 def join_or_kill(processes: Collection[BaseProcess]) -> None:
-    """Wait for processes that were told to end; kill those that exceed the grace period, all if interrupted."""
+    """Wait for processes that are to end; kill those that exceed the grace period, all if interrupted."""
     deadline = time.monotonic() + SHUTDOWN_GRACE
     try:
         for process in processes:

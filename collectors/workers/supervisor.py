@@ -27,7 +27,7 @@ class WorkerSupervisor:
     All methods run under ``_lock``, except while the collector is being made, when there is one thread.
 
     Args:
-        pool: the pool of started workers that were not told anything.
+        pool: the pool of started workers, to which nothing was sent yet.
         failure_policy: what happens when a worker fails.
         schemes: by model id; a restarted worker joins them.
         failures: is updated.

@@ -71,7 +71,7 @@ def follow_scheme(channel: Connection, model: nn.Module, worker: int) -> Callabl
 
 
 def execute(channel: Connection, model: nn.Module) -> None:
-    """Execute ``look`` (send what a forward sees) and ``act`` (see ``act``) until ``leave``."""
+    """Execute ``look`` (send what a forward reads) and ``act`` (see ``act``) until ``leave``."""
     while (command := channel.recv()) != "leave":
         if command == "look":
             low, high = model().tolist()

@@ -194,7 +194,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         Raises:
             NotConnected: as there; or ``ray.shutdown`` was called since.
             WorkerFailed: an actor could not join; with its own error.
-            ValueError: ``processes``, with actors: Ray tells when one of them ends.
+            ValueError: ``processes``, with actors: Ray reports the end of one.
             Exception: else as there.
         """
         role = self._role

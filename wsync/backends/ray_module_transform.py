@@ -1,4 +1,4 @@
-"""Ray: weights of a module inside an environment's transform, which lives in an actor."""
+"""Ray: weights of a module inside an environment's transform, which is in an actor."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``torch.distributed.rpc`` brings a worker and its sender together; updates travel as by ``distributed``.
 
-A worker asks the trainer by a call for the sender's address. After that, nothing is called: a call for each update
+A worker gets the sender's address from the trainer by a call. After that, nothing is called: a call for each update
 would take several times as long as the update.
 """
 

@@ -1,4 +1,4 @@
-"""Generations in flight: paused while weights change, and told which versions they were made with."""
+"""Generations in flight: paused while weights change; each result names the versions that it was made with."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class VersionSource:
             yield name, view if self.device is None else view.to(self.device)
 
     def held_names(self) -> None:
-        """Return None. vLLM asks which tensors this process holds; None means all."""
+        """Return None. vLLM calls it for the tensors that this process holds; None means all."""
 
 
 MakeTransfer = Callable[[EngineClient, VersionSource], EngineTransfer]

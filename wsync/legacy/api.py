@@ -236,7 +236,7 @@ def init_on_worker(
         context: an object that has the model (under that name, or as ``model``); it may have ``worker_idx`` and
             ``pipe``.
         pipe: the other end of one that ``init_on_sender`` was given. Its message, which is waited for until the
-            scheme's timeout, tells where the sender is and which worker this is.
+            scheme's timeout, has the sender's address and this worker's index.
         model: the model itself.
         worker_idx: this worker's index, where there is no pipe.
 

@@ -1,4 +1,4 @@
-"""The older API's pipes: one message through each tells a worker where the sender is. Plain JSON; nothing is executed.
+"""The older API's pipes: one message through each has the sender's address. Plain JSON; nothing is executed.
 
 The weights take the usual way. All else that goes through a pipe is the user's: what is sent before that message must
 be received before it.

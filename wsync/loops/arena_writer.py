@@ -72,7 +72,7 @@ class ArenaWriter:
                 block[word] = value
 
     def accept(self, worker: int, connection: int, /) -> None:
-        """Give a worker's words to a new connection. Called after ``vacate``, before the worker is told the number.
+        """Give a worker's words to a new connection. Called after ``vacate``, before the worker is sent the number.
 
         Args:
             worker: its index.

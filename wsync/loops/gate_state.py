@@ -8,7 +8,7 @@ from typing import Any, Protocol
 class GateHook(Protocol):
     """What the gate calls before and after each forward: the object that installs one model's updates.
 
-    Implemented by ``ModelUpdater``, ``WorkerSlot``, ``InstallOnRequest`` (installs only when the worker asks for it),
+    Implemented by ``ModelUpdater``, ``WorkerSlot``, ``InstallOnRequest`` (installs only when the worker requests it),
     ``RegisteredBinder`` and ``MixedWeightsGuard``.
     """
 

@@ -6,7 +6,7 @@ while it holds the mutex, the next process to lock it gets it. Error-checking: u
 not hold has no effect, so ``finally: unlock()`` is right even if a signal came before the lock was taken.
 
 ``unlock`` is not a Python function: a signal handler may run at the beginning of one, and if the handler raised, the
-mutex would stay locked for as long as this process lives.
+mutex would stay locked until this process ends.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class ArenaReader:
         self._slot.map_words(self._arena.words, self._worker, self._connection_number)
         self._slot.hold = self.binds and self._checksum
         self._slot.set_wakeups(self._wakeups)
-        self._has_layout = True  # last: an acting thread that sees it uses all of the above
+        self._has_layout = True  # last: an acting thread that reads it uses all of the above
 
     def handler_for(self, updater: SlotUpdater) -> WorkerSlot:
         """Return the object that the gate and the receiver thread call in place of ``updater``.

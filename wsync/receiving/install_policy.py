@@ -1,6 +1,6 @@
 """The policies for when a model's updates are installed.
 
-``InstallOnArrival`` installs them as they arrive, ``InstallOnRequest`` when the worker asks for them
+``InstallOnArrival`` installs them as they arrive, ``InstallOnRequest`` when the worker requests them
 (``initiator="receiver"``).
 """
 

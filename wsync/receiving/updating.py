@@ -43,7 +43,7 @@ class ModelUpdater:
         destination: what takes the weights.
         channel: the connection to the sender, and what it delivers.
         make_install_policy: makes the object that decides when updates are installed: as they arrive
-            (``InstallOnArrival``), or when the worker asks for them (``InstallOnRequest``).
+            (``InstallOnArrival``), or when the worker requests them (``InstallOnRequest``).
         cascade: passes each installed update on to this worker's own workers, before it is acknowledged.
 
     Attributes:

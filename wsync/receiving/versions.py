@@ -38,7 +38,7 @@ class VersionState:
     - the rest: any thread.
 
     Args:
-        updater: has the version that is installed, and is told how many threads wait. These are attributes of the
+        updater: has the version that is installed, and the number of threads that wait. These are attributes of the
             updater because a ``WorkerSlot`` uses them in each update.
         channel: the connection to the sender.
         subject: what ``wait_next`` reads: see ``Gate.call_for``.

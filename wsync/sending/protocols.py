@@ -130,7 +130,7 @@ class SendChannel(Protocol):
         """Close all connections and release everything. Idempotent.
 
         Args:
-            finished: whether workers are told that the sender shuts down; otherwise they take it for dead.
+            finished: whether workers are sent ``LEAVE``; otherwise they treat the sender as dead.
         """
         ...
 

@@ -16,7 +16,7 @@ from wsync.weights.snapshot import ModuleIndex, Snapshot, snapshot
 
 
 class Reader:
-    """Reads weights, and remembers where the last module's tensors are. Used by the thread that calls the scheme."""
+    """Reads weights, and stores where the last module's tensors are. Used by the thread that calls the scheme."""
 
     def __init__(self) -> None:
         self._index: ModuleIndex | None = None

@@ -14,7 +14,7 @@ A *word* is a control field of 8 bytes. The arena has two files, the second for 
 forward locks it to read the published word and to record the slot as used. Therefore:
 
 1. *Every forward that starts after a publish uses that version or a newer one.* It locks the mutex after the sender has
-   unlocked it, so it reads the new word. The mutex also ensures that it sees the weights that were packed before.
+   unlocked it, so it reads the new word. The mutex also ensures that it reads the weights that were packed before.
 2. *No slot is written while a forward uses it* (but see "Without protection"). The sender writes a slot ``s`` only when
    it has read, first, that no published word names ``s`` (newer updates have replaced it) and, second, that no worker
    has recorded ``s`` as used or held. If a forward read its published word before the sender replaced it, the

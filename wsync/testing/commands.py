@@ -95,7 +95,7 @@ def _run(state: WorkerState, path: list[str], request: bytes) -> Outcome:
     sys.path[:] = path  # as in the test's process: the request names its modules
     try:
         command = pickle.loads(request)
-    except Exception as error:  # noqa: BLE001  the test is told, as of any other error
+    except Exception as error:  # noqa: BLE001  reported to the test, like any other error
         return Outcome(error=[type(error).__name__], message=f"a command could not be unpickled: {error}")
     return execute(state, command)
 

@@ -48,15 +48,15 @@ class Session:
         return report
 
     def outputs(self) -> list[float]:
-        """The first output of a forward in each worker that lives."""
+        """The first output of a forward in each worker that is alive."""
         return [output[0] for output in self.workers.call(commands.output, self.model_id)]
 
     def digests(self) -> list[dict[str, Any]]:
-        """The weights of each worker that lives."""
+        """The weights of each worker that is alive."""
         return self.workers.call(commands.digest, self.model_id)
 
     def versions(self) -> list[int]:
-        """The version of each worker that lives."""
+        """The version of each worker that is alive."""
         return self.workers.call(commands.version, self.model_id)
 
     def begin_join(self, worker: Worker, index: int) -> None:

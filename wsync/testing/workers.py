@@ -40,7 +40,7 @@ class WorkerError(Exception):
 
 
 class Worker(ABC):
-    """One worker, as a test sees it.
+    """One worker, as a test uses it.
 
     A subclass is another kind of worker. It sets ``pid``, and runs ``commands.execute`` for each command, one after the
     other, with one ``WorkerState`` for all.

@@ -46,7 +46,7 @@ class PinnedMapping(mmap.mmap):
                 torch.zeros(1, device="cuda")
 
     def __del__(self) -> None:
-        # Before it is unmapped: CUDA does not pin an address range that it believes to be pinned. A forked child cannot
+        # Before it is unmapped: CUDA does not pin an address range that is registered as pinned. A forked child cannot
         # use CUDA, and at interpreter exit there is no need.
         if self._pinned_by == os.getpid() and not sys.is_finalizing():
             with torch.cuda.device(self._gpu):

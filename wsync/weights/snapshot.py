@@ -60,7 +60,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 class ModuleIndex:
-    """Where each named tensor of a module lives, and whether that is still so.
+    """The place of each named tensor of a module, and whether the module is still the same.
 
     Modules are trees of plain dictionaries. An index holds the dictionary and the key of every tensor, so that a
     tensor that was replaced (``.to()``, a parametrisation) is found anew at no cost, and it notices when the tree
@@ -158,7 +158,7 @@ class ModuleIndex:
         return {name: where[key] for name, (where, key) in self.places.items()}
 
     def extra_state(self) -> dict[str, Any]:
-        """What each module with ``get_extra_state`` says now."""
+        """The present extra state of each module with ``get_extra_state``."""
         return {name: module.get_extra_state() for name, module in self.extra.items()}
 
     def snapshot(self) -> Snapshot:
@@ -201,7 +201,7 @@ def snapshot(source: object) -> Snapshot:
 
 
 def no_weights(source: object) -> TypeError:
-    """The error that says that ``source`` is none."""
+    """Return the error of a ``source`` that is not weights."""
     return TypeError(f"weights are a torch.nn.Module, a TensorDict or a state dict, not a {type(source).__name__}")
 
 
