@@ -29,6 +29,11 @@ def remaining(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
+def earlier(first: float | None, second: float | None) -> float | None:
+    """Return the earlier one of two deadlines."""
+    return min((one for one in (first, second) if one is not None), default=None)
+
+
 def milliseconds(deadline: float | None) -> float | None:
     """Return the milliseconds until ``deadline``, rounded up, as ``poll`` takes them; None for no deadline."""
     left = remaining(deadline)

@@ -24,7 +24,7 @@ from torch.distributed import (
 )
 
 from wsync.control import Address, Connection, Listener, connect, seal, unseal
-from wsync.deadlines import remaining, time_until
+from wsync.deadlines import earlier, remaining, time_until
 from wsync.errors import NotConnected, SyncTimeout
 
 
@@ -147,7 +147,7 @@ class TorchStoreRendezvous(SocketRendezvous):
         while True:
             limit = time.monotonic() + _PATIENCE
             try:
-                return connect(address, worker, limit if deadline is None else min(limit, deadline))
+                return connect(address, worker, earlier(limit, deadline))
             except SyncTimeout as error:
                 if remaining(deadline) == 0.0:
                     raise

@@ -169,8 +169,8 @@ class WeightSyncScheme(SchemeBase):
     def disconnect(self, worker_idx: int) -> None:
         """On the sender: treat a worker as dead. See ``readmit``.
 
-        If a call in another thread waits for an answer of this worker, it raises ``WorkerDied``. If it waits for other
-        workers, or for this one to connect, this method waits for its end: with ``timeout=None`` perhaps for ever.
+        If a call in another thread waits for this worker, it raises ``WorkerDied``. If it waits for other workers, this
+        method waits for the end of that call, which with ``timeout=None`` may never come.
         """
         self._role.as_sender("disconnect").sender.disconnect(worker_idx)
 

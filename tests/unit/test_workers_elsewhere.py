@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
@@ -321,3 +321,25 @@ def test_the_first_update_may_be_sent_again_in_another_form_after_there_was_no_m
             for value in (2, 3, 4):
                 sender.send({"weight": torch.full((size,), value, dtype=torch.bfloat16)})
                 assert (loaded[-1] == value).all() and loaded[-1].dtype is torch.bfloat16
+
+
+def test_disconnect_ends_a_call_that_waits_for_the_worker_to_connect() -> None:
+    with wsync.SharedMemWeightSyncScheme(timeout=None) as sender, ThreadPoolExecutor() as pool, ExitStack() as stack:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=2)
+
+        def ends(call: Callable[[], object]) -> None:
+            waiting = pool.submit(call)
+            while not waiting.done():  # at first, the call may not have begun
+                sender.disconnect(1)
+            with pytest.raises(wsync.WorkerDied, match=r"worker\(s\) 1: disconnect\(\) was called"):
+                waiting.result()
+
+        ends(sender.connect)
+        workers = [stack.enter_context(make_worker(sender, index)) for index in range(2)]
+        connect(sender.connect, *workers)
+        workers[1].shutdown()
+        ends(partial(sender.readmit, 1))
+        workers[1] = stack.enter_context(make_worker(sender, 1))
+        connect(partial(sender.readmit, 1), workers[1])
+        sender.send(model_of(2))
+        assert [weights_of(worker) for worker in workers] == [[2, 2], [2, 2]]

@@ -13,13 +13,14 @@ from wsync.control.connection import Connection
 from wsync.control.early_joins import EarlyJoins
 from wsync.control.listener import Listener
 from wsync.control.messages import Kind, Message, why_ended, why_not_connected, why_refused
-from wsync.deadlines import NOW, deadline_in, milliseconds, wait_readable
+from wsync.deadlines import NOW, deadline_in, earlier, milliseconds, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, join_indices
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
 _ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED))
 _EXPECTED_KINDS = _ANSWERS | {Kind.SLOT_FREED, Kind.REQUEST}  # others end the connection
+_GIVE_UP_INTERVAL = 0.1  # seconds between two looks at ``_given_up``
 _LEAVE_TIMEOUT = 5.0  # seconds to get the queued messages, and then a LEAVE, into the sockets of all workers
 
 
@@ -34,6 +35,9 @@ class WorkerConnections:
         listener: where workers connect; closed with this object.
         num_workers: the number of workers.
         callbacks: notified as workers connect, answer and disconnect.
+
+    Attributes:
+        early_joins: the replacements that are connected, and that ``readmit`` was not called for yet.
     """
 
     def __init__(self, listener: Listener, num_workers: int, callbacks: ConnectionCallbacks) -> None:
@@ -42,7 +46,8 @@ class WorkerConnections:
         self._callbacks = callbacks
         self._connections: dict[int, Connection] = {}
         self._joined: set[int] = set()  # workers that are or were connected
-        self._early_joins = EarlyJoins()
+        self._given_up: set[int] = set()  # of those that ``wait_for_workers`` waits for
+        self.early_joins = EarlyJoins()
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._callback_of: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
         self._poll = select.poll()  # not epoll: its set keeps closed connections that a forked child has open
@@ -84,15 +89,20 @@ class WorkerConnections:
             Exception: of ``on_accepted`` for one of ``workers`` (for another worker, it is logged); or of the listener.
         """
         self.process_arrived_messages()  # notices deaths, so that replacements are accepted
+        self._given_up.clear()
         for worker in workers:
-            self._early_joins.discard(worker)
+            self.early_joins.discard(worker)
         missing = set(workers) - self._connections.keys()
         while missing:
             if self._listener.fileno() < 0:
                 raise NotConnected("the scheme was shut down while it connected")
             watched = {worker: sentinels[worker] for worker in missing if worker in sentinels}
-            ready = wait_readable([self._listener.fileno(), *watched.values(), *self.awaited_descriptors], deadline)
-            if not ready:
+            descriptors = [self._listener.fileno(), *watched.values(), *self.awaited_descriptors]
+            ready = wait_readable(descriptors, earlier(deadline, deadline_in(_GIVE_UP_INTERVAL)))
+            if given_up := missing & self._given_up:
+                cause = "disconnect() was called before it had connected"
+                raise WorkerDied(f"worker(s) {join_indices(given_up)}: {cause}", dict.fromkeys(given_up, cause))
+            if not ready and remaining(deadline) == 0.0:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(why_not_connected(missing, watched), dict.fromkeys(missing, "did not connect"))
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
@@ -101,23 +111,12 @@ class WorkerConnections:
                 missing.discard(self._accept(workers, deadline))
             # Without those that answered before they died: wait_acks reports the answer, usually a traceback.
             ended = set(workers) - {*missing, *self._connections, *self._answers}
-            gone = {one: death.error for one, death in self._deaths.copy().items() if one in ended}
-            if gone:
+            if gone := {one: death.error for one, death in self._deaths.copy().items() if one in ended}:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(gone.items()))
                 raise WorkerDied(f"worker(s) {join_indices(gone)} were lost after they had connected{causes}", gone)
             dead = {worker: "died before it had connected" for worker, fd in watched.items() if fd in ready}
             if dead and self._listener.fileno() not in ready:  # accept first: it may have connected before it ended
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
-
-    def pop_early_join(self, worker: int, sentinel: int | None) -> int | None:
-        """Return, once, the version of a replacement that connected before ``readmit``: see ``EarlyJoins.pop``."""
-        self.process_arrived_messages()  # notices its death
-        return self._early_joins.pop(worker, sentinel)
-
-    def keep_early_join(self, worker: int, version: int) -> None:
-        """See ``SendChannel``."""
-        if worker in self._connections:
-            self._early_joins.add(worker, version)
 
     def _accept(self, awaited: Collection[int], deadline: float | None) -> int:
         """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""
@@ -151,7 +150,7 @@ class WorkerConnections:
                 self._undo_join(worker, death)
                 return -1
             self._joined.add(worker)
-            self._early_joins.note_connection(worker, None if worker in awaited else accepted.version)
+            self.early_joins.note_connection(worker, None if worker in awaited else accepted.version)
             _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer_name)
             self._callbacks.on_accepted(worker, deadline)
         except BaseException as error:  # also KeyboardInterrupt: it is not set up
@@ -174,7 +173,7 @@ class WorkerConnections:
             return
         try:  # a signal handler may raise after any call
             del self._connections[worker]
-            self._early_joins.discard(worker)
+            self.early_joins.discard(worker)
             for fd in connection.descriptors:
                 self._forget(fd)
             connection.close()
@@ -195,6 +194,7 @@ class WorkerConnections:
 
     def give_up(self, worker: int) -> None:
         """Have a call that waits for a worker take it for dead. Called by any thread, without the channel's lock."""
+        self._given_up.add(worker)
         if (connection := self._connections.get(worker)) is not None:
             self._deaths[worker] = Ack(worker, 0, died=True, error="disconnect() was called for it")
             connection.interrupt()
@@ -221,7 +221,7 @@ class WorkerConnections:
             if len(acks) == len(workers) or not self.read(deadline):
                 for ack in acks:
                     (self._deaths if ack.died else self._answers).pop(ack.worker)
-                    self._early_joins.set_answered(ack.worker)
+                    self.early_joins.set_answered(ack.worker)
                 return acks
 
     def _answer_of(self, worker: int, version: int) -> Ack | None:

@@ -79,12 +79,14 @@ class SenderSideChannel:
     def pop_early_join(self, worker: int, sentinel: int | None) -> int | None:
         """See ``SendChannel``."""
         with self._lock:
-            return self._connections.pop_early_join(worker, sentinel)
+            self._connections.process_arrived_messages()  # notices its death
+            return self._connections.early_joins.pop(worker, sentinel)
 
     def keep_early_join(self, worker: int, version: int) -> None:
         """See ``SendChannel``."""
         with self._lock:
-            self._connections.keep_early_join(worker, version)
+            if worker in self.workers:
+                self._connections.early_joins.add(worker, version)
 
     def give_up(self, worker: int) -> None:
         """See ``SendChannel``."""
