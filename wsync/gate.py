@@ -59,6 +59,7 @@ class Gate:
         self.gate_state = loops.GateState(threading.RLock())
         self.call = self.gate_state.call
         self._blocks = 0  # open blocks of ``hold``, in the thread that has the lock
+        self._depth_before = 0  # the depth when the first of these began
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -66,17 +67,19 @@ class Gate:
         gate_state = self.gate_state
         with gate_state.lock:
             depth_before, entered = gate_state.depth, False
-            self._blocks = self._blocks + 1 if depth_before else 1
+            if not depth_before or not self._blocks:
+                self._blocks, self._depth_before = 0, depth_before
+            self._blocks += 1
             try:
                 gate_state.enter(depth_before)
                 entered = True
                 yield
             finally:
                 self._blocks -= 1
-                # Blocks of two coroutines may overlap without being nested: then the depth is the number of those
-                # that are open, so that the gate is held until the last one has ended.
+                # Blocks of two coroutines may overlap without being nested: then the depth is that of the open blocks,
+                # so that the gate is held until the last one has ended.
                 if entered and gate_state.depth != depth_before + 1:
-                    depth_before = self._blocks
+                    depth_before = self._depth_before + self._blocks
                 gate_state.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
                 gate_state.leave(depth_before)
 

@@ -178,7 +178,7 @@ class WeightSyncScheme(SchemeBase):
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
         It gets the newest update that was sent to this index; other workers are not affected. If a process connected
-        before this call, while only other workers were awaited or in a ``readmit`` that ended by ``SyncTimeout``, that
+        before this call, while only other workers were awaited or in a ``readmit`` that did not end, that
         connection is used, unless ``process`` has ended, or was started later. Any other worker with this index is
         disconnected. For ``process`` see ``connect``; ``timeout``: seconds, None for the scheme's.
 
@@ -254,7 +254,7 @@ class WeightSyncScheme(SchemeBase):
         versions are installed as they arrive, and it waits only for the first one. Reading a ``store`` has no limit.
 
         Raises:
-            NotConnected: before ``connect``; or the sender is gone and there has been no version.
+            NotConnected: before ``connect``; or the sender has gone, or this end, and there has been no version.
             SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
             WeightSyncError: the newest version was refused or could not be sent; has its number and the cause, and is
                 raised again until there is a newer one. Or a store cannot be read.
@@ -267,7 +267,7 @@ class WeightSyncScheme(SchemeBase):
 
         Updates sent without waiting may be lost: call ``wait_async`` first. The sender waits for a call in another
         thread; then up to five seconds for queued messages and HTTP requests, and up to two for each thread of a
-        transport. In a worker, ``receive`` or ``pull`` may be running in another thread, and returns.
+        transport. In a worker, ``receive`` or ``pull`` may be running in another thread, and ends.
 
         Raises:
             RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.

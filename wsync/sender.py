@@ -72,7 +72,7 @@ class Sender:
         fork_aware.add(self)
         self._finders = TensorFinders(source.weights)  # one for each kind of argument that `send` was given so far
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
-        self._last_fast_report: SyncReport | None = None  # `_disable_fast` records its version in `_members`
+        self._fast_version = 0  # of the last fast update, until `_disable_fast` records it in `_members`
 
     @property
     def version(self) -> int:
@@ -82,8 +82,7 @@ class Sender:
     @property
     def sent_version(self) -> int:
         """The newest version that workers were given; 0 before the first."""
-        report = self._last_fast_report
-        return self._members.sent_version if report is None else report.version
+        return self._fast_version or self._members.sent_version
 
     @property
     def connected(self) -> bool:
@@ -104,8 +103,6 @@ class Sender:
     def timeout(self, seconds: float | None) -> None:
         self._updates.timeout = seconds
 
-    # --- connecting ---
-
     def connect(self, weights: object, sentinels: Mapping[int, int]) -> None:
         """Wait for every worker; deliver the first weights, if any. For ``sentinels`` see ``wait_for_workers``.
 
@@ -116,8 +113,7 @@ class Sender:
         with self.exclusive():
             everyone, update = range(self.num_workers), None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
-                # queued until the workers connect
-                update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)
+                update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)  # queued for each
             elif self.source.weights is not None:
                 self._updates.define_layout(None)  # workers check it as they connect; the first send brings weights
             deadline = update.deadline if update else deadline_in(self.timeout)
@@ -159,14 +155,15 @@ class Sender:
         """
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            # None: not connected yet. 0: it owes no answer. Else the version that it was given, and has not answered.
+            # None: not connected yet. 0: it owes no answer. Else the version that it was given, and has not answered:
+            # if a newer one was sent since, that `send`, or `wait`, waits for the answer.
             early_version = self.channel.pop_early_join(worker, sentinel)
             expected = self._members.expected_version.get(worker, 0)
-            # 0 after an early join if a newer version was sent since: that `send`, or `wait`, waits for the answer.
             unanswered = expected if early_version in (None, expected) else 0
+            if early_version is None:
+                self.disconnect(worker)
             try:
                 if early_version is None:
-                    self.disconnect(worker)
                     self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
                 if unanswered:
                     self._updates.acks.require([worker], unanswered, deadline)
@@ -184,8 +181,6 @@ class Sender:
         with self.exclusive():
             self._updates.version = max(self.version, version)
 
-    # --- sending ---
-
     def send(
         self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool, partial: bool = False
     ) -> SyncReport | None:
@@ -202,11 +197,15 @@ class Sender:
                     updates = self._updates
                     # Counted before sending: if a signal interrupts the update, its number is not used again.
                     version = updates.version = updates.version + 1
-                    report = fast.update(tensors, version, updates.timeout, began)
+                    try:
+                        report = fast.update(tensors, version, updates.timeout, began)
+                    except KeyboardInterrupt:  # as a rule in the wait: it is published
+                        self._fast_version = version
+                        raise
                     if report is not None:
                         if not isinstance(report, SyncReport):  # a tuple: sent, but not yet finished
                             report = self._complete(fast, UnfinishedUpdate(*report), began)
-                        self._last_fast_report = report
+                        self._fast_version = version
                         self._record(report)
                         return report
                     updates.version -= 1  # None: nothing was sent, so the number is free again; do a full send
@@ -269,9 +268,9 @@ class Sender:
 
     def _disable_fast(self) -> None:
         self._fast = None
-        if (report := self._last_fast_report) is not None:
-            self._members.note_sent(report.version, ((list(report.workers), b""),))
-            self._last_fast_report = None
+        version, self._fast_version = self._fast_version, 0
+        if version:
+            self._members.note_sent(version, ((range(self.num_workers), b""),))
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

@@ -14,8 +14,7 @@ The scheme handles versions, acknowledgements, deadlines, deaths, restarts and a
 
 A ``FlatTransport`` is for a medium that sends one tensor asynchronously, such as a process group. It takes the place of
 a ``TransportBackend``: instead of a TensorDict or state dict it is given the flat buffer into which all weights are
-packed, one ``uint8`` tensor. Which of these protocols a transport implements is tested with ``isinstance``, once per
-connection.
+packed, one ``uint8`` tensor. Which of these protocols a transport implements is tested with ``isinstance``.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class TransportBackend(Protocol):
 
         Called once per connection, before any ``send_weights``, in a dedicated thread of the trainer (another thread
         calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it raises anything,
-        the worker is not connected: ``connect`` in the trainer raises ``WorkerFailed`` (after a ``NotConnected``:
-        ``WorkerDied``; after a ``SyncTimeout``: the same), which names the worker and the error. If the call has not
+        the worker is not connected: ``connect`` in the trainer raises ``WorkerFailed`` (for a ``NotConnected``:
+        ``WorkerDied``; a ``SyncTimeout`` stays one), which names the worker and the error. If the call has not
         returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
         """
 

@@ -121,6 +121,24 @@ def test_blocks_of_two_coroutines_need_not_be_nested() -> None:
         assert (news.entered, news.left) == (2, 1)
 
 
+def test_blocks_of_two_coroutines_inside_a_gated_call_leave_its_gate_closed() -> None:
+    gate, news = Gate(), News()
+    gate.attach(news)
+
+    def overlap() -> None:
+        first, second = gate.hold(), gate.hold()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+        assert (news.entered, news.left) == (1, 0) and gate.held_here
+
+    for _ in range(2):
+        gate.call(overlap)
+        assert (news.entered, news.left) == (1, 1) and not gate.held_here
+        news.entered = news.left = 0
+
+
 def test_all_hooks_are_left_if_one_raises() -> None:
     gate, news, other = Gate(), News(), News()
 

@@ -243,3 +243,23 @@ def test_a_shutdown_by_a_signal_handler_ends_the_send_that_it_interrupts() -> No
             with pytest.raises(wsync.WorkerDied, match="shut down"):
                 sender.send(model_of(2))
         striker.join()
+
+
+def test_a_send_that_is_interrupted_as_it_waits_counts_as_sent() -> None:
+    def strike(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with ExitStack() as stack:
+        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT))
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        (worker,) = join(stack, sender, 1)
+        stack.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, strike))
+        striker = threading.Thread(target=strike_when_asleep, args=[threading.get_native_id()])
+        with gate_held():
+            striker.start()
+            with pytest.raises(KeyboardInterrupt):
+                sender.send(model_of(2))
+        striker.join()
+        assert sender.sent_version == 2
+        worker.receive(TIMEOUT)
+        assert worker.version == 2

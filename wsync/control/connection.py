@@ -31,7 +31,7 @@ from wsync.errors import NotConnected
 STALL_TIMEOUT = struct.pack("ll", 5, 0)
 _MAX_PAYLOAD = 1 << 30  # bytes
 _CHUNK = 1 << 20  # bytes; payloads are read in chunks, so that a false length in a header does not allocate memory
-# As plain numbers: Python code computes the union of two flags.
+# Plain numbers, computed once: ``|`` of two flags is slow Python code.
 _WAIT, _NO_WAIT = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _FD_SPACE = socket.CMSG_SPACE(4 * 4)  # for four descriptors
 _KEEPALIVE = (

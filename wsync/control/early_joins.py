@@ -1,6 +1,6 @@
 """Replacements that are connected before ``readmit`` is called for them, so that it need not wait for them.
 
-They connected while only other workers were awaited, or in a ``readmit`` that ended at its timeout.
+They connected while only other workers were awaited, or in a ``readmit`` that timed out or was interrupted.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class Kind(IntEnum):
     ACCEPTED = 1  # the worker is registered; version: of its first weights, 0 for none; payload: SenderSettings
     REFUSED = 2  # the worker is not registered; payload: the reason
     LAYOUT = 3  # the layout of the weights; payload: SenderSettings
-    # Install a version; payload: checksum and extra state. The payload is empty with a TransportBackend (BEGIN_RECEIVE
-    # had both), and with the arena (both are stored beside the weights).
+    # Install a version; payload: checksum and extra state. The payload is empty after BEGIN_RECEIVE (it had both), and
+    # with the arena, where both are stored beside the weights.
     UPDATE = 4
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
     # Drop what was prepared (version: the number of the transaction, which no version equals); or, after a

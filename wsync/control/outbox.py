@@ -6,6 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from wsync.deadlines import remaining
@@ -41,7 +42,7 @@ class Outbox:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._lock = threading.RLock()  # a signal handler, or a finalizer, may call ``put`` or ``close`` inside ``put``
-        self._putting = False
+        self._putter: int | None = None  # the thread in ``put``
         self._waiting: deque[tuple[bytes, Sequence[int]]] = deque()
         self._thread: threading.Thread | None = None
         self.busy = False
@@ -61,13 +62,13 @@ class Outbox:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            if self._putting:
+            if self._putter is not None:
                 raise ConnectionError("a signal handler or a finalizer has called put() inside put()")
-            self._putting = True
+            self._putter = threading.get_ident()
             try:
                 self._put(data, fds, may_drop)
             finally:
-                self._putting = False
+                self._putter = None
 
     def _put(self, data: bytes, fds: Sequence[int], may_drop: bool) -> None:
         """See ``put``; called with the lock held."""
@@ -114,10 +115,11 @@ class Outbox:
 
     def _next(self) -> tuple[bytes, Sequence[int]] | None:
         with self._lock:
-            if not self._waiting:
+            try:
+                return self._waiting.popleft()
+            except IndexError:  # not tested before: ``close`` may empty it meanwhile
                 self._thread, self.busy = None, False
                 return None
-            return self._waiting.popleft()
 
     def flush(self, deadline: float | None) -> None:
         """Wait until all that was put before this call is sent, or until the deadline.
@@ -138,10 +140,11 @@ class Outbox:
         """
         thread = self._thread  # not the lock: it may be held by a thread that waits for the caller
         # No join in the background thread itself, nor inside ``put``: the background thread may wait for the lock.
-        if thread is not None and thread is not threading.current_thread() and not self._putting:
+        if thread is not None and thread is not threading.current_thread() and self._putter != threading.get_ident():
             thread.join()
-        while self._waiting:
-            _close_all(self._waiting.popleft()[1])
+        with suppress(IndexError):
+            while True:
+                _close_all(self._waiting.popleft()[1])
 
 
 def _duplicates(fds: Sequence[int]) -> list[int]:

@@ -20,7 +20,7 @@ from wsync.types import Ack
 _log = logging.getLogger(__name__)
 _ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED))
 _EXPECTED_KINDS = _ANSWERS | {Kind.SLOT_FREED, Kind.REQUEST}  # others end the connection
-_GIVE_UP_INTERVAL = 0.1  # seconds between two looks at ``_given_up``
+_SETUP_TIMEOUT = 5.0  # seconds for the set-up of a worker that connects while others are awaited
 _LEAVE_TIMEOUT = 5.0  # seconds to get the queued messages, and then a LEAVE, into the sockets of all workers
 
 
@@ -46,7 +46,7 @@ class WorkerConnections:
         self._callbacks = callbacks
         self._connections: dict[int, Connection] = {}
         self._joined: set[int] = set()  # workers that are or were connected
-        self._given_up: set[int] = set()  # of those that ``wait_for_workers`` waits for
+        self._given_up: set[int] = set()  # those of ``give_up``, since ``wait_for_workers`` was called
         self.early_joins = EarlyJoins()
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._callback_of: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
@@ -98,10 +98,9 @@ class WorkerConnections:
                 raise NotConnected("the scheme was shut down while it connected")
             watched = {worker: sentinels[worker] for worker in missing if worker in sentinels}
             descriptors = [self._listener.fileno(), *watched.values(), *self.awaited_descriptors]
-            ready = wait_readable(descriptors, earlier(deadline, deadline_in(_GIVE_UP_INTERVAL)))
-            if given_up := missing & self._given_up:
-                cause = "disconnect() was called before it had connected"
-                raise WorkerDied(f"worker(s) {join_indices(given_up)}: {cause}", dict.fromkeys(given_up, cause))
+            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # then look for ``give_up``
+            if gone := dict.fromkeys(missing & self._given_up, "disconnect() was called before it had connected"):
+                raise WorkerDied(f"worker(s) {join_indices(gone)}: disconnect() was called", gone)
             if not ready and remaining(deadline) == 0.0:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(why_not_connected(missing, watched), dict.fromkeys(missing, "did not connect"))
@@ -152,7 +151,8 @@ class WorkerConnections:
             self._joined.add(worker)
             self.early_joins.note_connection(worker, None if worker in awaited else accepted.version)
             _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer_name)
-            self._callbacks.on_accepted(worker, deadline)
+            limit = deadline if worker in awaited else earlier(deadline, deadline_in(_SETUP_TIMEOUT))
+            self._callbacks.on_accepted(worker, limit)
         except BaseException as error:  # also KeyboardInterrupt: it is not set up
             self._undo_join(worker, death)
             connection.close()  # also if it was not registered yet

@@ -34,7 +34,8 @@ How long a worker uses a slot depends on how its model takes the weights:
   overwrite the slot once it has published a newer one: the next forward binds to that.
 - *Bound, and holding the slot*, where installing may fail (checksum, extra state) or ``initiator="receiver"``: between
   forwards as well, until the next version is installed.
-- *Copying*: only until the weights are copied out, since the forwards use the copy. Two slots are then enough.
+- *Copying*: only until the weights are copied out, since the forwards use the copy. Two slots are then enough, or
+  three with ``initiator="receiver"``.
 
 **Without protection.** In two cases a model is bound to a slot that the sender may write:
 
@@ -45,7 +46,7 @@ How long a worker uses a slot depends on how its model takes the weights:
   worker; and the replacement's first forward, which has to wait for the mutex, overwrites them. Until then they may
   keep the sender from reusing the slots that they name.
 - *The structure of a model that does not hold its slot was changed in the worker, so that an install has failed.* The
-  model stays bound to the older slot. (Models with installs that may fail otherwise hold their slots, see above.)
+  model stays bound to the older slot. (Where an install may fail for other reasons, the slot is held: see above.)
 
 As soon as the worker finds out, at the beginning or the end of a forward, it copies its model to memory of its own.
 Then it reads the slot's version word. The sender sets that word to 0 before it writes the slot, and a version is never
@@ -220,7 +221,7 @@ class SenderArena(Arena):
             opened.pop_all()  # ``close`` closes them
 
     def set_layout(self, layout: Layout) -> None:
-        """See ``Arena``. Frees the slots of an earlier layout, for all of which there was no memory."""
+        """See ``Arena``. Frees the slots of an earlier layout: there was not memory for all of them."""
         super().set_layout(layout)
         os.ftruncate(self.fds[0], self._slots_offset)
 
