@@ -20,7 +20,7 @@ from wsync.types import Ack
 _log = logging.getLogger(__name__)
 _ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED))
 _EXPECTED_KINDS = _ANSWERS | {Kind.SLOT_FREED, Kind.REQUEST}  # others end the connection
-_SETUP_TIMEOUT = 5.0  # seconds for the set-up of a worker that connects while others are awaited
+_SETUP_TIMEOUT = 20.0  # seconds for the set-up of a worker that connects while others are awaited
 _LEAVE_TIMEOUT = 5.0  # seconds to get the queued messages, and then a LEAVE, into the sockets of all workers
 
 
