@@ -10,6 +10,7 @@ The settings are in ``conf/``; ``python train.py --help`` prints them.
 
 import copy
 import logging
+import math
 import os
 import signal
 import sys
@@ -76,7 +77,7 @@ from learning.making import learner_device
 from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
 from learning.reporting.console import ConsoleReporter, worker_pids
-from learning.reporting.files import Pictures, RunFiles
+from learning.reporting.files import SUMMARY, Pictures, RunFiles
 from learning.reporting.guarded import Guarded
 from learning.resuming import SettingsFiles, config_folders, resume_command
 from learning.run import own_folder, reported_errors, resumed_seed, stop_requests
@@ -169,7 +170,11 @@ def main(composed: DictConfig) -> float:
     job = run.job.num if run.mode is RunMode.MULTIRUN else None
     folder = Path(run.runtime.output_dir)
     with reported_errors(folder, describe_error, job=job), nullcontext() if job is None else own_folder(folder):
-        status, objective = train(*resolved(composed, run), folder)
+        cfg, settings_files = resolved(composed, run)
+        status, objective = train(cfg, settings_files, folder)
+        # Given NaN, Optuna's sweeper ends with an error of its own, also where failed runs are allowed.
+        if not status and math.isnan(objective) and job is not None and run.runtime.choices["hydra/sweeper"] != "basic":
+            raise ConfigError(f"objective={cfg.objective} is null in {SUMMARY}: the run has no figure for the sweeper")
     if status:
         raise SystemExit(status)
     return objective

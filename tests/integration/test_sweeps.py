@@ -200,3 +200,15 @@ def test_optuna_is_given_the_objective(tmp_path: Path) -> None:
     ]
     assert len(returns) == 2
     assert f"best_value: {max(returns)}" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_optuna_goes_on_after_a_run_in_which_no_episode_has_ended(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs pip install -e '.[sweep]'")
+    sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
+    sweeper += ["hydra.sweeper.max_failure_rate=1", f"hydra.sweep.dir={tmp_path}/sweep", "seed=choice(0,1)"]
+    frames = ["env.max_episode_steps=3", "frames_per_batch=4", "total_frames=${hydra:job.num}4"]  # one step, then four
+    done = run(tmp_path, *sweeper, *frames, "-m")
+    assert done.returncode == 0, done.stderr
+    assert "objective=episode_return_mean_100 is null in summary.json" in done.stdout + done.stderr
+    assert "best_value: 3.0\n" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()
