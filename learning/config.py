@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +45,7 @@ from learning.resuming import (
     with_earlier_overrides,
     with_earlier_settings,
 )
-from learning.run import CLAIM, interrupt_by_signals, run_command
+from learning.run import claimed, interrupt_by_signals, run_command
 from wsync import WeightSyncError, WorkerDied
 
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
@@ -88,16 +87,9 @@ class RunFolders(Callback):
         """Raise `refused` if `folder` has `files`, or another process, which may have begun this second, has it."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            claim = open(folder / CLAIM, "a", encoding="utf-8")  # noqa: SIM115  (closed by `release`)
+            claim = claimed(folder, refused)  # closed by `release`
         except OSError as error:  # Hydra turns an ``Exception`` of a callback into a warning
             raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from error
-        try:
-            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            claim.close()
-            raise refused from error
-        except OSError as error:  # a file system without locks
-            print(f"{folder} cannot be locked ({error.strerror}): start no other run in it now", file=sys.stderr)
         cls._claims.append(claim)
         if files is not None and any(folder.glob(files)):
             raise refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -10,9 +11,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
 
@@ -200,23 +202,43 @@ def resumed_seed(seed: int, frames: int) -> int:
     return int(np.random.SeedSequence([seed, frames]).generate_state(1)[0] >> 1)
 
 
+def claimed(folder: Path, refused: BaseException, mode: Literal["a", "x"] = "a") -> TextIOWrapper:
+    """Return the claim of `folder`, locked; raise `refused` if another process has locked it.
+
+    Args:
+        folder: of a run or sweep.
+        refused: the error.
+        mode: "x" to refuse any claim that is there, also that of a process that was killed.
+    """
+    try:
+        claim = open(folder / CLAIM, mode, encoding="utf-8")  # noqa: SIM115  (closed by the caller)
+    except FileExistsError as error:
+        raise refused from error
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        claim.close()
+        raise refused from error
+    except OSError as error:  # a file system without locks
+        print(f"{folder} cannot be locked ({error.strerror}): start no other run in it now", file=sys.stderr)
+    return claim
+
+
 @contextmanager
 def own_folder(folder: Path) -> Iterator[None]:
-    """Keep the folder of a run in a sweep from its other runs: ``hydra.sweep.subdir`` may give it to several.
+    """Keep the folder of a run in a sweep from other runs: ``hydra.sweep.subdir`` may give it to several of the sweep.
 
     Raises:
-        ConfigError: another run of the sweep has it, or has had it.
+        ConfigError: another run has it or has had it, or an earlier start of this one (a job that Slurm has requeued).
     """
     refused = ConfigError(
-        f"{folder} is the folder of another run of this sweep: add ${{hydra:job.num}} to hydra.sweep.subdir"
+        f"{folder} has files of an earlier start of this job, or of another run of this sweep: continue that run by "
+        f"resume={folder}, or add ${{hydra:job.num}} to hydra.sweep.subdir"
     )
-    try:
-        (folder / CLAIM).touch(exist_ok=False)
-    except FileExistsError:
-        raise refused from None
-    try:
-        if (folder / METRICS).exists():
-            raise refused
-        yield
-    finally:
-        (folder / CLAIM).unlink(missing_ok=True)
+    with claimed(folder, refused, "x"):
+        try:
+            if (folder / METRICS).exists():
+                raise refused
+            yield
+        finally:
+            (folder / CLAIM).unlink(missing_ok=True)

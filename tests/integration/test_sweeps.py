@@ -18,7 +18,9 @@ from omegaconf import DictConfig
 from programs import run_program
 from stopping import left_of
 
+from collectors.errors import ConfigError
 from learning.config import RunFolders, register_configs
+from learning.run import own_folder
 from learning.summary import check_objective, objective_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,6 +116,19 @@ def test_of_two_runs_or_sweeps_that_begin_at_once_in_one_folder_the_second_is_re
         callback.on_multirun_start(config)
     callback.release()
     assert not [*tmp_path.glob("*/*")]
+
+
+def test_the_folder_of_a_run_in_a_sweep_is_its_own(tmp_path: Path, composed: DictConfig) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    composed.resume = str(folder)
+    with own_folder(folder):
+        with pytest.raises(SystemExit, match="has not ended"):
+            RunFolders().on_run_start(composed)
+        (folder / "metrics.jsonl").touch()
+    requeued = rf"run has files of an earlier start of this job, .* resume={folder}, or add"
+    with pytest.raises(ConfigError, match=requeued), own_folder(folder):
+        pass
 
 
 @pytest.mark.slow

@@ -231,7 +231,7 @@ def test_a_refused_resume_leaves_the_settings_of_its_folder(runs: dict[str, tupl
 def test_runs_of_a_sweep_in_one_folder_are_refused_but_the_first(tmp_path: Path) -> None:
     options = ["seed=0,1", "total_frames=512", f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=same", "-m"]
     done = run(tmp_path, *options)
-    assert done.returncode == 1 and "another run of this sweep: add ${hydra:job.num}" in done.stderr
+    assert done.returncode == 1 and "another run of this sweep: continue that run by resume=" in done.stderr
     told = summary(tmp_path / "same")
     assert (told["seed"], told["status"], told["frames"]) == (0, "finished", 512)
 
