@@ -101,8 +101,8 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
     )
     device = learner_device(cfg.device)
     learner = instantiate_setting("algorithm", cfg.algorithm, policy.to(device), critic.to(device))
-    logger = instantiate_setting("logger", cfg.logger, _convert_="all")
-    callbacks = [instantiate_setting(f"callbacks[{i}]", one, _convert_="all") for i, one in enumerate(cfg.callbacks)]
+    logger = instantiate_setting("logger", cfg.logger)
+    callbacks = [instantiate_setting(f"callbacks[{i}]", one) for i, one in enumerate(cfg.callbacks)]
     check_parts(learner, logger, callbacks)
     for hint in hints(cfg, learner, HydraConfig.get().runtime.choices["env"] if env_option() is None else None):
         log.warning(hint)

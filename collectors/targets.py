@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,12 +15,16 @@ from collectors.errors import ConfigError, lines_of_user
 
 
 def instantiate_setting(setting: str, config: Any, *args: Any, **options: Any) -> Any:
-    """Return ``hydra.utils.instantiate(config, *args, **options)``.
+    """Return ``hydra.utils.instantiate(config, *args, **options)``, with lists and dictionaries as arguments.
+
+    (Those of OmegaConf are passed only if `config` itself has ``_convert_``.)
 
     Raises:
         ConfigError: there is no such class or function, or it raised an error. The message begins with `setting`; the
             notes are the lines of the user's modules that were being executed.
     """
+    if not (isinstance(config, Mapping) and "_convert_" in config):
+        options = {"_convert_": "all", **options}
     try:
         return instantiate(config, *args, **options)
     except InstantiationException as error:

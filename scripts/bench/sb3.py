@@ -58,7 +58,7 @@ def make_one(env: Settings) -> gymnasium.Env:
     kwargs = {name: value for name, value in env["kwargs"].items() if name != "vectorization_mode"}
     made = gymnasium.make(env["id"], **kwargs)
     for wrapper in env["wrappers"]:
-        made = instantiate(wrapper, made)
+        made = instantiate(wrapper, made, _convert_="all")
     return made
 
 

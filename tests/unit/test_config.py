@@ -262,6 +262,14 @@ def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str
     assert str(caught.value) == said
 
 
+def test_arguments_from_yaml_are_plain_lists_and_dictionaries() -> None:
+    tuple_, array = {"_target_": "builtins.tuple", "_args_": [[84, 84]]}, {"_target_": "numpy.array", "object": [-1, 1]}
+    given = {"a": [1, {"b": [2]}], "c": {"d": 3}, "shape": tuple_, "low": array}
+    made = instantiate_setting("env", OmegaConf.create({"_target_": "builtins.dict", **given}))
+    assert [type(one) for one in (made["a"], made["a"][1], made["a"][1]["b"], made["c"])] == [list, dict, list, dict]
+    assert made["shape"] == (84, 84) and made["low"].tolist() == [-1, 1]
+
+
 def test_what_cannot_be_made_is_named_by_its_setting() -> None:
     with pytest.raises(ConfigError, match=r"^callbacks\[1\]: Reporter\(\) takes no arguments$"):
         instantiate_setting("callbacks[1]", {"_target_": "learning.reporting.Reporter", "path": 3})
