@@ -78,7 +78,7 @@ class RunFolders(Callback):
         """Refuse a folder that has runs of another sweep; prepare for the end of this one."""
         folder = Path(config.hydra.sweep.dir)
         refused = _used(f"hydra.sweep.dir={folder} has runs already", "leave it out for a new folder")
-        self._claim(folder, "*/metrics.jsonl", refused)
+        self._claim(folder, "*/**/metrics.jsonl", refused)
         interrupt_by_signals()
         self._pending.append(folder)
 
@@ -113,7 +113,7 @@ class RunFolders(Callback):
         """
         while cls._pending:
             folder = cls._pending.pop()
-            if any(folder.glob("*/summary.json")):
+            if any(folder.glob("*/**/summary.json")):
                 try:
                     report(folder)
                 except FolderError as error:

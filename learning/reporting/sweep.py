@@ -71,7 +71,8 @@ def report(folder: Path, console: Console | None = None) -> None:
         # In the terminal and the page, each cell has its unit.
         names = [f"{name} (µs)" if write is microseconds else name for name, (_, write) in shown.items()]
         writer.writerow(["run", *names])
-        writer.writerows([run.folder.name, *(figure(run) for figure, _ in shown.values())] for run in runs)
+        for run in runs:
+            writer.writerow([run.folder.relative_to(folder), *(figure(run) for figure, _ in shown.values())])
     pictures = _draw(folder, runs)
     with writing(folder / PAGE):
         (folder / PAGE).write_text(_page(runs, left_out, pictures), encoding="utf-8")

@@ -171,7 +171,7 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
         FolderError: no run has ended there, or none is readable.
     """
     runs, left_out = [], []
-    for each in sorted({path.parent for name in (".hydra", METRICS, SUMMARY) for path in folder.glob(f"*/{name}")}):
+    for each in sorted({path.parent for name in (".hydra", METRICS, SUMMARY) for path in folder.glob(f"*/**/{name}")}):
         try:
             if not (each / SUMMARY).is_file():
                 raise FolderError(f"{each} has no {SUMMARY}: it has not begun, or not ended, or was killed")
@@ -179,7 +179,7 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
         except FolderError as error:
             left_out.append(str(error))
     if not runs:
-        raise FolderError("\n".join([f"no run has ended in {folder}: there is no */{SUMMARY} to read", *left_out]))
+        raise FolderError("\n".join([f"no run has ended in {folder}: there is no {SUMMARY} to read", *left_out]))
     names = differing(runs)
 
     def place(run: Run) -> tuple[Any, ...]:

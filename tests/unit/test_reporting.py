@@ -319,6 +319,13 @@ def test_a_sweep_is_compared_among_runs_that_are_alike_but_for_the_seed(tmp_path
     assert table.startswith("run,backend,num_workers,seed,")
 
 
+def test_a_sweep_with_its_runs_in_deeper_folders_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    swept(tmp_path / "a", "num_workers=2", "seed=0", rows=[row(1)])
+    report(tmp_path, Console(file=io.StringIO()))
+    assert "\na/0-run,shared_mem," in (tmp_path / "sweep.csv").read_text()
+
+
 def test_medians_are_of_runs_that_were_not_cut_off(tmp_path: Path) -> None:
     for workers, seed, status, figure in (
         (2, 0, "solved", 40), (2, 1, "finished", 60), (2, 2, "interrupted", 90), (2, 3, "failed", 90),
