@@ -48,11 +48,16 @@ def _without_effect(cfg: TrainConfig, learner: Any) -> Iterator[str]:
         yield "env.normalize_observations has no effect: images, one-hot and binary vectors are not normalised"
     if not isinstance(learner, ActorCritic):
         return
-    if not learner.lr_final and learner.anneal_frames < cfg.total_frames:
-        yield (
-            f"the learning rate is 0 after {learner.anneal_frames:,} of {cfg.total_frames:,} frames: say "
-            f"algorithm.anneal_frames={cfg.total_frames}, or another algorithm.lr_end_factor"
-        )
+    finals = {
+        "learning rate": (learner.lr_final, "lr_end_factor"),
+        "clip": (getattr(learner, "clip_final", 1), "clip_final"),
+    }
+    for name, (final, setting) in finals.items():
+        if not final and learner.anneal_frames < cfg.total_frames:
+            yield (
+                f"the {name} is 0 after {learner.anneal_frames:,} of {cfg.total_frames:,} frames: say "
+                f"algorithm.anneal_frames={cfg.total_frames}, or another algorithm.{setting}"
+            )
     steps = cfg.frames_per_batch // environments_of_batch(cfg)
     if isinstance(learner.policy, RecurrentPolicy) and learner.minibatch_size < steps:
         yield (

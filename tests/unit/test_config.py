@@ -451,7 +451,8 @@ def test_an_environment_that_cannot_be_used_is_refused_before_workers_are_starte
         (["env.rewards=normalized"], [r"algorithm\.reward_scale=0\.02 scales them again"]),
         (["env.rewards=sign", "algorithm.reward_scale=1"], []),
         (["algorithm.lr_end_factor=0"], ["the learning rate is 0 after 80,000 of 200,000 frames"]),
-        (["algorithm.lr_end_factor=0", "algorithm.anneal_frames=200_000"], []),
+        (["algorithm.clip_final=0"], ["the clip is 0 after 80,000 of 200,000 frames: .* another algorithm.clip_final"]),
+        (["algorithm.lr_end_factor=0", "algorithm.clip_final=0", "algorithm.anneal_frames=200_000"], []),
     ],
 )
 def test_a_setting_that_is_seldom_meant_is_answered_by_a_hint(overrides: list[str], said: list[str]) -> None:
