@@ -15,12 +15,14 @@ from hydra import compose, initialize_config_dir
 from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from collectors.errors import ConfigError
 from learning.config_errors import CONF
 from learning.options import TrainConfig
 from learning.reporting import Reporter
-from learning.reporting.files import relative_path, writing
+from learning.reporting.files import reading, relative_path, replace_file, writing
 
 _SETTINGS = "resume"  # with .yaml, in the folder .hydra of a run; see ``SettingsFiles``
 
@@ -46,7 +48,23 @@ def config_folders(argv: Sequence[str]) -> list[Path]:
 def config_folders_of(folder: Path) -> list[str]:
     """Return the user's config folder that the run in `folder` had, if it had one."""
     path = folder / ".hydra" / f"{_SETTINGS}.yaml"
-    return list(OmegaConf.select(OmegaConf.load(path), "config_folders") or ()) if path.is_file() else []
+    return list(read_yaml(path).get("config_folders") or ()) if path.is_file() else []
+
+
+def read_yaml(path: Path) -> DictConfig:
+    """Return the content of one of a run's YAML files.
+
+    Raises:
+        FolderError: it is missing or damaged; the message has the path and the reason.
+    """
+    with reading(path):
+        try:
+            content = OmegaConf.load(path)
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise ValueError(" ".join(str(error).split())) from error
+        if not isinstance(content, DictConfig):
+            raise ValueError("it has no settings")
+        return content
 
 
 def compose_with(folders: Sequence[Path], overrides: Sequence[str], **options: Any) -> DictConfig:
@@ -185,7 +203,7 @@ class SettingsFiles(Reporter):
         path.parent.mkdir(exist_ok=True)
         for file, content in ((folder / "config.yaml", config), (path, self._settings)):
             with writing(file):
-                OmegaConf.save(OmegaConf.create(content), file)
+                replace_file(file, OmegaConf.to_yaml(OmegaConf.create(content)).encode())
 
 
 def _settings_of(folder: str) -> tuple[dict[Any, Any], Mapping[str, str | None]]:
@@ -226,7 +244,7 @@ def _stored(folder: str) -> DictConfig:
     path = Path(folder) / ".hydra" / f"{_SETTINGS}.yaml"
     if not path.is_file():
         raise ConfigError(f"resume={folder}: no run is stored there, {path} is missing")
-    stored = OmegaConf.load(path)
-    if not isinstance(stored, DictConfig) or not {"overrides", "config_folders", "choices", "config"} <= stored.keys():
+    stored = read_yaml(path)
+    if not {"overrides", "config_folders", "choices", "config"} <= stored.keys():
         raise ConfigError(f"resume={folder}: that run is of another version of this program, {path} lacks settings")
     return stored

@@ -13,7 +13,8 @@ from collectors import GymEnv
 from collectors.env_config import EnvConfig, env_factory
 from collectors.targets import instantiate_setting
 from learning import checkpoint
-from learning.reporting.files import reading
+from learning.reporting.files import FolderError
+from learning.resuming import read_yaml
 from learning.validation import actor_critic, network_settings
 
 
@@ -33,10 +34,13 @@ def load_policy(folder: str | Path) -> tuple[nn.Module, Callable[[], GymEnv]]:
         CheckpointError: there is no checkpoint, it is damaged, or it is of another network than ``config.yaml`` says.
     """
     folder = Path(folder)
-    with reading(folder / "config.yaml"):
-        config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    env = EnvConfig(**config["env"])
-    network, settings = network_settings(config["policy"])
+    path = folder / "config.yaml"
+    config: Any = OmegaConf.to_container(read_yaml(path))
+    try:
+        env = EnvConfig(**config["env"])
+        network, settings = network_settings(config["policy"])
+    except (KeyError, TypeError) as error:
+        raise FolderError(f"{path} is damaged: its settings of env or policy are incomplete") from error
     make_network = instantiate_setting("policy", network, _partial_=True)
     policy, _, _ = actor_critic(make_network, env, f"the policy of {folder}", **settings)
     state = checkpoint.load(folder)

@@ -39,9 +39,9 @@ def main(
 ) -> None:
     """Play episodes in one environment of the run, and print their returns."""
     torch.manual_seed(seed)
-    folders = config_folders_of(folder) if config_dir is None else [str(config_dir.resolve())]
-    sys.path += [os.getcwd(), *folders]  # settings may name modules there, as in train.py
     try:
+        folders = config_folders_of(folder) if config_dir is None else [str(config_dir.resolve())]
+        sys.path += [os.getcwd(), *folders]  # settings may name modules there, as in train.py
         policy, make_env = load_policy(folder)
     except (CheckpointError, ConfigError, FolderError) as error:
         sys.exit("\n".join([f"evaluate.py: {error}", *getattr(error, "__notes__", ())]))

@@ -192,6 +192,10 @@ def test_a_trained_policy_is_loaded(runs: dict[str, tuple[Path, str]], tmp_path:
     (tmp_path / "config.yaml").write_text(config.replace("learning.MLP", "mine.Wide"))
     with pytest.raises(ConfigError, match=r"^policy\._target_=mine\.Wide: there is no module 'mine' on sys\.path"):
         load_policy(tmp_path)
+    for damaged in (config[: config.index("env:") + 6], "a: [", "a: ${", "- 1", ""):
+        (tmp_path / "config.yaml").write_text(damaged)
+        with pytest.raises(FolderError, match=r"config\.yaml is damaged: "):
+            load_policy(tmp_path)
     (tmp_path / "config.yaml").unlink()
     with pytest.raises(FolderError, match=r"config\.yaml could not be read"):
         load_policy(tmp_path)
@@ -208,6 +212,10 @@ def test_a_trained_policy_plays(
     refused = run_program(ROOT / "scripts" / "evaluate.py", str(tmp_path), folder=tmp_path)
     assert refused.returncode == 1 and "config.yaml could not be read" in refused.stderr
     evaluate = runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))["main"]
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "resume.yaml").write_text("a: [")
+    with pytest.raises(SystemExit, match=r"^evaluate\.py: .*resume\.yaml is damaged: "):
+        evaluate(tmp_path)
     with pytest.raises(SystemExit, match=r"^evaluate\.py: no episode ended in 3 frames; --max-frames raises"):
         evaluate(folder, max_frames=3)  # the pole falls after 8 steps at the earliest
     evaluate(folder, episodes=500, max_frames=1000)

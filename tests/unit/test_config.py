@@ -33,6 +33,7 @@ from learning.help import print_help
 from learning.hints import hints
 from learning.options import TrainConfig
 from learning.reporting import Reporter
+from learning.reporting.files import FolderError
 from learning.reporting.wandb_logger import WandbLogger
 from learning.resuming import with_earlier_overrides
 from learning.validation import LIMITS
@@ -535,6 +536,17 @@ def resumed(*argv: str) -> TrainConfig:
     result = OmegaConf.to_object(resuming.with_earlier_settings(composed(*overrides), overrides, choices(overrides)))
     assert isinstance(result, TrainConfig)
     return result
+
+
+def test_settings_that_cannot_be_written_leave_the_earlier_ones(tmp_path: Path) -> None:
+    stored_run(tmp_path, "seed=1")
+    (tmp_path / ".hydra" / "resume.unfinished").mkdir()  # in place of a full disk
+    with pytest.raises(FolderError):
+        stored_run(tmp_path, "seed=2")
+    assert resumed(f"resume={tmp_path}").seed == 1
+    (tmp_path / ".hydra" / "resume.yaml").write_text("overrides: [")
+    with pytest.raises(FolderError, match=r"resume\.yaml is damaged: "):
+        resumed(f"resume={tmp_path}")
 
 
 def test_a_resumed_run_has_its_old_config_and_overrides_win(tmp_path: Path) -> None:
