@@ -101,7 +101,8 @@ class RewardNormalizer:
 
     ``normalized``: divided by the standard deviation of the discounted sum of rewards so far, and clipped, as in
     Stable-Baselines3's VecNormalize. The sums continue from batch to batch, row for row; in asynchronous collection,
-    where a batch is one worker's, a row may continue another worker's sum.
+    where a batch is one worker's, a row may continue another worker's sum. All sums start at 0 again where the number
+    of rows changes: a worker has died, or has joined again.
 
     Args:
         how: one of the three.
