@@ -57,10 +57,11 @@ class RewardModel:
             ValueError: the result has not one number per environment.
         """
         self._transform, self._actions, self._num_envs = transform, actions, len(reward)
+        # The arrays themselves: a view of one would be independent of it in a copy or a pickle of the environment.
         self._inputs: dict[Any, Array] = {
             OBSERVATION: observation.copy(),
             NEXT_OBSERVATION: observation,
-            REWARD: reward[:, None],
+            REWARD: reward,
         }
         self.reward = np.zeros_like(reward)
         zero = np.zeros((self._num_envs, *actions.spec.shape), np.float32)
@@ -82,7 +83,9 @@ class RewardModel:
             self.reward[reset_step] = 0
 
     def _result(self, function: Callable[..., Array]) -> Array:
-        reward = function(*(self._inputs[key] for key in self._transform.in_keys))
+        inputs = [self._inputs[key] for key in self._transform.in_keys]
+        inputs = [one[:, None] if one is self._inputs[REWARD] else one for one in inputs]
+        reward = function(*inputs)
         if reward.shape not in ((self._num_envs,), (self._num_envs, 1)):
             raise ValueError(
                 f"{self._transform} gave rewards of shape {list(reward.shape)} for {self._num_envs} environment(s): "

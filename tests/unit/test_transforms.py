@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -180,6 +181,12 @@ def test_a_reward_model_reads_the_step_and_the_episode_counts_the_environments_o
     assert torch.equal(given[1], nn.functional.one_hot(rows(batch, "action"), 3).float())
     assert torch.equal(given[2], rows(batch, "next", "observation"))
     assert torch.equal(given[3][..., 0], own)
+
+
+def test_a_copy_and_a_pickle_of_an_environment_have_reward_models_of_their_own() -> None:
+    given = GymEnv(partial(Counter), 2, transforms=[ModuleTransform(Function(lambda x: 10 * x), REWARD, REWARD)])
+    for env in (given, copy.deepcopy(given), cloudpickle.loads(cloudpickle.dumps(given))):
+        assert rows(env.rollout(3), "next", "reward")[..., 0].tolist() == [[10.0, 20.0, 30.0]] * 2
 
 
 def test_a_continuous_action_reaches_the_reward_model_as_it_was_taken() -> None:
