@@ -162,9 +162,12 @@ def serve(connection: WorkerConnection) -> None:
     """
     connection.remove_time_limits()
     # Inside, an error is reported before the schemes are closed: the trainer would otherwise hear only that they were
-    # closed. Outside, an error of closing them is reported.
-    with closing(connection), _reported_errors(connection), ExitStack() as opened, _reported_errors(connection):
-        _serve(connection, opened)
+    # closed. An error of closing is printed: then the trainer has closed the connection, or has the worker's error.
+    try:
+        with closing(connection), ExitStack() as opened, _reported_errors(connection):
+            _serve(connection, opened)
+    except (Exception, SystemExit):  # noqa: BLE001
+        traceback.print_exc()
 
 
 def _serve(connection: WorkerConnection, opened: ExitStack) -> None:

@@ -12,6 +12,7 @@ import weakref
 from contextlib import suppress
 from multiprocessing.connection import wait
 
+import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from collectors import (
     WeightUpdaterBase,
 )
 from collectors.distributed import DistributedCollector
-from collectors.worker import WorkerOptions
+from collectors.worker import WorkerOptions, WorkerSpec
 from collectors.workers import processes
 from collectors.workers.connection_pool import _main
 from collectors.workers.connections import WorkerConnection
@@ -539,7 +540,16 @@ def test_a_connection_that_an_environment_loses_is_its_own_failure_and_not_the_t
         next(gathering)
 
 
-def test_a_worker_that_fails_when_its_trainer_has_hung_up_already_is_silent(capfd):
+class Unclosable(Broken):
+    def close(self):
+        raise OSError("the recording could not be written")
+
+
+@pytest.mark.parametrize(
+    ("spec", "printed"),
+    [(b"not a pickle", ""), (cloudpickle.dumps(WorkerSpec(Unclosable, None, None, {})), "could not be written\n")],
+)
+def test_of_a_worker_its_trainer_hangs_up_on_only_an_error_of_closing_is_printed(spec, printed, capfd):
     listener = Listener()
     worker = multiprocessing.get_context("fork").Process(target=_main, args=(listener.address, 0, b"key"))
     worker.start()
@@ -548,12 +558,12 @@ def test_a_worker_that_fails_when_its_trainer_has_hung_up_already_is_silent(capf
         assert wait([listener.fileno()], 20)
         accepted = listener.accept()
     connection = WorkerConnection(accepted[0])
-    connection.send("build", (b"not a pickle", WorkerOptions(0, 1, 1)))
+    connection.send("build", (spec, WorkerOptions(0, 1, 1)))
     connection.close()
     listener.close()
     worker.join(20)
     assert worker.exitcode == 0
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err[-len("could not be written\n") :] == printed
 
 
 class Stuck(Broken):
