@@ -176,7 +176,7 @@ class BaseCollector(WeightUpdates, ABC):
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Limit the wait for the batch in progress. May be called from a signal handler."""
+        """Limit the wait for the batch in progress, or else for the next one. May be called from a signal handler."""
 
     def set_seed(self, seed: int) -> int:
         """Seed the environments, the random actions and the workers' global generators; return another seed to use.

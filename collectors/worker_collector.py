@@ -221,6 +221,7 @@ class WorkerCollector(BaseCollector):
         return [cloudpickle.loads(found) for found in self._group.ask("find", path)]
 
     def _gather(self) -> TensorDictBase:
+        self._group.batch_begun()
         try:
             batch = self._gathering.gather(self._group, self._admits)
         except BaseException:  # also KeyboardInterrupt: the next batch would get answers to commands of this one
@@ -246,7 +247,7 @@ class WorkerCollector(BaseCollector):
             raise
 
     def interrupt(self) -> None:
-        """See BaseCollector: a batch that is not complete two seconds after this call raises ``wsync.SyncTimeout``."""
+        """See BaseCollector: ``wsync.SyncTimeout`` is raised if that is not complete in two seconds."""
         if not self.closed:
             self._group.interrupt()
 

@@ -114,6 +114,14 @@ class WorkerGroup(WorkerSupervisor):
                 self._step()
             return self._batches.popleft() if self._batches else None
 
+    def batch_begun(self) -> None:
+        """Limit the batch that begins now, from now on, if ``interrupt`` was called between two batches.
+
+        A signal may come after this thread has last looked for a request to stop.
+        """
+        if self._stop_at is not None:
+            self._stop_at = time.monotonic() + _STOP_GRACE
+
     def batch_completed(self) -> None:
         """Forget an ``interrupt``: the batch that it was for is complete."""
         self._stop_at = None
@@ -228,7 +236,10 @@ class WorkerGroup(WorkerSupervisor):
     # --- for any thread ---
 
     def interrupt(self) -> None:
-        """Limit the wait for the current batch to ``_STOP_GRACE`` seconds. May be called from a signal handler."""
+        """Limit the wait for the current batch, or the next one, to ``_STOP_GRACE`` seconds.
+
+        May be called from a signal handler.
+        """
         self._stop_at = time.monotonic() + _STOP_GRACE
         self._lock.wakeup.set()
 

@@ -33,7 +33,7 @@ from collectors import (
 )
 from collectors.distributed import DistributedCollector
 from collectors.worker import WorkerOptions, WorkerSpec
-from collectors.workers import processes
+from collectors.workers import group, processes
 from collectors.workers.connection_pool import _main
 from collectors.workers.connections import WorkerConnection
 from collectors.workers.processes import hidden_main, join_or_kill, kill, start
@@ -600,6 +600,15 @@ def test_a_shutdown_in_another_thread_ends_the_wait_for_a_batch(cls, tmp_path, m
     collector.shutdown()
     thread.join(20)
     assert errors == ["this collector has been shut down"]
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_an_interrupt_between_two_batches_leaves_the_next_one_its_time(cls, monkeypatch):
+    with cls([cartpole()], policy(), frames_per_batch=2000) as collector:
+        monkeypatch.setattr(group, "_STOP_GRACE", 0.0)
+        collector.interrupt()
+        monkeypatch.setattr(group, "_STOP_GRACE", 60.0)
+        assert next(collector).numel() == 2000
 
 
 def test_an_interrupted_shutdown_of_a_collector_can_be_repeated():
