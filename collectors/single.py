@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -152,8 +153,7 @@ class Collector(BaseCollector):
         """Do nothing: a batch does not wait for workers."""
 
     def _close(self) -> None:
-        try:
+        with ExitStack() as steps:  # all are called, and an error is raised then
+            steps.callback(self.env.close)
             for scheme in self.weight_sync_schemes.values():
-                scheme.shutdown()
-        finally:
-            self.env.close()
+                steps.callback(scheme.shutdown)

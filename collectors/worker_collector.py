@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import util
 from typing import Any, ClassVar, Literal, Required, TypedDict, TypeVar
@@ -283,11 +284,10 @@ class WorkerCollector(BaseCollector):
             raise ValueError(f"{type(self).__name__} cannot restart these workers: {why}")
 
     def _close(self) -> None:
-        try:
-            self._group.close()
-        finally:
+        with ExitStack() as steps:  # last in, first called; all are called, and an error is raised then
             for scheme in self.weight_sync_schemes.values():
-                scheme.shutdown()
+                steps.callback(scheme.shutdown)
+            steps.callback(self._group.close)
         self._finalizer.cancel()  # not after Ctrl-C, which may have left workers alive
 
 

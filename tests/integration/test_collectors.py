@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import wait
 
 import cloudpickle
@@ -387,6 +388,25 @@ def test_a_collector_that_could_not_be_shut_down_can_be_shut_down_later():
     collector.shutdown()
     collector.shutdown()
     assert env.attempts == 2 and collector.closed and collector.policy_version == version > 0
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_scheme_that_cannot_be_shut_down_leaves_no_other_one_open(cls, monkeypatch):
+    schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "module.critic")}
+    collector = cls([cartpole()], policy(), frames_per_batch=16, weight_sync_schemes=schemes)
+    asked: list[str] = []
+
+    def fail(name):
+        asked.append(name)
+        raise OSError(f"{name} is still in use")
+
+    for name, scheme in schemes.items():
+        monkeypatch.setattr(scheme, "shutdown", partial(fail, name))
+    with pytest.raises(OSError, match="is still in use"):
+        collector.shutdown()
+    assert sorted(asked) == sorted(schemes)
+    monkeypatch.undo()
+    collector.shutdown()
 
 
 def middle(make, scheme, line):
