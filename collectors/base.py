@@ -223,7 +223,8 @@ class BaseCollector(WeightUpdates, ABC):
 
         Raises:
             KeyError, TypeError, ValueError: not a state, or there is no scheme to send its weights by; nothing changed.
-            wsync.LayoutMismatch: the weights do not fit the policy; nothing changed.
+            wsync.LayoutMismatch: the weights do not fit the policy; nothing changed, unless only workers have the
+                policy: then the frames count, and only that update is missing.
             wsync.WeightSyncError: as ``update_policy_weights_``; only that update is then missing.
         """
         self._require_open()
