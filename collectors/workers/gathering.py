@@ -80,8 +80,11 @@ class SyncGathering:
                 for worker in to_collect:
                     group.collect(worker, 0)
                 joined = joined or self._begin(participants)  # while the workers collect
-                while missing := set(participants).intersection(group.active_workers) - arrived:
-                    received = group.next_batch(missing)
+                while True:
+                    missing = set(participants).intersection(group.active_workers) - arrived
+                    received = group.next_batch(missing)  # also of a participant that has failed since
+                    if received is None and not missing:
+                        break
                     # Other batches are those of workers that failed within an earlier batch.
                     if received is not None and received[0] in participants:
                         arrived.add(received[0])

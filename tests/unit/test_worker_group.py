@@ -8,9 +8,12 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 import wsync
 from collectors.worker import WorkerOptions
+from collectors.workers.gathering import SyncGathering
 from collectors.workers.group import WorkerGroup
 from collectors.workers.pool import Event, WorkerHandle, WorkerPool
 from collectors.workers.records import FailurePolicy, Failures
@@ -22,6 +25,7 @@ class FakeWorker(WorkerHandle):
     def __init__(self, worker_idx: int) -> None:
         super().__init__(worker_idx)
         self.never = os.eventfd(0)
+        self.batches = [TensorDict({"worker": torch.full((1,), worker_idx)}, [1])]
 
     @property
     def sentinel(self) -> int:
@@ -41,7 +45,7 @@ class ScriptedPool(WorkerPool[FakeWorker]):
 
     def poll(self, workers: Collection[FakeWorker], wakeup_fd: int, timeout: float | None) -> list[Event]:
         assert self.script or timeout is not None, "nothing would end this wait"
-        return [Event(self.workers[i], kind) for i, kind in (self.script.pop(0) if self.script else [])]
+        return [Event(self.workers[i], kind, 0) for i, kind in (self.script.pop(0) if self.script else [])]
 
     def discard(self, worker: FakeWorker) -> None:
         self.workers.remove(worker)
@@ -83,6 +87,15 @@ def test_a_batch_of_a_worker_that_an_update_has_dropped_meanwhile_is_not_waited_
         assert group.next_batch(awaited) is None
 
     start([(0, "ready"), (1, "ready")], [(0, "connected"), (1, "connected")], update=update)
+
+
+def test_a_batch_of_a_worker_that_ended_after_it_is_delivered() -> None:
+    def gather(group: WorkerGroup) -> None:
+        batch = SyncGathering(0).gather(group, lambda *_: True)
+        assert batch["worker"].tolist() == [0, 1]
+
+    events = [(0, "batch"), (1, "batch"), (1, "died")]
+    start([(0, "ready"), (1, "ready")], [(0, "connected"), (1, "connected")], events, update=gather)
 
 
 def test_an_update_that_the_shutdown_overtakes_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
