@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
-from collectors.factories import EnvMaker, check_maker
+from collectors.factories import EnvMaker, check_maker, independent
 from collectors.rollouts.wrapping import UnusablePolicy
 from collectors.staleness import check_count
 
@@ -129,7 +129,7 @@ def env_makers(create_env_fn: Any) -> list[EnvMaker]:
         raise ValueError("no environment: create_env_fn is a list of functions, one for each worker")
     for maker in makers:
         check_maker(maker)
-    return makers
+    return independent(makers)
 
 
 def policy_factory_of_each(policy_factory: Any, workers: int) -> list[Callable[[], Any] | None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -39,6 +41,25 @@ def make_env(create_env_fn: EnvMaker | GymEnv | gymnasium.Env | gymnasium.vector
         return GymEnv(env)
     if not isinstance(env, GymEnv):
         raise TypeError(f"create_env_fn made a {type(env).__name__}, not a GymEnv or a Gymnasium environment")
+    return env
+
+
+def independent(makers: Sequence[Any]) -> list[Any]:
+    """Return ``makers``; of an environment that occurs several times, each but the first is a copy with a new seed.
+
+    The copies that workers get would continue the same streams of random numbers.
+    """
+    return [
+        partial(_seeded_anew, maker)
+        if isinstance(maker, _ENVIRONMENTS) and any(maker is earlier for earlier in makers[:index])
+        else maker
+        for index, maker in enumerate(makers)
+    ]
+
+
+def _seeded_anew(given: Any) -> GymEnv:
+    env = make_env(given)
+    env.set_seed(secrets.randbits(31))  # also forces a reset before the next step
     return env
 
 

@@ -331,6 +331,22 @@ def test_workers_draw_different_numbers_and_a_seed_repeats_them_but_the_next_see
         assert not torch.equal(seven[key][1], eight[key][0])
 
 
+def test_copies_of_one_environment_draw_different_numbers_and_a_seed_repeats_them():
+    def run(envs, seed=None):
+        with MultiSyncCollector(envs, frames_per_batch=16) as collector:
+            if seed is not None:
+                collector.set_seed(seed)
+            return next(collector)
+
+    env = GymEnv("CartPole-v1", seed=3)
+    env.reset()
+    unseeded, seven = run([env] * 2), run([env] * 2, 7)
+    expected = run([cartpole(1)] * 2, 7)
+    for key in ("action", "observation"):
+        assert not torch.equal(*unseeded[key]), f"two workers drew the same numbers for {key}"
+        assert torch.equal(seven[key], expected[key])
+
+
 class Recalls(GymEnv):
     """Is only made where the trainer's environment is."""
 
