@@ -84,13 +84,14 @@ class WorkerCollector(BaseCollector):
             continue without it (a synchronous batch is smaller by its share); or ``"restart"``: the others continue;
             a new worker replaces it from the next batch on, with the newest weights of every model and an unused seed.
             Frames of an unfinished batch are lost, and not counted.
-        worker_timeout: seconds in which a worker has to answer (a batch, its environments); a late one is killed.
+        worker_timeout: seconds in which a worker has to answer (a batch, its environments); a late one is disconnected,
+            and killed if the collector has started its process.
         max_restarts: more failures of a worker than this within ``restart_window`` seconds, or since its last batch,
             are raised.
         restart_window: see ``max_restarts``.
         run_ahead: asynchronous: how many further batches a worker may begin while a finished one waits for the trainer:
             1 by default, with which it never waits unless the trainer is slower; with 0 it waits for each batch to be
-            taken. Of n workers, up to n × (run_ahead + 1) batches are collected and not taken. A worker uses
+            taken. Of n workers, up to n × (run_ahead + 1) batches are begun and not taken. A worker uses
             new weights from its next step on, also within a batch.
         max_staleness: versions, at most, that the newest weights may be ahead of those that acted in any frame of a
             batch when the batch is delivered; None: no limit. A worker's batch that is older is dropped and counted
