@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 
 import numpy as np
@@ -285,3 +287,20 @@ def test_an_updater_is_one_collectors_and_one_update_at_a_time():
             collector.update_policy_weights_(worker_ids=[])
     with pytest.raises(RuntimeError, match="has no collector"):
         VanillaWeightUpdater().push_weights(policy())
+
+
+def test_two_threads_may_update_at_once():
+    versions: list[int] = []
+
+    class Overtaken(WeightUpdaterBase):
+        def _skip_update(self, worker_id):
+            if threading.current_thread() is threading.main_thread():
+                with ThreadPoolExecutor(1) as other:
+                    other.submit(self.collector.update_policy_weights_).result(20)
+                versions.append(self.collector.policy_version)
+            return False
+
+    with single(Overtaken()) as collector:
+        before = collector.policy_version
+        collector.update_policy_weights_()
+        assert [*versions, collector.policy_version] == [before + 1, before + 2]
