@@ -244,8 +244,12 @@ def exit_when_process_ends(pid: int) -> None:
         os._exit(1)
 
 
-def exit_when_readable(*descriptors: int) -> Callable[[], None]:
+def exit_when_readable(*descriptors: int, status: Callable[[], int] = lambda: 1) -> Callable[[], None]:
     """Start a thread that ends this process when one of ``descriptors`` is readable or its other end is closed.
+
+    Args:
+        descriptors: are polled.
+        status: is called then for the exit status.
 
     Returns:
         A function that ends the thread.
@@ -257,7 +261,7 @@ def exit_when_readable(*descriptors: int) -> Callable[[], None]:
         for descriptor in (*descriptors, stopped):
             poller.register(descriptor, select.POLLIN)
         if stopped not in (ready for ready, _ in poller.poll()):
-            os._exit(1)
+            os._exit(status())
 
     thread = threading.Thread(target=wait, name="trainer-watch", daemon=True)
     thread.start()

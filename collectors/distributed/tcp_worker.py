@@ -8,6 +8,8 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import wait
 
 from collectors.distributed import torchrun
@@ -28,7 +30,8 @@ def join_trainer(*, timeout: float = 60.0) -> int:
     """Run this process as a worker of a ``DistributedCollector(launcher="join")``, until it is shut down.
 
     The trainer's address is that of ``WSYNC_TRAINER`` (``host:port``), the key that of ``WSYNC_AUTHKEY``; or, under
-    torchrun, those that rank 0 has published. If the trainer's process ends, this one ends at once, with status 1.
+    torchrun, those that rank 0 has published. If the trainer's process ends, this one ends at once, with status 1;
+    if it shuts down and this one does not end in time, because a batch takes longer, with status 0.
 
     Args:
         timeout: seconds in which the trainer has to be reached.
@@ -99,7 +102,8 @@ def join(address: Address, worker_idx: int, timeout: float) -> None:
             ends[purpose] = connect(address, worker_idx, deadline, registration.encode())
         for end in ends.values():
             _require_accepted(end, address, deadline)
-        stop_watching = exit_when_readable(*ends["liveness"].descriptors)
+        liveness = ends["liveness"]
+        stop_watching = exit_when_readable(*liveness.descriptors, status=partial(_exit_status, liveness.fileno()))
         try:
             serve(WorkerConnection(ends["messages"]))
         finally:
@@ -107,6 +111,13 @@ def join(address: Address, worker_idx: int, timeout: float) -> None:
     finally:
         for end in ends.values():
             end.close()
+
+
+def _exit_status(liveness: int) -> int:
+    """Return 0 if the trainer has shut down, which it reports by a message: see ``ConnectedWorker.release``."""
+    with socket.socket(fileno=socket.dup(liveness)) as sock, suppress(OSError):
+        return 0 if sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) else 1
+    return 1
 
 
 def _require_accepted(end: Connection, address: Address, deadline: float) -> None:

@@ -6,6 +6,7 @@ import secrets
 import select
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -16,7 +17,7 @@ from collectors.workers.pool import RAISED, SHUTDOWN_GRACE, Event, WorkerHandle,
 from collectors.workers.process_handle import ProcessHandle
 from collectors.workers.processes import exit_reason, join_or_kill, kill, start
 from wsync import NotConnected
-from wsync.control import Address, Connection, Listener, Message, connect
+from wsync.control import Address, Connection, Kind, Listener, Message, connect
 
 
 class ConnectedWorker(WorkerHandle):
@@ -98,9 +99,15 @@ class ConnectedWorker(WorkerHandle):
             self.connection.close()
         self.process_handle.close()
 
-    def release(self) -> None:
-        """Close the liveness connection, which ends a worker in another program. Idempotent."""
+    def release(self, *, is_shutdown: bool = False) -> None:
+        """Close the liveness connection, which ends a worker in another program, with status 0 in a shutdown.
+
+        Idempotent.
+        """
         if self._liveness is not None and self._ended is not None:
+            if is_shutdown:
+                with suppress(OSError):  # closed already, by either side
+                    self._liveness.send(Message(Kind.DATA))
             self._ended.close()
             self._liveness.close()
 
@@ -223,7 +230,7 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
             join_or_kill([worker.process for worker in self.workers if worker.process is not None])
         finally:  # after Ctrl-C all processes have been killed: another call must not wait for them again
             for worker in self.workers:
-                worker.release()
+                worker.release(is_shutdown=True)
             self.workers = []
 
 

@@ -483,6 +483,20 @@ class Forking(Pids):
         return np.full(4, self.child, np.float64), {}
 
 
+class Unending(Pids):
+    def close(self):
+        threading.Event().wait()
+
+
+def test_a_worker_that_has_joined_and_does_not_end_in_time_after_a_shutdown_has_not_failed(monkeypatch):
+    monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
+    monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 0.1)
+    collector, worker = collect_by_joining(Unending)
+    collector.shutdown()
+    worker.join(20)
+    assert worker.exitcode == 0
+
+
 def test_a_worker_that_has_joined_and_dies_is_noticed_while_its_forked_child_lives(monkeypatch):
     monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
     monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 0.5)  # for messages that are on their way
