@@ -161,12 +161,12 @@ def serve(connection: WorkerConnection) -> None:
     ``("unusable", traceback)`` the worker ends.
     """
     connection.remove_time_limits()
-    # Inside, an error is reported before the schemes are closed: the trainer would otherwise hear only that they were
-    # closed. An error of closing is printed: then the trainer has closed the connection, or has the worker's error.
+    # Inside, an error is reported before the schemes are closed: the trainer would otherwise get only their end.
+    # An error of closing is printed: then the trainer has closed the connection, or has the worker's error.
     try:
         with closing(connection), ExitStack() as opened, _reported_errors(connection):
             _serve(connection, opened)
-    except (Exception, SystemExit):  # noqa: BLE001
+    except (Exception, SystemExit):  # noqa: BLE001  environments may raise anything as they close
         traceback.print_exc()
 
 
