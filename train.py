@@ -140,10 +140,9 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
             console.worker_pids = worker_pids(collector)
             monkey = instantiate_setting("chaos", cfg.chaos, _partial_=True)(collector)
             training.chaos = running.enter_context(monkey).counts
-        except OSError as error:  # an unknown address, for example
-            raise ConfigError(f"the collector and its scheme '{scheme.name}' cannot be set up: {error}") from error
-        except ValueError as error:  # settings that contradict each other
-            raise ConfigError(str(error)) from error
+        except (OSError, ValueError) as error:  # an unknown address, or settings that contradict each other
+            what = f"the collector and its scheme '{scheme.name}' cannot be set up: "
+            raise ConfigError(f"{what if isinstance(error, OSError) else ''}{error}") from error
         collector.set_seed(seed)
         collector.load_state_dict({"frames": training.progress.frames, "policy_version": training.progress.version})
         summary = training.run(collector, stop, OmegaConf.to_container(OmegaConf.structured(cfg)))
