@@ -67,6 +67,5 @@ def _cannot_be(sentinel: int, connected_at: float) -> bool:
         stat = Path(f"/proc/{int(fields['Pid'])}/stat").read_text()
     except (KeyError, OSError):  # no pidfd; or the process ends now
         return False
-    return (
-        int(stat.rsplit(")", 1)[1].split()[19]) / _TICKS > connected_at
-    )  # starttime in proc(5), rounded down: never too late
+    started = int(stat.rsplit(")", 1)[1].split()[19]) / _TICKS  # starttime in proc(5): rounded down, so never too late
+    return started > connected_at
