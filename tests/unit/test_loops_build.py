@@ -24,7 +24,7 @@ os.environ.pop("WSYNC_NATIVE", None)
 def test_it_was_built_where_that_is_possible() -> None:
     if os.environ.get("WSYNC_NATIVE") == "0":
         pytest.skip("the compiled classes are switched off")
-    compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")  # as setuptools does
     program = "#include <Python.h>\n#include <poll.h>\n#include <pthread.h>\n"
     include = sysconfig.get_paths()["include"]
     try:
@@ -34,7 +34,7 @@ def test_it_was_built_where_that_is_possible() -> None:
     except FileNotFoundError:
         pytest.skip("there is no C compiler here")
     if compiles.returncode:
-        pytest.skip("Python's headers are not here")
+        pytest.skip("there is no C compiler here, or Python's headers are not")
     assert loops.COMPILED, "pip install -e . builds wsync/csrc"
 
 
