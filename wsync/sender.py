@@ -42,7 +42,7 @@ class Sender:
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
-        acknowledges: whether a send waits until its workers have installed it; if not, see ``Updates.publish``.
+        acknowledges: whether a send waits for the workers' acknowledgements; if not, see ``Updates.publish``.
         on_request: with ``initiator="receiver"``: workers request versions; ``acknowledges`` is then false.
         record: called with the report of each finished update but that of ``connect``, under the sender's lock.
     """
@@ -155,7 +155,7 @@ class Sender:
         """
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            # None: not connected yet. 0: it owes no answer. Else the version that it was given, and has not answered:
+            # None: not connected yet. 0: no answer is awaited. Else the version that it was given and has not answered;
             # if a newer one was sent since, that `send`, or `wait`, waits for the answer.
             early_version = self.channel.pop_early_join(worker, sentinel)
             expected = self._members.expected_version.get(worker, 0)
@@ -199,7 +199,7 @@ class Sender:
                     version = updates.version = updates.version + 1
                     try:
                         report = fast.update(tensors, version, updates.timeout, began)
-                    except KeyboardInterrupt:  # as a rule in the wait: it is published
+                    except KeyboardInterrupt:  # nearly always in the wait: the update is published
                         self._fast_version = version
                         raise
                     if report is not None:

@@ -585,7 +585,7 @@ class Unclosable(Broken):
     ("spec", "printed"),
     [(b"not a pickle", ""), (cloudpickle.dumps(WorkerSpec(Unclosable, None, None, {})), "could not be written\n")],
 )
-def test_of_a_worker_its_trainer_hangs_up_on_only_an_error_of_closing_is_printed(spec, printed, capfd):
+def test_after_the_trainer_has_hung_up_a_worker_prints_only_an_error_of_closing(spec, printed, capfd):
     listener = Listener()
     worker = multiprocessing.get_context("fork").Process(target=_main, args=(listener.address, 0, b"key"))
     worker.start()

@@ -85,9 +85,11 @@ def gate_held() -> Iterator[None]:
     holder = threading.Thread(target=hold)
     holder.start()
     assert held.wait(TIMEOUT)
-    yield
-    released.set()
-    holder.join()
+    try:
+        yield
+    finally:
+        released.set()
+        holder.join()
 
 
 def interrupt(

@@ -117,7 +117,7 @@ class Outbox:
         with self._lock:
             try:
                 return self._waiting.popleft()
-            except IndexError:  # not tested before: ``close`` may empty it meanwhile
+            except IndexError:  # caught, not tested for: ``close`` may empty it meanwhile
                 self._thread, self.busy = None, False
                 return None
 

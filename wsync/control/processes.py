@@ -75,7 +75,7 @@ def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int,
     """
     with ExitStack() as opened:
         known = {worker: _as_process(worker, one) for worker, one in _by_worker(processes, num_workers).items()}
-        sentinels = {worker: _sentinel(worker, one, opened) for worker, one in known.items()}
+        sentinels = {worker: _descriptor_of(worker, one, opened) for worker, one in known.items()}
         try:
             yield sentinels
         except WorkerDied as error:
@@ -155,7 +155,7 @@ def _is_child(pid: int) -> bool:
     return True
 
 
-def _sentinel(worker: int, process: _Known, opened: ExitStack) -> int:
+def _descriptor_of(worker: int, process: _Known, opened: ExitStack) -> int:
     """Return a descriptor that is readable when ``process`` has ended; ``opened`` closes it if it was made here."""
     if isinstance(process, BaseProcess | subprocess.Popen):
         if process.pid is None:

@@ -98,7 +98,7 @@ class WorkerConnections:
                 raise NotConnected("the scheme was shut down while it connected")
             watched = {worker: sentinels[worker] for worker in missing if worker in sentinels}
             descriptors = [self._listener.fileno(), *watched.values(), *self.awaited_descriptors]
-            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # then look for ``give_up``
+            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # for ``give_up``
             if gone := dict.fromkeys(missing & self._given_up, "disconnect() was called before it had connected"):
                 raise WorkerDied(f"worker(s) {join_indices(gone)}: disconnect() was called", gone)
             if not ready and remaining(deadline) == 0.0:

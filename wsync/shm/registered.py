@@ -4,8 +4,8 @@ The *registered weights* are those given to ``SharedMemWeightSyncScheme`` by ``r
 ``policy_weights``. A model is bound to them while they have the model's version; otherwise (an update was sent from
 other weights, and is not copied into them yet) it is bound to a slot.
 
-They lie in memory files (``share_memory_()``, ``memmap_()``); if they do not, workers are not bound
-to them. The arena's second file records their location, after the extra states::
+They lie in memory files (``share_memory_()``, ``memmap_()``); if they do not, workers are not bound to them. The
+arena's second file records their location, after the extra states::
 
     page   one word: the version of the registered weights
     JSON   the files' descriptors in the sender's process, and the place, dtype, shape and strides of each tensor
