@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,6 +19,7 @@ _PROOF = "wsync proof "  # key in the store, with a rank: random bytes that the 
 _PROOF_SIZE = 32
 _PROOF_TAG = 1
 _PROOF_TIMEOUT = 5.0  # seconds; milliseconds are enough
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # read when a group is made
 
 
 def gloo_group(store: TorchStore, rank: int, host: str, deadline: float | None) -> ProcessGroupGloo:
@@ -43,16 +47,49 @@ def gloo_group(store: TorchStore, rank: int, host: str, deadline: float | None) 
     return group
 
 
-def nccl_group(store: TorchStore, rank: int, device: torch.device) -> Any:
-    """Return a connected group of two: else its first transfer would use the store, which ends with the set-up."""
+def nccl_group(store: TorchStore, rank: int, device: torch.device, deadline: float | None) -> Any:
+    """Return a group of two over NCCL.
+
+    It is connected by a first transfer: NCCL connects only then, by the store, which ends with the set-up.
+
+    Args:
+        store: by which the two find each other; not used after this call.
+        rank: 0 on the sender, 1 in the worker.
+        device: this process's GPU.
+        deadline: on ``time.monotonic``'s clock; None for none.
+
+    Raises:
+        RuntimeError: the group could not be formed, or not in time. While NCCL itself connects, it takes no deadline.
+    """
     from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
 
+    options: Any = ProcessGroupNCCL.Options()
+    options._timeout = time_until(None)  # deadlines are those of the scheme
     with torch.cuda.device(device):
-        group: Any = cast(Any, ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options()))
+        with _without_watchdog():
+            group: Any = cast(Any, ProcessGroupNCCL(store, rank, 2, options))
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
-        (group.send if rank == 0 else group.recv)([byte], 1 - rank, 0).wait()
+        (group.send if rank == 0 else group.recv)([byte], 1 - rank, 0).wait(time_until(deadline))
         torch.cuda.current_stream().synchronize()
     return group
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Make NCCL groups to which PyTorch gives no watchdog thread.
+
+    A watchdog that sees a transfer fail, as it does when the other process dies, ends this whole process a minute
+    later. Here the scheme finds deaths and timeouts itself, and closes the group.
+    """
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
 
 
 def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float | None) -> None:

@@ -134,7 +134,9 @@ class DistributedTransport:
             return
         self._peer = 1 - rank
         nccl = self._backend == "nccl"
-        self._group = nccl_group(store, rank, self.device) if nccl else gloo_group(store, rank, host, deadline)
+        self._group = (
+            nccl_group(store, rank, self.device, deadline) if nccl else gloo_group(store, rank, host, deadline)
+        )
 
     def begin_send(self, flat: Tensor, transfers: list[Transfer]) -> None:
         """See ``FlatTransport``. One C call extends the list: no signal handler runs between its steps."""
@@ -155,6 +157,8 @@ class DistributedTransport:
             _unfinished.setdefault(self._users_group, []).append(pending)
         if os.getpid() != self._pid and self._group is not None:
             _inherited.append(self._group)
+        elif self._backend == "nccl" and self._group is not None and self._users_group is None:
+            self._group.abort()  # ends kernels that wait for the other process
         self._group = self._users_group = None
         return kept
 
@@ -183,7 +187,7 @@ class DistributedTransport:
         if self._store is not None:
             self.connect(PrefixStore(f"wsync/{self._rank}", self._store), rank, 0, self._host, None)
             return
-        self._group = distributed.distributed_c10d._get_default_group()
+        self._group = self._users_group = distributed.distributed_c10d._get_default_group()
         self._peer = self._rank if rank == 0 else 0
 
     def check_connection(self) -> bool:

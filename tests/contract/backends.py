@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 import wsync
 from wsync.testing.hooks import BackendHooks
 from wsync.testing.session import Session
+from wsync.testing.workers import Worker, WorkerPool
 
 MIB = 2**20
 
@@ -70,6 +72,28 @@ class DistributedGloo(BuiltIn):
 
 class Cuda(BuiltIn):
     name = "cuda"
+
+
+class OwnHosts(WorkerPool):
+    """Processes that NCCL takes for different machines: two of one machine must not use the same GPU."""
+
+    def start_workers(self, count: int) -> list[Worker]:
+        workers = super().start_workers(count)
+        for worker in workers:
+            worker.call(be_a_machine)
+        be_a_machine()
+        return workers
+
+
+def be_a_machine(state: object = None) -> None:
+    """Have NCCL take this process for a machine of its own; without effect once NCCL is in use."""
+    os.environ["NCCL_HOSTID"] = f"machine {os.getpid()}"
+
+
+class DistributedNccl(BuiltIn):
+    name = "distributed"
+    variant: ClassVar = {"backend": "nccl"}
+    pool_type = OwnHosts
 
 
 PROCESS_BACKENDS: dict[str, type[BuiltIn]] = {

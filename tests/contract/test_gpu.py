@@ -7,14 +7,15 @@ import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
-from backends import BuiltIn, Cuda
+from backends import BuiltIn, Cuda, DistributedNccl
 from torch import Tensor, nn
 
 import wsync
-from wsync.testing import BackendContract, WorkerPool
+from wsync.testing import BackendContract, BackendHooks
 from wsync.testing.models import Small, fill
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -32,16 +33,27 @@ def test_updates_between_gpus(backend: BuiltIn) -> None:
             assert session.outputs() == [value] * len(session.workers)
 
 
-def test_updates_on_one_gpu(pool: WorkerPool) -> None:
-    Cuda.pool = pool
-    with Cuda().connected(make=on_gpu) as session:
-        for value in (2.0, 3.0, 4.0, 5.0):
-            session.send(value)
-            assert session.outputs() == [value] * len(session.workers)
+class OnOneGpu(BackendHooks):
+    """More tests of backends whose weights stay on GPUs."""
+
+    def test_models_on_the_gpu(self) -> None:
+        with self.connected(make=on_gpu) as session:
+            for value in (2.0, 3.0, 4.0, 5.0):
+                session.send(value)
+                assert session.outputs() == [value] * len(session.workers)
 
 
-class TestCuda(Cuda, BackendContract):
+class TestCuda(Cuda, OnOneGpu, BackendContract):
     """The contract suite, with models in main memory at both ends."""
+
+
+class TestNccl(DistributedNccl, OnOneGpu, BackendContract):
+    """The same over NCCL."""
+
+    def test_no_watchdog_can_end_the_process(self) -> None:
+        with self.connected(1):
+            threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        assert "pt_nccl_watchdg" not in threads
 
 
 class Slow(nn.Module):
