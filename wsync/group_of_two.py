@@ -19,7 +19,11 @@ _PROOF = "wsync proof "  # key in the store, with a rank: random bytes that the 
 _PROOF_SIZE = 32
 _PROOF_TAG = 1
 _PROOF_TIMEOUT = 5.0  # seconds; milliseconds are enough
-_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # read when a group is made
+_READY = "wsync ready "  # key in the store, with a rank
+_NCCL_SETTINGS = {  # read when a group is made
+    "TORCH_NCCL_BLOCKING_WAIT": "1",  # no watchdog
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # a group of two sends one tensor at a time
+}
 
 
 def gloo_group(store: TorchStore, rank: int, host: str, deadline: float | None) -> ProcessGroupGloo:
@@ -48,9 +52,9 @@ def gloo_group(store: TorchStore, rank: int, host: str, deadline: float | None) 
 
 
 def nccl_group(store: TorchStore, rank: int, device: torch.device, deadline: float | None) -> Any:
-    """Return a group of two over NCCL.
+    """Return a group of two over NCCL, connected: later it could not be, without the store.
 
-    It is connected by a first transfer: NCCL connects only then, by the store, which ends with the set-up.
+    NCCL waits for the other process without a deadline. So it begins when both processes have come this far.
 
     Args:
         store: by which the two find each other; not used after this call.
@@ -59,37 +63,41 @@ def nccl_group(store: TorchStore, rank: int, device: torch.device, deadline: flo
         deadline: on ``time.monotonic``'s clock; None for none.
 
     Raises:
-        RuntimeError: the group could not be formed, or not in time. While NCCL itself connects, it takes no deadline.
+        RuntimeError: the group could not be formed.
     """
     from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
 
     options: Any = ProcessGroupNCCL.Options()
     options._timeout = time_until(None)  # deadlines are those of the scheme
     with torch.cuda.device(device):
-        with _without_watchdog():
+        with _settings_of_nccl_groups():
             group: Any = cast(Any, ProcessGroupNCCL(store, rank, 2, options))
-        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)  # initialises CUDA
+        store.set(_READY + str(rank), "")
+        store.get(_READY + str(1 - rank))
+        group.eager_connect_single_device(device)
         (group.send if rank == 0 else group.recv)([byte], 1 - rank, 0).wait(time_until(deadline))
         torch.cuda.current_stream().synchronize()
     return group
 
 
 @contextmanager
-def _without_watchdog() -> Iterator[None]:
-    """Make NCCL groups to which PyTorch gives no watchdog thread.
+def _settings_of_nccl_groups() -> Iterator[None]:
+    """Have PyTorch give the NCCL groups that are made inside no watchdog thread, by environment variables.
 
     A watchdog that sees a transfer fail, as it does when the other process dies, ends this whole process a minute
     later. Here the scheme finds deaths and timeouts itself, and closes the group.
     """
-    before = os.environ.get(_BLOCKING_WAIT)
-    os.environ[_BLOCKING_WAIT] = "1"
+    before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
+    os.environ.update(_NCCL_SETTINGS)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_BLOCKING_WAIT]
-        else:
-            os.environ[_BLOCKING_WAIT] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float | None) -> None:

@@ -27,16 +27,16 @@ class TransportReader(ABC):
 
     Args:
         device: where the receive buffers are.
-        binds: whether the model stays bound to a receive buffer; otherwise it copies.
+        binds: whether the model stays bound to a receive buffer in main memory; otherwise it copies.
         timeout: seconds that an announced version may take to arrive; None for no limit.
 
     Attributes:
-        binds: as given.
+        binds: as given; False with buffers on a GPU.
         last_answer: the worker's last answer, which the sender may ask for again (``RESEND``).
     """
 
     def __init__(self, device: torch.device, *, binds: bool, timeout: float | None) -> None:
-        self.binds = binds
+        self.binds = binds and device.type == "cpu"
         self.last_answer: Message | None = None
         self._timeout = timeout
         self._layout: Layout | None = None
