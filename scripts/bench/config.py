@@ -41,6 +41,9 @@ class Case:
         shared_memory: whether a backend for networks may use shared memory on one machine; for schemes that have a
             choice.
         transport: Ray's transport, where it is not the default: ``"object_store"``.
+        device: where the trainer's model is.
+        worker_device: where the workers' models are.
+        nccl: whether a process group uses NCCL instead of gloo.
     """
 
     kind: Literal["send", "update"]
@@ -55,6 +58,9 @@ class Case:
     checksum: bool | None = None
     shared_memory: bool = True
     transport: str | None = None
+    device: str = "cpu"
+    worker_device: str = "cpu"
+    nccl: bool = False
 
     @property
     def label(self) -> str:
@@ -63,13 +69,17 @@ class Case:
             return f"{self.backend}, {self.acknowledge}"
         if self.transport is not None:
             return f"{self.backend}, {self.transport.replace('_', ' ')}"
-        return self.backend if self.shared_memory else f"{self.backend}, gloo"
+        group = "nccl" if self.nccl else "gloo"
+        return self.backend if self.shared_memory else f"{self.backend}, {group}"
 
     @property
     def title(self) -> str:
         """The case in one line."""
         sealed = {None: "", True: ", checksum", False: ", no checksum"}[self.checksum]
-        return f"{self.kind} {self.label}, {self.mib:g} MiB in {self.tensors} tensors to {self.workers}{sealed}"
+        devices = "" if self.device == self.worker_device == "cpu" else f", {self.device} to {self.worker_device}"
+        return (
+            f"{self.kind} {self.label}, {self.mib:g} MiB in {self.tensors} tensors to {self.workers}{sealed}{devices}"
+        )
 
     @property
     def scheme_options(self) -> dict[str, Any]:
@@ -79,6 +89,7 @@ class Case:
             "shared_memory": self.shared_memory,
             "checksum": self.checksum,
             "transport": self.transport,
+            "backend": "nccl" if self.nccl else None,
         }
         given = {name: value for name, value in chosen.items() if value is not None and takes(self.backend, name)}
         return {"timeout": self.timeout, **given}
@@ -110,6 +121,8 @@ class BenchConfig:
         shared_memory: whether our ``distributed``, ``rpc`` and ``ray`` may use it, ``true`` or ``false`` (then gloo is
             used, as over a network); ``null``: one case for each. Ray's object store has one, unless it is ``true``.
         checksum: whether our updates carry one, ``true`` or ``false``; ``null``: each scheme's default.
+        device: where the model of a standalone send's trainer is: ``cpu`` or ``cuda``.
+        worker_device: where its workers' models are. ``cuda`` at both ends: with NCCL and ``backends=[cuda]``.
     """
 
     defaults: list[Any] = field(default_factory=lambda: ["_self_", {"override hydra/job_logging": "disabled"}])
@@ -130,6 +143,8 @@ class BenchConfig:
     timeout: float = 60.0
     shared_memory: bool | None = None
     checksum: bool | None = None
+    device: str = "cpu"
+    worker_device: str = "cpu"
 
 
 def register() -> None:
@@ -147,8 +162,11 @@ def check(cfg: BenchConfig) -> None:
         value = vars(cfg)[name]
         if value not in choices:
             raise BenchError(f"{name} is one of {', '.join(map(str, choices))}, not {value}")
-    if unknown := set(cfg.backends) - set(BACKENDS):
-        raise BenchError(f"unknown backend {', '.join(sorted(unknown))}: choose from {', '.join(BACKENDS)}")
+    known = [*BACKENDS, "cuda"] if _on_gpus(cfg) else BACKENDS
+    if unknown := set(cfg.backends) - set(known):
+        raise BenchError(f"unknown backend {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
+    if (cfg.device, cfg.worker_device) != ("cpu", "cpu") and cfg.kind != "send":
+        raise BenchError("device and worker_device are settings of kind=send: policies of collectors act on the CPU")
     if cfg.tensors != "auto" and not (cfg.tensors.isdecimal() and int(cfg.tensors) > 0):
         raise BenchError(f"tensors is auto or a number, not {cfg.tensors}")
     for name in ("backends", "workers", "policy_mib" if cfg.kind == "update" else "mib"):
@@ -177,12 +195,16 @@ def _variants(cfg: BenchConfig, backend: str, **rest: Any) -> Iterator[Case]:
         "frames": cfg.frames,
         "timeout": cfg.timeout,
         "checksum": cfg.checksum,
+        "device": cfg.device,
+        "worker_device": cfg.worker_device,
         "backend": backend,
         **rest,
     }
     if takes(backend, "shared_memory"):
         for shared_memory in (True, False) if cfg.shared_memory is None else (cfg.shared_memory,):
             yield Case(shared_memory=shared_memory, **common)
+        if _on_gpus(cfg) and not cfg.shared_memory:
+            yield Case(shared_memory=False, nccl=True, **common)
         if takes(backend, "transport") and not cfg.shared_memory:
             yield Case(transport="object_store", **common)
     elif takes(backend, "acknowledge"):
@@ -191,6 +213,10 @@ def _variants(cfg: BenchConfig, backend: str, **rest: Any) -> Iterator[Case]:
                 yield Case(acknowledge=acknowledge, **common)
     else:
         yield Case(**common)
+
+
+def _on_gpus(cfg: BenchConfig) -> bool:
+    return (cfg.device, cfg.worker_device) == ("cuda", "cuda")
 
 
 def _usual_tensors(mib: float) -> int:

@@ -57,12 +57,12 @@ def make_side(case: Case, trainer: int, log: Path) -> AbstractContextManager[Sid
 @contextmanager
 def _send_side(case: Case, trainer: int) -> Iterator[Standalone]:
     scheme: Any = _SCHEMES[case.backend]()
-    model = RevealingModel(case.mib, case.tensors, 0.0)
+    model = RevealingModel(case.mib, case.tensors, 0.0).to(case.device)
     first: Any = TensorDict.from_module(copy.deepcopy(model))
     scheme.init_on_sender(
         model_id="policy",
         weights=first.data,
-        devices=[torch.device("cpu")] * case.workers,
+        devices=[torch.device(case.worker_device)] * case.workers,
         num_workers=case.workers,
         ctx=multiprocessing.get_context("forkserver"),
     )

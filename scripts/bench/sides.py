@@ -18,7 +18,7 @@ from torch import nn
 import wsync
 from bench.config import Case
 from bench.measurements import Acting, MemoryMeter
-from bench.workers import named, workers_of
+from bench.workers import named, share_gpu, workers_of
 from collectors import GymEnv
 
 NAME = "wsync"
@@ -155,8 +155,9 @@ def _phases(scheme: wsync.WeightSyncScheme) -> Mapping[str, float]:
 
 @contextmanager
 def _standalone(case: Case, scheme: wsync.WeightSyncScheme, trainer: int) -> Iterator[Standalone]:
+    share_gpu(case)
     with workers_of(case) as workers:
-        model = RevealingModel(case.mib, case.tensors, 0.0)
+        model = RevealingModel(case.mib, case.tensors, 0.0).to(case.device)
         memory = MemoryMeter({"trainer": trainer, **workers.pids})
         with scheme:
             pipes = workers.connect(scheme, model)

@@ -39,14 +39,24 @@ _GRACE = 5.0  # seconds in which a group has to shut down
 def run_worker(channel: Connection, worker: int, case: Case, follow: Follow, group: Any = None) -> None:
     """Run a worker process until the trainer says ``leave``, or closes the pipe."""
     torch.set_num_threads(1)
+    share_gpu(case)
     with _membership(worker, case, group), suppress(EOFError, ConnectionError):
-        model = RevealingModel(case.mib, case.tensors, -1.0)
+        model = RevealingModel(case.mib, case.tensors, -1.0).to(case.worker_device)
         channel.send(os.getpid())
         disconnect = follow(channel, model, worker)
         channel.send("connected")
         execute(channel, model)
         disconnect()
         channel.send("left")
+
+
+def share_gpu(case: Case) -> None:
+    """Let this process use a GPU that others of the benchmark use.
+
+    NCCL refuses two processes of one machine on one GPU: each is then taken for a machine of its own.
+    """
+    if case.nccl and torch.cuda.device_count() == 1:
+        os.environ["NCCL_HOSTID"] = f"bench {os.getpid()}"
 
 
 @contextmanager
@@ -96,7 +106,7 @@ def act(channel: Connection, model: nn.Module) -> None:
     def forwards(ended: Callable[[int], bool]) -> tuple[list[int], list[list[float]]]:
         gaps, seen, last = [], [torch.empty(0, 2)], time.perf_counter_ns()
         while not ended(last):
-            seen.append(model(False)[None])
+            seen.append(model(False)[None].cpu())
             if len(seen) > _CHUNK:
                 seen = [torch.cat(seen)]
             now = time.perf_counter_ns()
@@ -195,7 +205,8 @@ class RayActor:
 
     def __init__(self, case: Case) -> None:
         torch.set_num_threads(1)
-        self.policy = RevealingModel(case.mib, case.tensors, -1.0)
+        share_gpu(case)
+        self.policy = RevealingModel(case.mib, case.tensors, -1.0).to(case.worker_device)
 
     def pid(self) -> int:
         """Return the process id."""
