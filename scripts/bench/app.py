@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import torch
 from harness.console import progress_bar
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -73,9 +74,10 @@ def bench(cfg: BenchConfig, folder: Path, console: Console, make_scheme: MakeSch
 
 
 def _machine() -> dict[str, Any]:
-    versions = {name: metadata.version(name) for name in ("torch", "tensordict", "ray")}
+    versions = {name: metadata.version(name) for name in ("torch", "tensordict", "ray") if find_spec(name)}
     load = [round(one, 2) for one in os.getloadavg()]
-    return {"cores": os.cpu_count(), "load": load, "python": sys.version.split()[0], **versions}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"cores": os.cpu_count(), "gpu": gpu, "load": load, "python": sys.version.split()[0], **versions}
 
 
 register()

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from backends import InSharedMemory
+from backends import BuiltIn, InSharedMemory, OwnHosts
 from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
     register_rendezvous_handler,
@@ -130,4 +130,17 @@ class Rpc(InSharedMemory):
 
     name = "rpc"
     pool_type = RpcWorkerPool
+    first_weights_at_connect = False
+
+
+class RpcOwnHosts(OwnHosts, RpcWorkerPool):
+    """Such workers, each of which NCCL takes for a machine."""
+
+
+class RpcNccl(BuiltIn):
+    """The backend over NCCL."""
+
+    name = "rpc"
+    variant: ClassVar = {"backend": "nccl"}
+    pool_type = RpcOwnHosts
     first_weights_at_connect = False

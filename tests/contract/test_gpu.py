@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from backends import BuiltIn, Cuda, DistributedNccl
+from rpc_workers import RpcNccl
 from torch import Tensor, nn
 
 import wsync
@@ -54,6 +55,10 @@ class TestNccl(DistributedNccl, OnOneGpu, BackendContract):
         with self.connected(1):
             threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
         assert "pt_nccl_watchdg" not in threads
+
+
+class TestRpcNccl(RpcNccl, OnOneGpu):
+    """The same transport, between members of an RPC group."""
 
 
 class Slow(nn.Module):

@@ -155,7 +155,7 @@ class Faults(BackendHooks):
             assert session.outputs() == [4, 4]
 
     def test_a_worker_that_does_not_connect_is_named(self) -> None:
-        with self.workers(1) as workers, self.make_scheme(timeout=SHORT) as scheme:
+        with self.workers(1) as workers, self.make_scheme(timeout=self.connects_within) as scheme:
             scheme.init_on_sender("policy", model=Small(), num_workers=2)
             workers[0].start(commands.join, scheme, Small, 0, "policy")
             with pytest.raises(wsync.SyncTimeout, match="1") as late:
