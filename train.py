@@ -103,13 +103,14 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
     learner = instantiate_setting("algorithm", cfg.algorithm, policy.to(device), critic.to(device))
     logger = instantiate_setting("logger", cfg.logger)
     callbacks = [instantiate_setting(f"callbacks[{i}]", one) for i, one in enumerate(cfg.callbacks)]
-    check_parts(learner, logger, callbacks)
+    check_parts(learner, logger, callbacks, cfg.sync_each)
     for hint in hints(cfg, learner, HydraConfig.get().runtime.choices["env"] if env_option() is None else None):
         log.warning(hint)
 
     goal = Goal(cfg.total_frames, solved_at(cfg.env), cfg.stop_when_solved)
     delay = WeightDelay(cfg.staleness)
-    training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, delay, device=device, facts=facts(cfg))
+    training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, delay, cfg.sync_each)
+    training.device, training.facts = device, facts(cfg)
     training.task, training.observations = task_of(cfg.env), normalizer
     training.rewards = RewardNormalizer(cfg.env.rewards, getattr(learner, "gamma", 0.99))
     if cfg.resume is not None:

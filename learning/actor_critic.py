@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class ActorCritic(ABC):
         policy: trained in place.
         critic: observations ``[*B, obs]`` to values ``[*B]``; trained in place.
         frames: learnt from so far; the position in the schedules.
+        after_epoch: called by ``update`` after each pass over a batch but the last one, if it is set.
         parameters: those of both networks that are trained, each once.
     """
 
@@ -54,6 +56,7 @@ class ActorCritic(ABC):
         self.lr, self.lr_final = lr, lr * lr_end_factor
         self.anneal_frames, self.max_grad_norm = anneal_frames, max_grad_norm
         self.frames = 0
+        self.after_epoch: Callable[[], object] | None = None
         unique = dict.fromkeys((*policy.parameters(), *critic.parameters()))  # a shared trunk is listed once
         self.parameters = [p for p in unique if p.requires_grad]
         self.optimizer = torch.optim.Adam(self.parameters, lr=lr, eps=adam_eps, fused=True)
@@ -66,6 +69,13 @@ class ActorCritic(ABC):
             Diverged: a loss or the gradient is not finite; the networks are unusable.
             UnusableBatch: see there; the networks are unchanged.
         """
+
+    def _epochs(self, count: int) -> Iterator[None]:
+        """Yield once for each pass over a batch; between two passes, call ``after_epoch``."""
+        for number in range(count):
+            if number and self.after_epoch is not None:
+                self.after_epoch()
+            yield
 
     def _scheduled(self, first: float, final: float) -> float:
         """Return the value, after ``frames``, that falls linearly from `first` to `final` over ``anneal_frames``."""

@@ -13,7 +13,7 @@ from learning.encoders import MLP
 from learning.normalization import ObservationNormalizer
 from learning.options import TrainConfig
 from learning.recurrent import RecurrentPolicy
-from learning.validation import environments_of_batch
+from learning.validation import environments_of_batch, is_asynchronous
 
 
 def hints(cfg: TrainConfig, learner: Any, replaced: str | None = None) -> Iterator[str]:
@@ -48,6 +48,8 @@ def _without_effect(cfg: TrainConfig, learner: Any) -> Iterator[str]:
         yield "env.normalize_observations has no effect: images, one-hot and binary vectors are not normalised"
     if not isinstance(learner, ActorCritic):
         return
+    if cfg.sync_each == "epoch" and not is_asynchronous(cfg):
+        yield "sync_each=epoch has no effect but more messages: workers of this collector wait while the trainer learns"
     finals = {
         "learning rate": (learner.lr_final, "lr_end_factor"),
         "clip": (getattr(learner, "clip_final", 1), "clip_final"),

@@ -112,7 +112,7 @@ class IMPALA(ActorCritic):
         batch = zero_gaps(batch)
         lr, epochs = self._begin_update(batch)
         trajectories = self._prepare(batch)
-        steps = [step for _ in range(epochs) for step in self._epoch(trajectories)]
+        steps = [step for _ in self._epochs(epochs) for step in self._epoch(trajectories)]
         self.frames += int(trajectories.mask.sum())
         stats = dict(zip(STATS, torch.stack(steps).mean(0).tolist(), strict=True))
         self._check_diverged(stats, lr)

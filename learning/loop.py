@@ -45,7 +45,10 @@ class Collector(Iterable[Any], Protocol):
         """End the wait for the current batch soon. Called from a signal handler, on the main thread, at most once."""
 
     def update_policy_weights_(self, policy: nn.Module, /) -> Any:
-        """Send the weights of `policy` to every worker. Called at most once per batch; may raise WeightSyncError."""
+        """Send the weights of `policy` to every worker; may raise WeightSyncError.
+
+        Called once per batch; with ``sync_each="epoch"`` also after each pass of the learner's over the batch.
+        """
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Training:
         folder: for checkpoints.
         checkpoint_every: seconds between two checkpoints; one more is written at the end.
         delay: holds weights back, to measure what a slow weight sync costs.
+        sync_each: when the weights are sent: after each ``"update"``, or after each ``"epoch"`` (a pass over a batch).
         progress: the counters; in a resumed run they start with those of the checkpoint.
         resumed_from: the folder of that checkpoint.
         reporters: receive the rows and the summary.
@@ -101,6 +105,7 @@ class Training:
     folder: Path
     checkpoint_every: float = 60.0
     delay: WeightDelay = field(default_factory=WeightDelay)
+    sync_each: str = "update"
     progress: Progress = field(default_factory=Progress)
     resumed_from: Path | None = None
     reporters: Sequence[Reporter] = ()
@@ -166,6 +171,8 @@ class Training:
         progress, scheme, saved_at = self.progress, self.scheme, time.monotonic()
         batches, not_sent = iter(collector), 0  # updates with weight_sync=none, which has no versions: counted instead
         progress.begin(scheme.version)
+        if self.sync_each == "epoch":
+            self.learner.after_epoch = partial(collector.update_policy_weights_, self.learner.policy)
         self.delay.acting_policy(self.learner.policy)  # copies it now if there is a delay: the first update changes it
         while (status := self.goal.outcome(progress)) is None:
             if stop.requested:

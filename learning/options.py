@@ -17,7 +17,9 @@ class TrainConfig:
         num_workers: processes that collect.
         num_envs: environments in each of them, stepped together.
         frames_per_batch: frames that one update learns from: of all workers together, or of one worker if collection is
-            asynchronous. The weights are sent after each batch.
+            asynchronous.
+        sync_each: when the weights are sent: after each ``update`` (all that is learnt from a batch), or after each
+            ``epoch`` (a pass over the batch), which keeps asynchronous collection closer to what is learnt.
         total_frames: the run ends with the batch that reaches them, at the latest.
         stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
         staleness: updates by which each version of the weights is sent late, see ``learning.delay.WeightDelay``.
@@ -35,6 +37,7 @@ class TrainConfig:
     num_workers: int = 2
     num_envs: int = 16
     frames_per_batch: int = 1536
+    sync_each: str = "update"
     total_frames: int = MISSING
     stop_when_solved: bool = True
     staleness: int = 0

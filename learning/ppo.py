@@ -143,7 +143,9 @@ class PPO(ActorCritic):
         frames, summary = self._prepare(batch)
         steps: list[tuple[Tensor, Tensor]] = []
         passes = 0
-        while passes < epochs and self._epoch(frames, clip, steps):
+        for _ in self._epochs(epochs):
+            if not self._epoch(frames, clip, steps):
+                break
             passes += 1
         means, log_ratio = torch.stack([one for one, _ in steps]).mean(0), torch.cat([one for _, one in steps])
         clip_fraction = ((log_ratio.exp() - 1.0).abs() > clip).float().mean()

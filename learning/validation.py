@@ -1,9 +1,8 @@
-"""Checks of a training run's settings: the range of each, and combinations that contradict each other."""
+"""Checks of a training run's settings and parts: combinations that contradict each other, and parts of the user's."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, is_dataclass
@@ -21,73 +20,12 @@ from learning.encoders import ACTIVATIONS
 from learning.making import make_actor_critic, network_error
 from learning.normalization import ObservationNormalizer
 from learning.options import PolicyConfig, TrainConfig
+from learning.ranges import check_ranges
 from learning.reporting import Reporter
 from learning.summary import check_objective
 
-Limit = tuple[str, Callable[[float], bool]]
-"""A range in words, and whether a number is in it; NaN is in none."""
-
-POSITIVE: Limit = ("more than 0", lambda x: x > 0)  # infinite limits are allowed
-POSITIVE_FINITE: Limit = ("more than 0, and finite", lambda x: 0 < x < math.inf)
-NOT_NEGATIVE: Limit = ("at least 0", lambda x: x >= 0)
-NOT_NEGATIVE_FINITE: Limit = ("at least 0, and finite", lambda x: 0 <= x < math.inf)
-SHARE: Limit = ("between 0 and 1", lambda x: 0 <= x <= 1)
-FINITE: Limit = ("finite", math.isfinite)
-NUMBER: Limit = ("a number", lambda x: not math.isnan(x))
-
+SYNC_EACH = ("update", "epoch")
 WANDB_MODES = ("online", "offline", "disabled")
-
-LIMITS: dict[str, Limit] = {
-    "num_workers": POSITIVE,
-    "num_envs": POSITIVE,
-    "total_frames": POSITIVE,
-    "staleness": NOT_NEGATIVE,
-    "seed": ("between 0 and 2^63 − 1", lambda x: 0 <= x < 2**63),  # what torch, numpy and Gymnasium all take
-    "timeout": POSITIVE,
-    "threads": ("between 1 and 1024", lambda x: 1 <= x <= 1024),  # OpenMP crashes if it cannot start so many
-    "checkpoint_every": NOT_NEGATIVE,
-    "weight_sync.timeout": POSITIVE,
-    "collector.init_random_frames": NOT_NEGATIVE,
-    "collector.worker_timeout": POSITIVE_FINITE,
-    "collector.max_restarts": NOT_NEGATIVE,
-    "collector.restart_window": POSITIVE,
-    "collector.run_ahead": NOT_NEGATIVE,
-    "collector.max_staleness": NOT_NEGATIVE,
-    "collector.timeout": POSITIVE_FINITE,
-    "collector.port": ("between 0 and 65535", lambda x: 0 <= x <= 65535),
-    "env.solved_at": FINITE,
-    "env.max_episode_steps": POSITIVE,
-    "policy.hidden": POSITIVE,
-    "policy.initial_std": POSITIVE_FINITE,
-    "policy.features": POSITIVE,
-    "policy.size": POSITIVE,
-    "algorithm.gamma": SHARE,
-    "algorithm.gae_lambda": SHARE,
-    "algorithm.vtrace_lambda": SHARE,
-    "algorithm.clip_rho": POSITIVE,
-    "algorithm.clip_c": NOT_NEGATIVE,
-    "algorithm.reward_scale": POSITIVE_FINITE,
-    "algorithm.epochs": POSITIVE,
-    "algorithm.epochs_final": POSITIVE,
-    "algorithm.minibatch_size": POSITIVE,
-    "algorithm.lr": POSITIVE_FINITE,
-    "algorithm.lr_end_factor": NOT_NEGATIVE_FINITE,
-    "algorithm.clip": POSITIVE_FINITE,
-    "algorithm.clip_final": NOT_NEGATIVE_FINITE,
-    "algorithm.anneal_frames": POSITIVE,
-    "algorithm.value_coef": NOT_NEGATIVE_FINITE,
-    "algorithm.value_clip": POSITIVE,
-    "algorithm.entropy_coef": FINITE,
-    "algorithm.max_grad_norm": POSITIVE,
-    "algorithm.target_kl": NOT_NEGATIVE,
-    "algorithm.max_weight": POSITIVE,
-    "algorithm.adam_eps": POSITIVE_FINITE,
-    "logger.start_after": NOT_NEGATIVE,
-    "logger.close_within": NOT_NEGATIVE,
-    "chaos.rate": POSITIVE_FINITE,
-    "chaos.pause": POSITIVE_FINITE,
-    "chaos.limit": NOT_NEGATIVE,
-}
 
 
 def check(config: TrainConfig, settings: Settings) -> None:
@@ -115,29 +53,6 @@ def _added(config: Any, prefix: str = "") -> Iterator[str]:
             yield from _added(value, f"{prefix}{name}.")
 
 
-def check_ranges(config: Any) -> None:
-    """Check every number of `config`, a dataclass of numbers, lists and further dataclasses.
-
-    Raises:
-        ConfigError: a setting is out of range; names the first.
-    """
-    for name, value in _numbers("", config):
-        words, holds = LIMITS.get(name.partition("[")[0], NUMBER)
-        if not holds(value):
-            raise ConfigError(f"{name} has to be {words}, not {value}")
-
-
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    if is_dataclass(value):
-        for field in fields(value):
-            yield from _numbers(f"{name}.{field.name}".lstrip("."), getattr(value, field.name))
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from _numbers(f"{name}[{i}]", item)
-    elif isinstance(value, int | float):
-        yield name, value
-
-
 def check_combinations(config: TrainConfig) -> None:
     """Check combinations of settings, each of which is valid by itself.
 
@@ -161,6 +76,10 @@ def check_combinations(config: TrainConfig) -> None:
         )
     if getattr(config.policy, "activation", "tanh") not in ACTIVATIONS:
         raise ConfigError(f"policy.activation={config.policy.activation}: it is one of {', '.join(ACTIVATIONS)}")
+    if config.sync_each not in SYNC_EACH:
+        raise ConfigError(f"sync_each={config.sync_each}: it is one of {', '.join(SYNC_EACH)}")
+    if config.sync_each == "epoch" and config.staleness:
+        raise ConfigError(f"staleness={config.staleness} counts updates: it cannot be combined with sync_each=epoch")
     if getattr(config.logger, "mode", None) not in (None, *WANDB_MODES):
         raise ConfigError(f"logger.mode={config.logger.mode}: it is one of {', '.join(WANDB_MODES)}, or null")
 
@@ -179,9 +98,13 @@ def _check_joining(how: Any, *, batched: bool) -> None:
 
 def environments_of_batch(config: TrainConfig) -> int:
     """Return the number of environments in a batch: of all workers, or of one in asynchronous collection."""
+    return config.num_envs * (1 if is_asynchronous(config) else config.num_workers)
+
+
+def is_asynchronous(config: TrainConfig) -> bool:
+    """Return whether workers collect while the trainer learns."""
     one = config.collector
-    asynchronous = isinstance(one, MultiAsyncConfig) or (isinstance(one, RemoteConfig) and not one.sync)
-    return config.num_envs * (1 if asynchronous else config.num_workers)
+    return isinstance(one, MultiAsyncConfig) or (isinstance(one, RemoteConfig) and not one.sync)
 
 
 _GIVEN = {"policy": 1, "algorithm": 2}
@@ -277,8 +200,14 @@ def _described(make_network: Callable[..., Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
 
 
-def check_parts(learner: Any, logger: Any, callbacks: Sequence[Any]) -> None:
+def check_parts(learner: Any, logger: Any, callbacks: Sequence[Any], sync_each: str = "update") -> None:
     """Check the learner and the reporters, which may be a user's own.
+
+    Args:
+        learner: as made by ``algorithm``.
+        logger: as made by ``logger``.
+        callbacks: as made by ``callbacks``.
+        sync_each: see ``TrainConfig``.
 
     Raises:
         ConfigError: the learner lacks what the training loop uses, or a reporter is none.
@@ -288,6 +217,10 @@ def check_parts(learner: Any, logger: Any, callbacks: Sequence[Any]) -> None:
         raise ConfigError(
             f"algorithm: {type(learner).__name__} has no {', '.join(missing)}: derive it from learning.ActorCritic, "
             "or see what that has"
+        )
+    if sync_each == "epoch" and not hasattr(learner, "after_epoch"):
+        raise ConfigError(
+            f"sync_each=epoch: {type(learner).__name__} has no after_epoch; see that attribute of learning.ActorCritic"
         )
     for name, one in {"logger": logger, **{f"callbacks[{i}]": one for i, one in enumerate(callbacks)}}.items():
         if not isinstance(one, Reporter):

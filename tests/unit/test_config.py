@@ -32,11 +32,11 @@ from learning.config_errors import PLUGINS, one_line
 from learning.help import print_help
 from learning.hints import hints
 from learning.options import TrainConfig
+from learning.ranges import LIMITS
 from learning.reporting import Reporter
 from learning.reporting.files import FolderError
 from learning.reporting.wandb_logger import WandbLogger
 from learning.resuming import with_earlier_overrides
-from learning.validation import LIMITS
 from wsync.config import config_of
 from wsync.registry import import_string, load_backend
 
@@ -330,6 +330,8 @@ def test_what_cannot_be_made_is_named_by_its_setting() -> None:
         (["collector.cat_results=0", "num_envs=1"], "along time"),
         (["policy=gru", "policy.activation=cubic"], "it is one of tanh, "),
         (["logger.mode=of-line"], "logger.mode=of-line: it is one of online, offline, disabled, or null"),
+        (["sync_each=minibatch"], "sync_each=minibatch: it is one of update, epoch"),
+        (["sync_each=epoch", "staleness=2"], "staleness=2 counts updates: it cannot be combined with sync_each=epoch"),
         (["objective=frame"], "objective=frame: the summary has no 'frame' there; entries: status, .*, frames, "),
         (["objective=weight_sync.p50"], "no 'p50' there; entries: .*latency_us, "),
         (["objective=verdict"], "objective=verdict: the entry of the summary is not a number, but "),

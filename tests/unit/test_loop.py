@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
+from torch import Tensor, nn
 
 import collectors.workers.records
 from collectors.environments.specs import Spec
 from collectors.errors import ConfigError
 from collectors.staleness import Staleness
-from learning import PPO, checkpoint, make_critic, make_policy
+from learning import IMPALA, PPO, checkpoint, make_critic, make_policy
 from learning.actor_critic import Diverged, UnusableBatch
 from learning.loop import Goal, Training
 from learning.normalization import ObservationNormalizer, RewardNormalizer
@@ -54,6 +54,20 @@ class FakeCollector:
             yield batch.set("next", TensorDict(step, [2, 8]))
 
 
+class TwoBatches(FakeCollector):
+    """Ends the run after two batches, and records the weights that are sent."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__(policy)
+        self.sent: list[Tensor] = []
+
+    def update_policy_weights_(self, policy: nn.Module, /) -> None:
+        self.sent.append(torch.cat([one.detach().flatten() for one in policy.parameters()]))
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        return itertools.islice(super().__iter__(), 2)
+
+
 class InterruptedCollector(FakeCollector):
     """Yields two batches; a second Ctrl-C arrives during the third."""
 
@@ -82,6 +96,19 @@ def training(
 def training_with(collector: type[FakeCollector], folder: Path, *reporters: Reporter) -> dict[str, Any]:
     one = training(folder, *reporters)
     return one.run(collector(one.learner.policy), StopRequest(), {})
+
+
+@pytest.mark.parametrize("learner", [PPO, IMPALA])
+@pytest.mark.parametrize(("sync_each", "sends"), [("update", 2), ("epoch", 6)])
+def test_weights_are_sent_after_each_update_or_after_each_pass_over_a_batch(
+    learner: Any, sync_each: str, sends: int, tmp_path: Path
+) -> None:
+    one = training(tmp_path)
+    one.learner = learner(one.learner.policy, one.learner.critic, epochs=3)
+    one.goal, one.sync_each = Goal(32), sync_each
+    collector = TwoBatches(one.learner.policy)
+    one.run(collector, StopRequest(), {})
+    assert len({tuple(weights.tolist()) for weights in collector.sent}) == len(collector.sent) == sends
 
 
 def test_after_a_second_interrupt_only_the_files_are_written(tmp_path: Path) -> None:
