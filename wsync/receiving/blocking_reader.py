@@ -72,6 +72,7 @@ class BlockingReader(TransportReader):
         # Weights that arrived for a version that was then aborted, and do not have its checksum. A transport that is a
         # stream may have delivered the next version already.
         self._filled: Buffer | None = None
+        self._ended = False  # whether ``end_call`` was called
 
     def on_begin_receive(self, version: int, payload: bytes) -> None:
         """Process a ``BEGIN_RECEIVE`` message."""
@@ -123,7 +124,9 @@ class BlockingReader(TransportReader):
                 return False
             if received is not own:  # its extra state is not used: that came with the announcement
                 copy_all(buffer.views, layout.order(Snapshot(snapshot(received).tensors)))
-        except Exception:  # noqa: BLE001  a transport may raise anything; the trainer raises it as WorkerFailed
+        except Exception as error:  # of any class; the trainer raises it as WorkerFailed
+            if self._ended:
+                raise ConnectionError from error  # this worker shuts down: to the trainer, that is the reason
             arriving.error = f"{self._method} raised, or did not return weights:\n{traceback.format_exc()}"
             return False
         arriving.filled = True
@@ -148,6 +151,11 @@ class BlockingReader(TransportReader):
             earlier = "" if arriving.filled else ", and before that "
             reason += f"{earlier}weights with another checksum: they are corrupt, or of another version"
         return Failed(version, arriving.error or f"version {version} {reason}")
+
+    def end_call(self) -> None:
+        """Close the transport, so that ``receive_weights`` ends in the receiver thread. Called at shutdown."""
+        self._ended = True
+        close_transport(self._transport)
 
     def close(self) -> None:
         """See ``TransportReader``."""

@@ -139,7 +139,9 @@ class WorkerSideChannel:
             raise _went_away(self._worker, error) from error
 
     def detach(self, handler: MessageHandler) -> None:
-        """See ``ReceiveChannel``."""
+        """See ``ReceiveChannel``. A call of ``receive_weights`` is ended."""
+        if isinstance(self._reader, BlockingReader) and os.getpid() == self._creator:
+            self._reader.end_call()
         if self._connection is not None:
             self._connection.detach(handler)
 
