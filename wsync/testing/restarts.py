@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,6 +16,19 @@ from wsync.testing import commands
 from wsync.testing.hooks import TIMEOUT, BackendHooks
 from wsync.testing.models import Small, fill
 from wsync.testing.workers import WorkerError
+
+
+@contextmanager
+def _forked_child() -> Iterator[None]:
+    """A child process of this one, which is killed on leaving."""
+    child = os.fork()
+    while child == 0:
+        signal.pause()
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 class Restarts(BackendHooks):
@@ -27,6 +44,16 @@ class Restarts(BackendHooks):
             assert session.outputs() == [3, 3]
             session.send(4)
             assert session.outputs() == [4, 4] and session.versions() == [4, 4]
+
+    def test_a_successor_joins_while_a_forked_child_of_the_trainer_lives(self) -> None:
+        """The child has copies of the trainer's descriptors, so the addresses of its sockets stay in use."""
+        if not self.can_fork:
+            pytest.skip("this process cannot be forked")
+        with self.connected() as session, _forked_child():
+            session.workers[0].kill()
+            session.restart(0)
+            session.send(2)
+            assert session.outputs() == [2, 2]
 
     def test_a_successor_after_an_unnoticed_death(self) -> None:
         with self.connected(1) as session:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,19 @@ def resources() -> dict[str, Any]:
     gc.collect()  # a memory map keeps a descriptor until it is collected
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "descriptors": _descriptors(),
         "children": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
         "mappings": sum("wsync" in line for line in Path("/proc/self/maps").read_text().splitlines()),
     }
+
+
+def _descriptors() -> Counter[str]:
+    """The number of open descriptors of each kind (``socket:[]``, ``pipe:[]``, a path), without numbers in its name."""
+    found = Counter[str]()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            found[re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{name}"))] += 1
+    return found
 
 
 def shared_memory_files() -> set[str]:
@@ -135,7 +147,7 @@ class Shutdowns(BackendHooks):
         attempt()
         after = self.trainer_resources()
         assert after.pop("children") <= before.pop("children")  # the pool starts workers when it needs them
-        assert after.pop("descriptors", 0) <= before.pop("descriptors", 0)
+        assert after.pop("descriptors", Counter()) <= before.pop("descriptors", Counter())
         assert after == before
         assert shared_memory_files() <= files
 
