@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tensordict import TensorDictBase
@@ -71,9 +71,15 @@ class ActorCritic(ABC):
         """
 
     def _epochs(self, count: int) -> Iterator[None]:
-        """Yield once for each pass over a batch; between two passes, call ``after_epoch``."""
+        """Yield once for each pass over a batch; between two passes, call ``after_epoch``.
+
+        Raises:
+            Diverged: before ``after_epoch``, if a parameter is not finite.
+        """
         for number in range(count):
             if number and self.after_epoch is not None:
+                if not all(bool(one.isfinite().all()) for one in self.parameters):
+                    self._raise_diverged(f"a parameter is not finite after {number} of {count} passes over a batch")
                 self.after_epoch()
             yield
 
@@ -117,15 +123,18 @@ class ActorCritic(ABC):
         self.optimizer.step()
         return grad_norm
 
-    def _check_diverged(self, stats: dict[str, float], lr: float) -> None:
+    def _check_diverged(self, stats: dict[str, float]) -> None:
         """Raise Diverged if a loss or the norm of the gradient is not finite."""
         needed = {name: stats[name] for name in ("loss_policy", "loss_value", "grad_norm")}
         wrong = [f"{name} is {value}" for name, value in needed.items() if not math.isfinite(value)]
         if wrong:
-            raise Diverged(
-                f"{type(self).__name__} diverged after {self.frames} frames: {', '.join(wrong)}; resume from an "
-                f"earlier checkpoint, or start again, with a learning rate (algorithm.lr) below {lr:g}"
-            )
+            self._raise_diverged(", ".join(wrong))
+
+    def _raise_diverged(self, reason: str) -> NoReturn:
+        raise Diverged(
+            f"{type(self).__name__} diverged after {self.frames} frames: {reason}; resume from an earlier checkpoint, "
+            f"or start again, with a learning rate (algorithm.lr) below {self.optimizer.param_groups[0]['lr']:g}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed learner needs: both networks, the optimizer, the position in the schedules."""

@@ -115,7 +115,7 @@ class IMPALA(ActorCritic):
         steps = [step for _ in self._epochs(epochs) for step in self._epoch(trajectories)]
         self.frames += int(trajectories.mask.sum())
         stats = dict(zip(STATS, torch.stack(steps).mean(0).tolist(), strict=True))
-        self._check_diverged(stats, lr)
+        self._check_diverged(stats)
         return stats | {"epochs": float(epochs), "lr": lr}
 
     def _prepare(self, batch: TensorDictBase) -> Trajectories:

@@ -159,6 +159,8 @@ class Training:
             status = "interrupted"
             raise
         finally:
+            if self.sync_each == "epoch":
+                self.learner.after_epoch = None
             summary = self._summary(status, collector, sys.exception())
             with ExitStack() as steps:  # last in, first called; all are called, even if the disk is full
                 for reporter in reversed(self.reporters):

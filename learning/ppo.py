@@ -151,7 +151,7 @@ class PPO(ActorCritic):
         clip_fraction = ((log_ratio.exp() - 1.0).abs() > clip).float().mean()
         values = torch.cat([means, torch.stack([kl_divergence(log_ratio), clip_fraction])])
         stats = dict(zip(STATS, values.tolist(), strict=True)) | summary
-        self._check_diverged(stats, lr)
+        self._check_diverged(stats)
         return stats | {"epochs": float(passes), "lr": lr, "clip": clip}
 
     @torch.no_grad()

@@ -63,7 +63,8 @@ class Row:
         frames: collected so far, including those before a resume.
         seconds: since the first environment step, interruptions not counted.
         frames_per_second: `frames` by `seconds`.
-        seconds_learning: of `seconds`, those of the learner's updates; in most others the loop waited for a batch.
+        seconds_learning: of `seconds`, those of the learner's updates, sends between its passes included; in most
+            others the loop waited for a batch.
         episodes: ended so far.
         episodes_in_mean: 100, or all while there are fewer; those before a resume in another environment do not count.
         episode_return_mean_100: over these episodes, the last ones; None before the first.
@@ -74,7 +75,7 @@ class Row:
         staleness_max: the staleness of the oldest frame.
         dropped_batches: workers' batches that were too old to be delivered (``collector.max_staleness``), so far.
         dropped_frames: frames of these.
-        weight_sync: cost of the update; None if there was none.
+        weight_sync: cost of the last send; None if there was none.
         learning: what ``update`` of the algorithm returned, by name, see ``learning.PPO.update``.
         worker_failures: so far, including those before a resume.
         resumes: how often the run was resumed so far.

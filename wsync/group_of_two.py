@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -24,6 +25,8 @@ _NCCL_SETTINGS = {  # read when a group is made
     "TORCH_NCCL_BLOCKING_WAIT": "1",  # no watchdog
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # a group of two sends one tensor at a time
 }
+
+_environment = threading.Lock()  # while a group is made
 
 
 def gloo_group(store: TorchStore, rank: int, host: str, deadline: float | None) -> ProcessGroupGloo:
@@ -88,16 +91,17 @@ def _settings_of_nccl_groups() -> Iterator[None]:
     A watchdog that sees a transfer fail, as it does when the other process dies, ends this whole process a minute
     later. Here the scheme finds deaths and timeouts itself, and closes the group.
     """
-    before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
-    os.environ.update(_NCCL_SETTINGS)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with _environment:
+        before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
+        os.environ.update(_NCCL_SETTINGS)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float | None) -> None:

@@ -121,11 +121,22 @@ def test_after_a_second_interrupt_only_the_files_are_written(tmp_path: Path) -> 
     assert not reporter.concluded
 
 
-def test_networks_that_have_diverged_do_not_replace_the_last_checkpoint(tmp_path: Path) -> None:
+class RefusingCollector(FakeCollector):
+    """Its workers refuse weights that are not finite."""
+
+    def update_policy_weights_(self, policy: nn.Module, /) -> None:
+        if not all(one.isfinite().all() for one in policy.parameters()):
+            raise RuntimeError("a worker refused the weights")
+
+
+@pytest.mark.parametrize("sync_each", ["update", "epoch"])
+def test_networks_that_have_diverged_do_not_replace_the_last_checkpoint(sync_each: str, tmp_path: Path) -> None:
     reporter = RecordingReporter()
+    one = training(tmp_path, reporter)
+    one.sync_each = sync_each
     with pytest.raises(Diverged, match="diverged after 48 frames"):
-        training_with(FakeCollector, tmp_path, reporter)
-    assert reporter.concluded
+        one.run(RefusingCollector(one.learner.policy), StopRequest(), {})
+    assert reporter.concluded and one.learner.after_epoch is None
     kept = checkpoint.load(tmp_path)
     assert kept["progress"]["frames"] == kept["learner"]["frames"] == 32
     assert all(value.isfinite().all() for value in kept["learner"]["policy"].values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import threading
 from typing import Any
 
 import pytest
@@ -70,24 +71,16 @@ def test_a_send_without_an_answer_ends_at_its_deadline() -> None:
     assert line.receive_weights(0.0) is not None and line.receive_weights(0.0) is None
 
 
-class Slow:
-    """A queue with items that come after any limited time."""
-
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-
-    def put(self, item: Any) -> None:
-        self.items.append(item)
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        if timeout is not None:
-            raise queue.Empty
-        return self.items.pop(0)
-
-
 def test_a_receive_without_a_timeout_waits_until_weights_arrive() -> None:
-    line = MPTransport(Slow())
-    line.send_weights({"w": torch.ones(2)})
-    assert line.receive_weights(1000.0) is None
+    line = MPTransport(queue.Queue())
+    assert line.receive_weights(0.15) is None
+    threading.Timer(0.25, line.send_weights, [{"w": torch.ones(2)}]).start()
     received = line.receive_weights(timeout=None)
     assert received is not None and received["w"].tolist() == [1.0, 1.0]
+
+
+def test_close_ends_a_receive() -> None:
+    line = MPTransport(queue.Queue())
+    threading.Timer(0.05, line.close).start()
+    with pytest.raises(ConnectionError, match="closed"):
+        line.receive_weights(timeout=None)
