@@ -45,10 +45,7 @@ class Collector(Iterable[Any], Protocol):
         """End the wait for the current batch soon. Called from a signal handler, on the main thread, at most once."""
 
     def update_policy_weights_(self, policy: nn.Module, /) -> Any:
-        """Send the weights of `policy` to every worker; may raise WeightSyncError.
-
-        Called once per batch; with ``sync_each="epoch"`` also after each pass of the learner's over the batch.
-        """
+        """Send the weights of `policy` to every worker. Called as ``sync_each`` says; may raise WeightSyncError."""
 
 
 @dataclass(frozen=True)
