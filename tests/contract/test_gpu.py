@@ -35,7 +35,7 @@ def test_updates_between_gpus(backend: BuiltIn) -> None:
 
 
 class OnOneGpu(BackendHooks):
-    """More tests of backends whose weights stay on GPUs."""
+    """More tests of backends that keep weights on GPUs."""
 
     def test_models_on_the_gpu(self) -> None:
         with self.connected(make=on_gpu) as session:
