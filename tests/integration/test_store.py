@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from programs import run_program
+from safetensors.torch import load_file
 from tensordict import TensorDict
 
 import wsync
@@ -94,6 +96,20 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
     assert received is not None and received.keys() == weights.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(received[name], tensor, rtol=0, atol=0, equal_nan=True)
+    (file,) = (tmp_path / "one").glob("v*")
+    for name, tensor in load_file(file).items():  # tied entries are there once
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_versions_can_be_read_by_those_who_can_read_the_manifest(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        with trainer(tmp_path):
+            pass
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in folder(tmp_path).iterdir()} == {0o666 & ~umask}
 
 
 def test_a_reader_that_starts_late_or_first(tmp_path: Path, pool: WorkerPool) -> None:
@@ -176,12 +192,40 @@ def test_a_trainer_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     """Readers have the last complete version; what was left unfinished is deleted by the next trainer."""
     with trainer(tmp_path) as scheme:
         scheme.send(fill(Small(), 2))
-    unfinished = folder(tmp_path) / "v00000003-0123.safetensors.0123.unfinished"
-    unfinished.write_bytes(b"half")
+    whole = {*folder(tmp_path).iterdir()}
+    killed = multiprocessing.get_context("fork").Process(target=publish_and_be_killed, args=(tmp_path,))
+    killed.start()
+    killed.join(30.0)
+    (unfinished,) = {*folder(tmp_path).iterdir()} - whole
+    assert killed.exitcode == -signal.SIGXFSZ and unfinished.stat().st_size == 1000
     with try_read(tmp_path) as reader:
         assert reader.version == 2
+    transport = wsync.StoreTransport(folder(tmp_path))
+    transport.setup_connection_and_weights_on_sender()
+    assert {*folder(tmp_path).iterdir()} == whole
+
+
+def publish_and_be_killed(url: Path) -> None:
+    """Publish a version that is larger than a file may be."""
+    transport = wsync.StoreTransport(folder(url))
+    transport.setup_connection_and_weights_on_sender()
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    transport.send_weights(Small(100_000))
+
+
+def test_a_link_in_the_place_of_an_unfinished_file_is_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("of the same user")
     with trainer(tmp_path) as scheme:
-        assert not unfinished.exists() and scheme.version == 3
+        (version,) = folder(tmp_path).glob("v*")
+        link = folder(tmp_path) / f"manifest.json.{version.stem.split('-')[1]}.unfinished"
+        link.symlink_to(other)
+        with pytest.raises(wsync.WeightSyncError, match="version 2 was not stored"):
+            scheme.send()
+        assert other.read_text() == "of the same user"
+        scheme.send()
 
 
 def test_a_killed_trainer_in_a_process_of_its_own(tmp_path: Path) -> None:

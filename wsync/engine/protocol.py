@@ -31,13 +31,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from wsync.weights.layout import Layout
-from wsync.weights.tensor_file import DTYPES, LENGTH_BYTES, Entry, parse_header
+from wsync.weights.tensor_file import LENGTH_BYTES, Entry, dump_tensors, header_entry, packed_header, parse_header
 
 INIT = "/init_weight_transfer_engine"
 START = "/start_weight_update"
@@ -68,7 +68,6 @@ PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 HEADER_BYTES = 1 << 20
 """The largest size of what a body has besides its tensors' bytes."""
 _METADATA_BYTES = 1 << 10  # the most that a header has besides its tensors
-_SMALL = 64 << 10  # smaller tensors are copied together, to be sent by one call
 
 
 def require_valid_token(token: str | None) -> None:
@@ -85,7 +84,7 @@ def groups_of(layout: Layout, chunk_bytes: int) -> Iterator[list[int]]:
     group, size, header = list[int](), 0, 0
     for index in layout.leaders:
         nbytes = layout.byte_ranges[index][1]
-        entry = len(json.dumps(_header_entry(layout, index, chunk_bytes)))
+        entry = len(json.dumps(header_entry(layout, index, chunk_bytes)))
         if group and (size + nbytes > chunk_bytes or header + entry > HEADER_BYTES - _METADATA_BYTES):
             yield group
             group, size, header = [], 0, 0
@@ -93,13 +92,6 @@ def groups_of(layout: Layout, chunk_bytes: int) -> Iterator[list[int]]:
         size += nbytes
         header += entry
     yield group
-
-
-def _header_entry(layout: Layout, index: int, begin: int) -> dict[str, Any]:
-    """Return the field of a header for one tensor."""
-    dtype, shape = DTYPES[layout.dtypes[index]], list(layout.shapes[index])
-    offsets = [begin, begin + layout.byte_ranges[index][1]]
-    return {layout.names[index]: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
 
 def body_limit(layout: Layout, chunk_bytes: int) -> int:
@@ -110,7 +102,7 @@ def body_limit(layout: Layout, chunk_bytes: int) -> int:
 def make_body(
     layout: Layout, views: Sequence[Tensor], group: Sequence[int], session: str, version: str
 ) -> list[bytes | memoryview]:
-    """Return some tensors of a version as a safetensors file, in pieces; the larger ones are not copied.
+    """Return some tensors of a version as a safetensors file: see ``dump_tensors``.
 
     Args:
         layout: the layout of the version.
@@ -119,21 +111,7 @@ def make_body(
         session: see the module.
         version: its name.
     """
-    header: dict[str, Any] = {"__metadata__": {"session": session, "weight_version": version}}
-    at = 0
-    for index in group:
-        header |= _header_entry(layout, index, at)
-        at += layout.byte_ranges[index][1]
-    pieces: list[bytes | memoryview] = []
-    small = bytearray(_packed_header(header))
-    for index in group:
-        content = _bytes_of(views[index])
-        if len(content) > _SMALL:
-            pieces += [bytes(small), content]
-            small.clear()
-        else:
-            small += content
-    return [piece for piece in (*pieces, bytes(small)) if piece]
+    return dump_tensors(layout, views, group, {"session": session, "weight_version": version})
 
 
 def make_difference_body(difference: bytes, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
@@ -144,19 +122,7 @@ def make_difference_body(difference: bytes, metadata: Mapping[str, str]) -> list
         metadata: ``session``, ``weight_version``, ``base``, ``begin`` and ``end``.
     """
     entry = {"dtype": "U8", "shape": [len(difference)], "data_offsets": [0, len(difference)]}
-    return [_packed_header({"__metadata__": dict(metadata), DIFFERENCE: entry}), difference]
-
-
-def _packed_header(header: Mapping[str, Any]) -> bytes:
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-
-def _bytes_of(view: Tensor) -> memoryview:
-    if not view.numel():
-        return memoryview(b"")
-    return view.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return [packed_header({"__metadata__": dict(metadata), DIFFERENCE: entry}), difference]
 
 
 def parse_body(body: memoryview) -> tuple[Mapping[str, Entry], Mapping[str, str], memoryview]:

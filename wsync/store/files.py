@@ -12,15 +12,13 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from safetensors.torch import save, save_file
-from torch import Tensor
 
 from wsync.errors import NotConnected
 
@@ -124,29 +122,22 @@ class StoreFiles:
 
     # --- writing ---
 
-    def write(self, file: str, content: bytes) -> None:
+    def write(self, file: str, *pieces: bytes | memoryview) -> None:
         """Write a file, or replace it."""
         if self.folder is not None:
-            self._finish(self.folder / file, lambda path: path.write_bytes(content))
+            self._write_local(self.folder / file, pieces)
         elif self._protocols & _IN_PLACE:
             unfinished = self._unfinished(file)
-            self._fs.pipe_file(self._path(unfinished), content)
+            self._fs.pipe_file(self._path(unfinished), b"".join(pieces))
             self._fs.mv(self._path(unfinished), self._path(file))
         else:
-            self._fs.pipe_file(self._path(file), content)
+            self._fs.pipe_file(self._path(file), b"".join(pieces))
 
-    def write_tensors(self, file: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write tensors to a safetensors file."""
-        if self.folder is None:
-            self.write(file, save(dict(tensors)))
-        else:
-            self._finish(self.folder / file, lambda path: save_file(dict(tensors), path))
-
-    def _finish(self, path: Path, write: Callable[[Path], object]) -> None:
-        """Write a local file under another name, flush it, and rename it."""
+    def _write_local(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
         unfinished = path.with_name(self._unfinished(path.name))
         try:
-            write(unfinished)
+            with unfinished.open("xb") as opened:  # "x": a link that another process has made is not followed
+                opened.writelines(pieces)
             if self._durable:
                 _flush(unfinished)
             unfinished.replace(path)

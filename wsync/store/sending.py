@@ -16,6 +16,7 @@ from wsync.types import Ack
 from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
+from wsync.weights.tensor_file import dump_tensors
 
 SAME_WEIGHTS = "all readers of a store get the same weights"
 
@@ -29,8 +30,9 @@ def publish(store: VersionStore, version: int, layout: Layout, buffer: Buffer, d
         WeightSyncError: they could not be stored.
     """
     settings = dump_tensor_layout(layout, "stored")
-    tensors = {layout.names[index]: buffer.views[index].contiguous() for index in layout.leaders}
-    store.publish(version, tensors, settings, checksum_of(buffer.flat, b""), difference)
+    group = sorted(layout.leaders, key=lambda index: -layout.dtypes[index].itemsize)  # so that each tensor is aligned
+    pieces = dump_tensors(layout, buffer.views, group, {})
+    store.publish(version, pieces, settings, checksum_of(buffer.flat, b""), difference)
 
 
 class StoreSendChannel(ConnectionlessChannel):

@@ -12,10 +12,8 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from torch import Tensor
 
 from wsync.errors import WeightSyncError
 from wsync.store.files import File, StoreFiles
@@ -146,7 +144,7 @@ class VersionStore:
     def publish(
         self,
         version: int,
-        tensors: Mapping[str, Tensor],
+        pieces: Sequence[bytes | memoryview],
         layout: str,
         checksum: int,
         difference: bytes | None = None,
@@ -155,7 +153,7 @@ class VersionStore:
 
         Args:
             version: newer than the newest.
-            tensors: contiguous, by name; no two in the same memory.
+            pieces: its safetensors file.
             layout: see ``Manifest``.
             checksum: see ``Manifest``.
             difference: to an older version, for readers that have that one: see ``wsync.transforms.delta``.
@@ -167,7 +165,7 @@ class VersionStore:
         self._require_newest(version)
         manifest = Manifest(version, self.writer, layout, checksum, base_of(difference) if difference else 0)
         try:
-            self._files.write_tensors(manifest.file, tensors)
+            self._files.write(manifest.file, *pieces)
             if difference is not None:
                 self._files.write(manifest.delta, difference)
             self._files.flush()

@@ -1,4 +1,4 @@
-"""Safetensors files: their headers, of which everything is checked, and reading.
+"""Safetensors files: writing, reading, and their headers, of which everything is checked.
 
     8 bytes   length of the header, little-endian
     header    JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …, "__metadata__": {…}}
@@ -46,6 +46,7 @@ DTYPES = {
     torch.complex64: "C64",
 }
 """Names of dtypes in safetensors files."""
+_SMALL = 64 << 10  # smaller tensors are copied together, to be written by one call
 
 
 class Entry(NamedTuple):
@@ -93,6 +94,54 @@ def check_dtypes(layout: Layout) -> None:
     for name, dtype in zip(layout.names, layout.dtypes, strict=True):
         if dtype not in DTYPES:
             raise LayoutMismatch(f"'{name}' is {dtype}, which a safetensors file cannot have")
+
+
+def header_entry(layout: Layout, index: int, begin: int) -> dict[str, Any]:
+    """Return the field of a header for one tensor, whose bytes begin at ``begin``."""
+    dtype, shape = DTYPES[layout.dtypes[index]], list(layout.shapes[index])
+    offsets = [begin, begin + layout.byte_ranges[index][1]]
+    return {layout.names[index]: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+
+
+def packed_header(header: Mapping[str, Any]) -> bytes:
+    """Return the beginning of a file: the length of its header, and the header."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def dump_tensors(
+    layout: Layout, views: Sequence[Tensor], group: Sequence[int], metadata: Mapping[str, str]
+) -> list[bytes | memoryview]:
+    """Return some tensors of a version as a file, in pieces; the larger ones are not copied.
+
+    Args:
+        layout: the layout of the version.
+        views: its packed tensors.
+        group: which of them.
+        metadata: of the file.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for index in group:
+        header |= header_entry(layout, index, at)
+        at += layout.byte_ranges[index][1]
+    pieces: list[bytes | memoryview] = []
+    small = bytearray(packed_header(header))
+    for index in group:
+        content = _bytes_of(views[index])
+        if len(content) > _SMALL:
+            pieces += [bytes(small), content]
+            small.clear()
+        else:
+            small += content
+    return [piece for piece in (*pieces, bytes(small)) if piece]
+
+
+def _bytes_of(view: Tensor) -> memoryview:
+    if not view.numel():
+        return memoryview(b"")
+    return view.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def find_misfit(entries: Mapping[str, Entry], layout: Layout, indices: Mapping[str, int]) -> str:
