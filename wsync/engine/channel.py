@@ -56,6 +56,7 @@ class EngineSendChannel(ConnectionlessChannel):
             EngineThread(worker, client, make_transfer, pause, self._done) for worker, client in enumerate(clients)
         ]
         self._connected: set[int] = set()
+        self._given_up: set[int] = set()  # those of ``give_up``, since ``wait_for_workers`` was called
         self._layout: Layout | None = None
         self._pool = BufferPool(torch.device("cpu"))
         self._reserved: set[int] = set()  # slots
@@ -84,10 +85,12 @@ class EngineSendChannel(ConnectionlessChannel):
 
         Raises:
             SyncTimeout: names the engines that did not answer, and why.
-            WorkerDied: the process of one that has not answered has ended, where its sentinel is known.
+            WorkerDied: ``disconnect`` was called for one that has not answered; or its process has ended, where its
+                sentinel is known.
             WorkerFailed: an engine has answered with an error: it refuses the token, or has no such route.
         """
         missing = dict.fromkeys(sorted(set(workers) - self._connected), "")
+        self._given_up.clear()
         pause = 0.02
         while missing:
             for worker in list(missing):
@@ -97,6 +100,8 @@ class EngineSendChannel(ConnectionlessChannel):
                     self._connected.add(worker)
                     if worker in self._latest:
                         self._submit(worker, replace(self._latest[worker], deadline=deadline))
+            if gone := dict.fromkeys(missing.keys() & self._given_up, "disconnect() was called before it had answered"):
+                raise WorkerDied(f"engine(s) {sorted(gone)}: disconnect() was called", gone)
             left = remaining(deadline)
             if missing and left == 0.0:
                 causes = "\n".join(f"worker {worker}: {cause}" for worker, cause in missing.items())
@@ -107,7 +112,7 @@ class EngineSendChannel(ConnectionlessChannel):
                 if ended:
                     dead = {watching[fd]: "its process ended before it had answered" for fd in ended}
                     raise WorkerDied(f"engine(s) {sorted(dead)} ended before they had answered", dead)
-                pause = min(2 * pause, 1.0)
+                pause = min(2 * pause, 0.25)  # for ``give_up``
 
     def _probe(self, worker: int, deadline: float | None) -> str:
         """Return why an engine cannot be reached; empty if it can."""
@@ -124,6 +129,7 @@ class EngineSendChannel(ConnectionlessChannel):
 
     def give_up(self, worker: int) -> None:
         """See ``SendChannel``."""
+        self._given_up.add(worker)
         with self._lock:
             job = self._submitted.pop(worker, None)  # so that its outcome, which follows, does not count
             if job is not None:
