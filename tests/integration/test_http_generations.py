@@ -93,6 +93,24 @@ def test_a_pause_of_a_trainer_that_was_killed_ends() -> None:
         assert ask(url, "GET", "/is_paused") == {"is_paused": False}
 
 
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+def test_the_end_of_an_engine_ends_its_pause(mode: str) -> None:
+    """Whatever waits for a trainer that does not come back would keep the process from ending."""
+    app, begun, go_on = wsync.engine_app(Small(), token=None, pause_limit=None), threading.Event(), threading.Event()
+    with serve(app) as url, ThreadPoolExecutor(2) as threads:
+        running = threads.submit(generate, app, begun, go_on)
+        assert begun.wait(30)
+        pausing = threads.submit(ask, url, "POST", f"/pause?mode={mode}")
+        while not ask(url, "GET", "/is_paused")["is_paused"]:
+            pass
+        if mode == "keep":
+            go_on.set()
+        app.close()
+        assert "error" in pausing.result(30) or mode == "keep"
+        go_on.set()
+        assert running.result(30) == [("0", 0, 4)]
+
+
 def test_pause_and_resume_of_the_engine_itself() -> None:
     called = list[str]()
 

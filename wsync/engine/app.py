@@ -103,9 +103,10 @@ class EngineApp:
         return self._generations.generation()
 
     def close(self) -> None:
-        """End the threads that load weights and pause generation, once they are idle. The server's end calls it."""
+        """End a pause, and the threads that load weights and pause generation. The server's end calls it."""
         self._loading.shutdown(wait=False)
         self._pausing.shutdown(wait=False)
+        self._generations.resume()  # what waits in them, or in a generation, would keep the process from ending
 
     # --- ASGI ---
 
@@ -286,8 +287,7 @@ def engine_app(
         pause_limit: seconds after which ``app.generation()`` goes on without a ``/resume``; None: never.
 
     Raises:
-        TypeError: ``model`` is of another kind.
-        ValueError: one of ``pause`` and ``resume`` is missing; or the token is malformed.
+        TypeError: ``model`` is of another kind. ValueError: ``pause`` or ``resume`` is missing; or a malformed token.
     """
     if (pause is None) != (resume is None):
         raise ValueError("pause and resume go together")
