@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import socket
 import ssl
 import threading
@@ -46,16 +47,16 @@ def checked_url(url: str) -> str:
     """Return the URL of an engine, without a slash at its end.
 
     Raises:
-        ValueError: it is not one of HTTP with a host, or has more than a path.
+        ValueError: it is not one of HTTP with a host, has more than a path, or other characters than a URL may have.
     """
-    parts = urlsplit(url)
     try:
-        port_is_valid = parts.port is None or parts.port > 0
-    except ValueError:
-        port_is_valid = False
-    plain = not (parts.username or parts.password or parts.query or parts.fragment)
-    if parts.scheme not in ("http", "https") or not parts.hostname or not plain or not port_is_valid:
-        raise ValueError(f"the URL of an engine is like 'http://host:8000', not {url!r}")
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "@" not in parts.netloc
+    except ValueError:  # a port, or brackets
+        valid = False
+    if not valid or not re.fullmatch(r"[!-~]+", url) or not {*url}.isdisjoint("?#"):
+        shown = re.sub(r"//.*@", "//…@", url)  # without a password
+        raise ValueError(f"the URL of an engine is like 'http://host:8000', not {shown!r}")
     return url.rstrip("/")
 
 
