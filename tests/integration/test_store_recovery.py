@@ -198,7 +198,9 @@ def test_a_trainer_that_has_become_obsolete_while_it_writes(
 
 
 def test_errors_of_a_library_name_the_store(failing: dict[str, Exception], caplog: pytest.LogCaptureFixture) -> None:
-    error = LibraryError("access to failing://user:secret@run/policy?sig=secret is denied")
+    url_of_it = "failing://user:secret@run/policy?sig=secret"
+    others = "failing://user:secret@run, failing://user:secret@run/policy/manifest.json?sig=a%2Fsecret"
+    error = LibraryError(f"access to {url_of_it} is denied ({others})")
     url, named = "failing://user:secret@run/policy?sig=secret", "failing://run/policy"
     transport = wsync.StoreTransport(url)
     transport.setup_connection_and_weights_on_sender()

@@ -48,8 +48,8 @@ class StoreFiles:
 
     def __init__(self, url: str, durable: bool) -> None:
         self.url = re.sub(r"(?<=://)[^/]*@|\?.*", "", url) if "://" in url else url
-        self.writer = secrets.token_hex(4)
         self._given_url = url
+        self.writer = secrets.token_hex(4)
         self._durable = durable
         self._fs: Any
         try:
@@ -68,8 +68,9 @@ class StoreFiles:
         return {protocol} if isinstance(protocol, str) else {*protocol}
 
     def error_text(self, error: Exception) -> str:
-        """Return an error of a library as text, with ``url`` in the place of the one that was given."""
-        return f"{type(error).__name__}: {error}".replace(self._given_url, self.url)
+        """Return an error of a library as text, without user, password and query of the URLs in it."""
+        text = f"{type(error).__name__}: {error}".replace(self._given_url, self.url)  # which may have a blank
+        return re.sub(r"://(?:[^\s/?'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?", r"://\1", text)
 
     def make_folder(self) -> None:
         """Make the folder, and delete what a killed trainer left unfinished."""
