@@ -219,6 +219,38 @@ def test_a_readmit_that_was_given_up_does_not_undo_the_next(cluster: Cluster, tm
     ray.kill(actor)
 
 
+def test_a_readmit_that_was_given_up_whose_actor_joined_early(cluster: Cluster, tmp_path: Path) -> None:
+    doors = [tmp_path / "first", tmp_path / "second"]
+    first, second = made = [actors(1, restarts=1, door=str(door))[0] for door in doors]
+
+    def open_the_second() -> None:  # when the first one has ended its call to join
+        ray.get(first.where.options(max_task_retries=-1).remote(), timeout=START_TIMEOUT)
+        doors[1].write_text("")
+
+    with wsync.RayWeightSyncScheme(timeout=60.0) as scheme:
+        scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=made)
+        scheme.connect()
+        for actor, door in zip(made, doors, strict=True):
+            os.mkfifo(door)
+            os.kill(ray.get(actor.where.remote())[1], 9)
+        with pytest.raises(wsync.WorkerDied):
+            for _ in range(100):  # Ray may take a moment to have them killed
+                scheme.send()
+        with pytest.raises(wsync.SyncTimeout):
+            scheme.readmit(0, timeout=1.0)
+        doors[0].write_text("")
+        opening = threading.Thread(target=open_the_second)
+        opening.start()
+        scheme.readmit(1)
+        opening.join()
+        scheme.readmit(0)
+        for _ in range(3):
+            report = scheme.send()
+            assert report is not None and set(report.workers) == {0, 1}
+    for actor in (first, second):
+        ray.kill(actor)
+
+
 def test_an_actor_that_has_another_model_by_now_joins_with_that_one(cluster: Cluster) -> None:
     (actor,) = made = actors(1)
     model = nn.Linear(3, 2)

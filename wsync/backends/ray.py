@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: m
 
     from wsync.backends.ray_actors import Actors
     from wsync.backends.ray_objects import ObjectPublisher, RayObjectTransport
+    from wsync.sender import Sender
 
 _GRACE = 5.0  # seconds to wait for Ray to report the calls as finished; calls of busy actors may finish later
 _joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sender's token and the worker's index
@@ -208,7 +209,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         with role.sender.exclusive():  # else this could take the acknowledgement that another thread's send waits for
             role.sender.channel.process_arrived_messages()  # an actor that has gone meanwhile has to join again
             missing = [worker for worker in range(len(self._actors)) if worker not in role.sender.channel.workers]
-        with self._joining(self._actors, missing) as sentinels:
+        with self._joining(self._actors, role.sender, missing) as sentinels:
             role.sender.connect(weights, sentinels)
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
@@ -226,19 +227,28 @@ class RayWeightSyncScheme(WeightSyncScheme):
             return
         sender = self._role.as_sender("readmit").sender
         worker_idx = single_worker(worker_idx, sender.num_workers)
-        with self._joining(self._actors, [worker_idx], rejoin=True) as sentinels:
+        with self._joining(self._actors, sender, [worker_idx]) as sentinels:
             sender.readmit(worker_idx, sentinels[worker_idx], timeout)
 
     @contextmanager
-    def _joining(self, actors: Actors, workers: Sequence[int], *, rejoin: bool = False) -> Iterator[Mapping[int, int]]:
+    def _joining(self, actors: Actors, sender: Sender, workers: Sequence[int]) -> Iterator[Mapping[int, int]]:
         """Call actors to join. Yields, per worker, a descriptor that becomes readable if its call fails.
 
         If a call failed, its error is raised instead of the one in the block. An actor whose earlier join call is still
-        queued is not called again: Ray will run that call, and a second one would disconnect the actor.
+        queued is not called again: Ray will run that call, and a second one would disconnect the actor. Any other one
+        is disconnected first: it would leave the connection that it has, which must not be accepted as the new one.
         """
         from wsync.backends.ray_actors import ActorCalls
 
-        calls = ActorCalls({i: actors.call_once(i, _join, self, self.model_id, i, rejoin) for i in workers})
+        refs = {}
+        for worker in workers:
+            ref = actors.pending(worker)
+            if ref is None:
+                with sender.exclusive():  # another thread's send ends first
+                    sender.disconnect(worker)
+                ref = actors.call_kept(worker, _join, self, self.model_id, worker)
+            refs[worker] = ref
+        calls = ActorCalls(refs)
         try:
             yield calls.sentinels
             calls.settle(_GRACE)
@@ -267,15 +277,14 @@ class RayWeightSyncScheme(WeightSyncScheme):
         return {**super().__getstate__(), "_actors": None, "_publisher": None}
 
 
-def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int, rejoin: bool) -> None:
-    """In an actor: connect to the sender.
+def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int) -> None:
+    """In an actor: connect to the sender, which has no connection of this worker's.
 
-    First leaves senders that have died, to free their memory; and with ``rejoin`` the same sender, which has
-    closed the connection.
+    First leaves senders that have died, to free their memory; and the same sender.
     """
     key = _key(scheme)
     for known, joined in [*_joined.items()]:
-        if (rejoin and known == (key, worker_idx)) or not joined._role.as_receiver("connect").receiver.connected:
+        if known == (key, worker_idx) or not joined._role.as_receiver("connect").receiver.connected:
             _leave(instance, *known)
     scheme.init_on_receiver(model_id, context=instance, worker_idx=worker_idx)
     scheme.connect()

@@ -19,7 +19,7 @@ class Actors:
     def __init__(self, handles: Sequence[ActorHandle]) -> None:
         self._handles = list(handles)
         self._connection = _connection()
-        self._pending: dict[int, ray.ObjectRef] = {}  # by worker, the last call of ``call_once``
+        self._kept: dict[int, ray.ObjectRef] = {}  # by worker, the last call of ``call_kept``
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -46,17 +46,20 @@ class Actors:
         self._require_reachable()
         return self._handles[worker].__ray_call__.options(max_task_retries=retries).remote(function, *args)
 
-    def call_once(self, worker: int, function: Callable[..., None], *args: Any) -> ray.ObjectRef:
-        """As ``call``, with retries; returns the pending call while the last one has not finished.
+    def pending(self, worker: int) -> ray.ObjectRef | None:
+        """Return the last call of ``call_kept``; None if it has finished, or there was none.
 
         Raises:
             NotConnected: see ``call``.
         """
         self._require_reachable()
-        pending = self._pending.get(worker)
-        if pending is None or ray.wait([pending], timeout=0)[0]:
-            pending = self._pending[worker] = self.call(worker, function, *args, retries=-1)
-        return pending
+        last = self._kept.get(worker)
+        return None if last is None or ray.wait([last], timeout=0)[0] else last
+
+    def call_kept(self, worker: int, function: Callable[..., None], *args: Any) -> ray.ObjectRef:
+        """As ``call``, with retries; for ``pending``."""
+        call = self._kept[worker] = self.call(worker, function, *args, retries=-1)
+        return call
 
     def wait(self, calls: Sequence[ray.ObjectRef], timeout: float) -> None:
         """Wait until Ray reports all ``calls`` as finished, or ``timeout`` seconds have passed."""
