@@ -213,7 +213,6 @@ class DistributedTransport:
             LayoutMismatch: the weights are not like ``weights_buffer``.
             RuntimeError: the group has broken.
         """
-        self.wait_ack()  # the buffer is the same
         self.begin_send(self._packed(weights_of(weights, older_weights)), self._sent)
 
     def wait_ack(self) -> None:
@@ -229,6 +228,7 @@ class DistributedTransport:
     def _packed(self, weights: Any) -> Tensor:
         """Return ``weights`` as they are sent, in ``weights_buffer``; set the transport up."""
         self._set_up(0)
+        self.wait_ack()  # what ``send_weights_async`` sends is in the same buffer
         buffer = self._require_buffer()
         buffer.pack(buffer.layout.order(snapshot(weights)))
         return buffer.flat
