@@ -93,7 +93,8 @@ class TorchStoreRendezvous(SocketRendezvous):
 
     The store holds addresses, sealed with a secret that the processes share (``wsync.control.seal``), and nothing else
     is taken from it: any process may write there. What is not sealed with that secret is passed over. A worker connects
-    to the first sender of its model that is still open and that it has not been connected to before.
+    to the sender of its model that it was connected to last; else to the first one that is still open and that it has
+    not been connected to before.
 
     Args:
         host: the sender's address.
@@ -104,7 +105,7 @@ class TorchStoreRendezvous(SocketRendezvous):
         super().__init__(host)
         self._store = store
         self._agent_store: Store | None = None
-        self._found: tuple[int, Address] | None = None  # the sender, and the number of its key
+        self._found: tuple[str, int, Address] | None = None  # the model, the number of its sender's key, the sender
         self._sealed: tuple[Any, str] | None = None  # the last address, and its text: sealed again it is another one
 
     def announce(self, address: Any, model_id: str, deadline: float | None) -> None:
@@ -126,16 +127,14 @@ class TorchStoreRendezvous(SocketRendezvous):
         """See ``Rendezvous``."""
         if address is not None:
             return connect(address, worker, deadline)
-        gone: NotConnected | None = None
         for number, found in self._candidates(model_id, worker, deadline):
             try:
                 connection = self._connect(found, worker, deadline, _key(model_id, number + 1))
-            except NotConnected as error:  # that sender has ended: the next one
-                gone = error
+            except NotConnected:  # that sender has ended: the next one
                 continue
-            self._found = number, found
+            self._found = model_id, number, found
             return connection
-        raise gone or NotConnected(f"worker {worker}: no sender is announced")
+        raise AssertionError("the candidates end by SyncTimeout")
 
     def _connect(self, address: Address, worker: int, deadline: float | None, next_key: str) -> Connection:
         """Connect to a sender.
@@ -157,12 +156,12 @@ class TorchStoreRendezvous(SocketRendezvous):
     def connected(self, worker: int) -> None:
         """See ``Rendezvous``."""
         if self._found is not None:
-            _used.add((self._found[1].token, worker))
+            _used.add((self._found[2].token, worker))
 
     def _candidates(self, model_id: str, worker: int, deadline: float | None) -> Iterator[tuple[int, Address]]:
         """Return the announced senders in order, with the numbers of their keys; waits for the next one."""
-        if self._found is not None:
-            yield self._found
+        if self._found is not None and self._found[0] == model_id:
+            yield self._found[1:]
         store = self._shared_store(deadline)
         for number, address in _announced(store, model_id, worker, deadline):
             if (address.token, worker) not in _used:

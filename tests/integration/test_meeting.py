@@ -21,6 +21,7 @@ from torch.distributed import (
 import wsync
 from wsync.control import Listener
 from wsync.rendezvous import TorchStoreRendezvous
+from wsync.testing.models import fill
 
 
 def follow(port: int, prefix: str, line: Any) -> None:
@@ -149,3 +150,20 @@ def test_a_connect_that_is_made_again_does_not_announce_another_sender() -> None
             with pytest.raises(wsync.SyncTimeout):
                 scheme.connect()
     assert store.num_keys() == 1
+
+
+def test_a_scheme_that_is_used_for_another_model_finds_the_sender_of_that_one() -> None:
+    store = HashStore()
+    model = fill(nn.Linear(1, 1), 0.0)
+    with ExitStack() as stack:
+        worker = wsync.DistributedWeightSyncScheme(store=store, timeout=20.0)
+        for value, model_id in enumerate(("actor", "critic"), 1):
+            sender = stack.enter_context(wsync.DistributedWeightSyncScheme(store=store, timeout=20.0))
+            sender.init_on_sender(model_id, model=fill(nn.Linear(1, 1), value), num_workers=1)
+            connecting = threading.Thread(target=sender.connect)
+            connecting.start()
+            worker.init_on_receiver(model_id, model=model, worker_idx=0)
+            worker.connect()
+            connecting.join()
+            worker.shutdown()
+            assert model.bias.tolist() == [value]
