@@ -293,6 +293,22 @@ def test_an_actor_keeps_nothing_of_a_sender_that_has_died(cluster: Cluster) -> N
     ray.kill(actor)
 
 
+def test_actors_leave_in_the_call_after_an_interrupted_shutdown(cluster: Cluster) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    (actor,) = made = actors(1)
+    scheme = wsync.RayWeightSyncScheme(timeout=60.0)
+    scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=made)
+    scheme.connect()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("wsync.sender.Sender.close", interrupt)
+        scheme.shutdown()
+    scheme.shutdown()
+    assert ray.get(actor.ordinary.remote()) == [True]
+    ray.kill(actor)
+
+
 def test_actors_that_cannot_join(cluster: Cluster) -> None:
     made = actors(2, size=5)
     problems = {"critic": "no 'critic'", "broken": "not a torch.nn.Module", "nets['policy']": r"float32\[5"}

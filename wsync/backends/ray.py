@@ -259,18 +259,17 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     def shutdown(self) -> None:
         """Release everything, also in the actors that the sender had join."""
-        actors, self._actors = self._actors, None
-        forked = self._role.inherited
-        if forked:  # the actors are the parent's
-            actors = None
+        actors, publisher = self._actors, self._publisher
+        if self._role.inherited:  # they are the parent's
+            actors = publisher = None
         key = _key(self) if actors is not None and self._address is not None else ""
         super().shutdown()
         if actors is not None and actors.reachable:
             left = [actors.call(worker, _leave, key, worker) for worker in range(len(actors))]
             actors.wait(left, _GRACE)  # an actor that is dead has left
-        publisher, self._publisher = self._publisher, None
-        if publisher is not None and not forked:
+        if publisher is not None:
             publisher.close()
+        self._actors = self._publisher = None  # last: after Ctrl-C another call does the rest
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address."""
