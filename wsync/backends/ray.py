@@ -198,8 +198,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             ValueError: ``processes``, with actors: Ray reports the end of one.
             Exception: else as there.
         """
-        role = self._role
-        role.require_not_forked()
+        (role := self._role).require_not_forked()
         if self._actors is None or not isinstance(role, SenderRole):
             super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
             return
@@ -234,7 +233,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def _joining(self, actors: Actors, sender: Sender, workers: Sequence[int]) -> Iterator[Mapping[int, int]]:
         """Call actors to join. Yields, per worker, a descriptor that becomes readable if its call fails.
 
-        If a call failed, its error is raised instead of the one in the block. An actor whose earlier join call is still
+        If a call failed, its error is raised, also in place of one in the block. An actor whose earlier join call is
         queued is not called again: Ray will run that call, and a second one would disconnect the actor. Any other one
         is disconnected first: it would leave the connection that it has, which must not be accepted as the new one.
         """
@@ -252,8 +251,10 @@ class RayWeightSyncScheme(WeightSyncScheme):
         try:
             yield calls.sentinels
             calls.settle(_GRACE)
-        except WeightSyncError as error:
-            raise calls.explain(error) from error
+            calls.raise_failures()
+        except WeightSyncError:
+            calls.raise_failures()
+            raise
         finally:
             calls.close()
 
@@ -277,10 +278,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
 
 def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int) -> None:
-    """In an actor: connect to the sender, which has no connection of this worker's.
-
-    First leaves senders that have died, to free their memory; and the same sender.
-    """
+    """In an actor: connect to the sender, which has closed the last connection; first leave that, and dead senders."""
     key = _key(scheme)
     for known, joined in [*_joined.items()]:
         if known == (key, worker_idx) or not joined._role.as_receiver("connect").receiver.connected:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
-from wsync.errors import NotConnected, WeightSyncError, WorkerFailed
+from wsync.errors import NotConnected, WorkerFailed
 
 
 class Actors:
@@ -18,7 +19,7 @@ class Actors:
 
     def __init__(self, handles: Sequence[ActorHandle]) -> None:
         self._handles = list(handles)
-        self._connection = _connection()
+        self._connection = connection()
         self._kept: dict[int, ray.ObjectRef] = {}  # by worker, the last call of ``call_kept``
 
     def __len__(self) -> int:
@@ -28,7 +29,7 @@ class Actors:
     @property
     def reachable(self) -> bool:
         """Whether this process has the connection to Ray in which they were given."""
-        return self._connection == _connection()
+        return self._connection == connection()
 
     def call(self, worker: int, function: Callable[..., None], *args: Any, retries: int = 0) -> ray.ObjectRef:
         """Have an actor run ``function(itself, *args)``.
@@ -73,7 +74,7 @@ class Actors:
             )
 
 
-def _connection() -> tuple[str, str] | None:
+def connection() -> tuple[str, str] | None:
     """Return which connection to Ray this process has; None for none."""
     if not ray.is_initialized():
         return None
@@ -85,33 +86,33 @@ class ActorCalls:
     """Calls to actors that are in progress; a failure makes the worker's sentinel readable."""
 
     def __init__(self, refs: Mapping[int, ray.ObjectRef]) -> None:
-        self._refs = list(refs.values())
         self._lock = threading.Lock()
         self.sentinels = {worker: os.eventfd(0, os.EFD_CLOEXEC) for worker in refs}
-        self._errors: dict[int, BaseException] = {}
-        for worker, ref in refs.items():
-            ref.future().add_done_callback(lambda future, worker=worker: self._done(worker, future.exception()))
+        self._ends: dict[int, Future[None]] = {worker: ref.future() for worker, ref in refs.items()}
+        for worker, end in self._ends.items():
+            end.add_done_callback(lambda end, worker=worker: self._done(worker, end.exception()))
 
     def _done(self, worker: int, error: BaseException | None) -> None:
-        """Record the end of a call. Called by a thread of Ray."""
+        """Make the sentinel of a call that has failed readable. Called by a thread of Ray."""
         with self._lock:
             if error is not None and worker in self.sentinels:
-                self._errors[worker] = error
                 os.eventfd_write(self.sentinels[worker], 1)
 
-    def explain(self, error: WeightSyncError) -> WeightSyncError:
-        """Return the actors' own errors, if there are any; else ``error``."""
-        with self._lock:
-            errors = {worker: str(cause) for worker, cause in self._errors.items()}
-        if not errors:
-            return error
-        lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in sorted(errors.items()))
-        return WorkerFailed(f"{len(errors)} actor(s) could not join:\n{lines}", errors)
+    def raise_failures(self) -> None:
+        """Raise the actors' own errors.
+
+        Raises:
+            WorkerFailed: calls have failed.
+        """
+        causes = {worker: end.exception() for worker, end in sorted(self._ends.items()) if end.done()}
+        errors = {worker: str(cause) for worker, cause in causes.items() if cause is not None}
+        if errors:
+            lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in errors.items())
+            raise WorkerFailed(f"{len(errors)} actor(s) could not join:\n{lines}", errors)
 
     def settle(self, timeout: float) -> None:
         """Wait until Ray has noticed that all calls are finished; it repeats a call if the actor dies before that."""
-        if self._refs:
-            ray.wait(self._refs, num_returns=len(self._refs), timeout=timeout)
+        wait(self._ends.values(), timeout)
 
     def close(self) -> None:
         """Close the sentinels."""
