@@ -41,7 +41,7 @@ def cluster() -> Iterator[Cluster]:
     nodes.shutdown()
 
 
-def actors(count: int, *, restarts: int = 0, **given: Any) -> list[Any]:
+def actors(count: int, *, restarts: int = 0, size: int = 2, door: str = "", **options: Any) -> list[Any]:
     class Worker:
         """A user's actor; it knows nothing of wsync."""
 
@@ -64,7 +64,8 @@ def actors(count: int, *, restarts: int = 0, **given: Any) -> list[Any]:
         def where(self) -> tuple[str, int, bool]:
             return ray.get_runtime_context().get_node_id(), os.getpid(), type(self.nets["policy"]) is nn.Linear
 
-    made = [ray.remote(Worker).options(num_cpus=1, max_restarts=restarts).remote(**given) for _ in range(count)]
+    remote = ray.remote(Worker).options(num_cpus=1, max_restarts=restarts, **options)
+    made = [remote.remote(size, door) for _ in range(count)]
     ray.get([actor.ordinary.remote() for actor in made], timeout=START_TIMEOUT)  # no timeout of a test is for imports
     return made
 
@@ -166,8 +167,8 @@ def test_an_actor_that_ray_has_started_anew(cluster: Cluster) -> None:
 
 def mailbox() -> Any:
     """Return the actor by which references to weights in the object store reach the workers."""
-    (name,) = (name for name in ray.util.list_named_actors() if name.startswith("wsync-"))
-    return ray.get_actor(name)
+    (listed,) = (actor for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == "wsync")
+    return ray.get_actor(**listed)
 
 
 def test_the_object_store_after_the_end_of_its_mailbox_and_while_that_hangs(cluster: Cluster) -> None:
@@ -194,6 +195,23 @@ def test_the_object_store_after_the_end_of_its_mailbox_and_while_that_hangs(clus
             os.kill(pid, signal.SIGCONT)
     for actor in made:
         ray.kill(actor)
+
+
+def test_the_object_store_reaches_actors_of_another_namespace(cluster: Cluster) -> None:
+    model = nn.Linear(3, 2)
+    ray.shutdown()
+    ray.init(address=cluster.address, namespace="rollouts", logging_level="error", log_to_driver=False)
+    actors(1, name="theirs", lifetime="detached")
+    ray.shutdown()
+    ray.init(address=cluster.address, namespace="training", logging_level="error", log_to_driver=False)
+    theirs = ray.get_actor("theirs", namespace="rollouts")
+    with wsync.RayWeightSyncScheme(timeout=60.0, transport="object_store") as scheme:
+        scheme.init_on_sender("nets['policy']", model=model, actors=[theirs])
+        scheme.connect()
+        nn.init.constant_(model.bias, 5)
+        scheme.send()
+        assert ray.get(theirs.act.remote()) == [5, 5]
+    ray.kill(theirs)
 
 
 def test_a_readmit_that_was_given_up_does_not_undo_the_next(cluster: Cluster, tmp_path: Path) -> None:

@@ -55,12 +55,13 @@ def test_wrong_options_of_actors_leave_no_cluster() -> None:
     assert not ray.is_initialized()
 
 
-def test_what_ray_shutdown_has_ended_says_so_and_lets_the_next_ray_be() -> None:
+@pytest.mark.parametrize("transport", ["group", "object_store"])
+def test_what_ray_shutdown_has_ended_says_so_and_lets_the_next_ray_be(transport: Any) -> None:
     idle = RayCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=8)  # has started the cluster
     asked = RayCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=8)
     rewards = RayModuleTransform(nn.Identity, [("next", "reward")], [("next", "reward")])
     env = GymEnv("CartPole-v1", transforms=[rewards])
-    scheme = wsync.RayWeightSyncScheme(timeout=60.0)
+    scheme = wsync.RayWeightSyncScheme(timeout=60.0, transport=transport)
     scheme.init_on_sender("policy", model=nn.Linear(1, 1), actors=[actor()])
     scheme.connect()
 
@@ -71,6 +72,8 @@ def test_what_ray_shutdown_has_ended_says_so_and_lets_the_next_ray_be() -> None:
         env.step(TensorDict({"action": torch.tensor(0)}, []))
     with pytest.raises(wsync.NotConnected, match=r"ray\.shutdown\(\)"):
         scheme.readmit(0)
+    with pytest.raises(wsync.WeightSyncError):
+        scheme.send()
     assert not ray.is_initialized(), "no other Ray has been started"
 
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

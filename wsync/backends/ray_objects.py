@@ -4,8 +4,8 @@
     worker    mailbox ─→ reference ─→ ray.get: Ray brings one copy to each node, which its workers read in place
 
 The mailbox exists so that references are passed as arguments and results of calls: Ray then counts them, and frees an
-object when a newer one has taken its place in every slot. What a worker reads is compared with the checksum that came
-over the authenticated connection to the trainer.
+object when a newer one has taken its place in every slot and it is none of the trainer's newest four. What a worker
+reads is compared with the checksum that came over the authenticated connection to the trainer.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError
 from torch import Tensor, nn
 
+from wsync.backends.ray_actors import connection
 from wsync.control.settings import SenderSettings, layout_in
 from wsync.deadlines import deadline_in, remaining
 from wsync.gate import process_gate
@@ -37,6 +38,7 @@ from wsync.weights.strategy import WeightStrategy
 
 _CALLS = 100_000  # of a mailbox at a time: those of workers wait there, and the trainer's need room
 _RECENT = 4  # newest updates; the trainer keeps their references for workers that are sent them late
+_NAMESPACE = "wsync"  # of the mailboxes: a worker may be of another namespace than the trainer
 _Boxed = list[Any]  # a reference in a list, which Ray passes as it is; empty: nothing was sent
 
 
@@ -82,13 +84,25 @@ class ObjectPublisher:
     """
 
     def __init__(self, name: str) -> None:
-        options: dict[str, Any] = {"name": name, "num_cpus": 0, "max_concurrency": _CALLS}
+        options: dict[str, Any] = {"name": name, "namespace": _NAMESPACE, "num_cpus": 0, "max_concurrency": _CALLS}
         # A mailbox that has died begins without references: the next update brings them.
         options |= {"max_restarts": -1, "max_task_retries": -1}
-        self.mailbox: Any = ray.remote(mailbox_class()).options(**options).remote()
+        self._mailbox: Any = ray.remote(mailbox_class()).options(**options).remote()
+        self._connection = connection()
         self._lock = threading.Lock()
         self._recent: deque[tuple[Any, Any]] = deque(maxlen=_RECENT)  # weights as they were given, reference
         self._packed: tuple[Layout, bytes] | None = None
+
+    @property
+    def mailbox(self) -> Any:
+        """The mailbox.
+
+        Raises:
+            ConnectionError: Ray was shut down meanwhile. (A call would start another Ray.)
+        """
+        if self._connection != connection():
+            raise ConnectionError("ray.shutdown() was called, and has ended the mailbox of this scheme")
+        return self._mailbox
 
     def reference(self, weights: Any) -> Any:
         """Return the reference of ``weights``; the same object again has the same reference."""
@@ -118,8 +132,8 @@ class ObjectPublisher:
     def close(self) -> None:
         """End the mailbox; Ray frees the objects."""
         self._recent.clear()
-        if ray.is_initialized():
-            ray.kill(self.mailbox)
+        if self._connection == connection():
+            ray.kill(self._mailbox)
 
 
 def _packed_already(layout: Layout, tensors: list[Tensor]) -> Tensor | None:
@@ -157,16 +171,16 @@ class RayObjectTransport(TransportBackend):
 
         Raises:
             RuntimeError: this transport is a worker's.
-            ConnectionError: it was closed meanwhile.
-            ray.exceptions.RayError: Ray has failed, or was shut down.
+            ConnectionError: it was closed, or Ray was shut down, meanwhile.
+            ray.exceptions.RayError: Ray has failed.
         """
         if self._publisher is None:
             raise RuntimeError("this transport is a worker's")
-        boxed: _Boxed = []
+        mailbox, boxed = self._publisher.mailbox, list[Any]()
         try:
             boxed = [self._publisher.reference(weights)]
         finally:  # also if it failed: the worker waits
-            self._result(self._publisher.mailbox.put.remote(self._worker, boxed), None)
+            self._result(mailbox.put.remote(self._worker, boxed), None)
 
     def _result(self, call: Any, deadline: float | None) -> Any:
         """Return the result of a call of the mailbox.
@@ -196,8 +210,11 @@ class RayObjectTransport(TransportBackend):
 
         Raises:
             ValueError: there is none of this name: the sender has gone, or is in another cluster.
+            ConnectionError: Ray is not initialised in this process. (A call would start another Ray.)
         """
-        self._mailbox = ray.get_actor(self._name)
+        if not ray.is_initialized():
+            raise ConnectionError("Ray is not initialised in this process: join the sender's cluster by ray.init()")
+        self._mailbox = ray.get_actor(self._name, namespace=_NAMESPACE)
 
     def receive_weights(
         self,
@@ -210,7 +227,8 @@ class RayObjectTransport(TransportBackend):
         """Return the newest weights; None if none newer than the last ones came within ``timeout`` seconds.
 
         Raises:
-            ConnectionError: the sender has gone, or this transport was closed.
+            ConnectionError: the sender has gone, or this transport was closed (which ends no ``ray.get``).
+            ray.exceptions.RayError: the object was lost, for instance because the sender went while it was fetched.
         """
         deadline = deadline_in(timeout)
         try:
@@ -235,7 +253,7 @@ class RayObjectTransport(TransportBackend):
         return weights
 
     def close(self) -> None:
-        """End a call that waits. Idempotent."""
+        """End a call that waits for the mailbox. Idempotent."""
         with suppress(InvalidStateError):  # it was closed before
             self._closed.set_result(None)
 
