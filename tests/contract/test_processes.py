@@ -51,6 +51,24 @@ def test_forked_workers(backend: BuiltIn) -> None:
     pool.close()
 
 
+class EndsWithAnError:
+    def shutdown(self) -> None:
+        raise OSError("the disk is full")
+
+
+def add_one_that_ends_with_an_error(state: WorkerState) -> None:
+    state.schemes["policy"] = EndsWithAnError()  # pyright: ignore[reportArgumentType]
+
+
+def test_no_worker_is_left_whose_shutdown_raises() -> None:
+    pool = WorkerPool()
+    with pytest.raises(WorkerError, match="the disk is full"), pool.group(2) as workers:
+        pids = [worker.pid for worker in workers]
+        workers[0].call(add_one_that_ends_with_an_error)
+    pool.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 _inherited: Any = None
 
 

@@ -265,27 +265,23 @@ class WorkerPool:
 
         Raises:
             AssertionError: a thread of wsync's is left in one of them after ``shutdown``.
+            WorkerError: ``shutdown`` of a scheme has failed in one of them.
         """
         group = WorkerGroup(self, count)
         try:
             yield group
+            left = {worker: worker.call(commands.reset) for worker in group.used if worker.reusable}
         except BaseException:  # what the test has left in them is not known
             for worker in group.used:
                 self._discard(worker)
             raise
-        left = [self._take_back(worker) for worker in group.used]
-        assert not any(left), f"threads are left in workers after shutdown: {left}"
-
-    def _take_back(self, worker: Worker) -> list[str]:
-        if not worker.reusable:
-            self._discard(worker)
-            return []
-        left = worker.call(commands.reset)
-        if left:
-            self._discard(worker)
-        else:
-            self._idle.append(worker)
-        return left
+        for worker in group.used:
+            if left.get(worker) == []:
+                self._idle.append(worker)
+            else:
+                self._discard(worker)
+        threads = [*left.values()]
+        assert not any(threads), f"threads are left in workers after shutdown: {threads}"
 
     def _discard(self, worker: Worker) -> None:
         worker.close()
