@@ -127,6 +127,20 @@ def test_a_send_waits_for_the_asynchronous_one_before_it() -> None:
     assert [weights["bias"].tolist() for weights in received if weights is not None] == [[1.0, 1.0], [2.0, 2.0]]
 
 
+def test_a_copy_that_fails_is_made_again_by_the_next_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    transport = wsync.SharedMemTransport()
+    transport.register_weights(nn.Linear(4, 2))
+    transport.send_weights(fill(nn.Linear(4, 2), 1.0))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(TensorDict, "clone", fail)
+        transport.receive_weights(0)
+    received = transport.receive_weights(0)
+    assert received is not None and received["bias"].tolist() == [1.0, 1.0]
+
+
 def report_versions(transport: wsync.SharedMemTransport, reports: Connection) -> None:
     """Be a worker: receive each version, and report its value."""
     while (received := transport.receive_weights(timeout=TIMEOUT)) is not None:

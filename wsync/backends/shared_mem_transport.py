@@ -115,8 +115,9 @@ class SharedMemTransport(TransportBackend):
             version = self._counter.value
             if version <= self._seen or version % 2:
                 return None
-            self._seen = version
-            return self._buffers().clone()
+            copied = self._buffers().clone()
+            self._seen = version  # last: if the copy fails, the next call returns this version
+            return copied
 
     def _buffers(self) -> TensorDictBase:
         if self._weights is None:
