@@ -43,8 +43,8 @@ class SyncMetrics:
     def record(self, report: SyncReport) -> None:
         """Take in one update."""
         self.updates += 1
-        self.last = report
         self._unpacked.append(report)
+        self.last = report  # after it is kept: another thread may call ``summary``
         if len(self._unpacked) >= _AT_ONCE:
             self._pack()
 
