@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -152,6 +153,8 @@ def test_an_actor_that_ray_has_started_anew(cluster: Cluster) -> None:
                 scheme.send()
         nn.init.constant_(model.bias, 5)
         scheme.send()
+        with pytest.raises(ValueError, match="process="):
+            scheme.readmit(1, multiprocessing.current_process())  # pyright: ignore[reportArgumentType]
         for index in (-1, 2):
             with pytest.raises(ValueError, match="there are workers 0 to 1"):
                 scheme.readmit(index)

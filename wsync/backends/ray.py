@@ -18,7 +18,7 @@ from wsync.errors import NotConnected, WeightSyncError, missing_extra
 from wsync.options import SchemeOptions
 from wsync.process_group import DistributedTransport, check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
-from wsync.roles import SenderRole
+from wsync.roles import ReceiverRole, SenderRole
 from wsync.scheme import WeightSyncScheme
 from wsync.sending.counting import single_count
 from wsync.sending.membership import single_worker
@@ -177,15 +177,15 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if actors is not None:
             given["num_workers"] = single_count({"num_workers": given.get("num_workers"), "actors": len(actors)})
         super().init_on_sender(model_id, context, **given)
-        self._actors = Actors(actors) if actors else None
-        if self.transport == "object_store":
-            from wsync.backends.ray_objects import ObjectPublisher, mailbox_name
+        try:
+            self._actors = Actors(actors) if actors else None
+            if self.transport == "object_store":
+                from wsync.backends.ray_objects import ObjectPublisher, mailbox_name
 
-            try:
                 self._publisher = ObjectPublisher(mailbox_name(self._address.token))
-            except BaseException:  # also Ctrl-C: init_on_sender can be called again
-                self.shutdown()
-                raise
+        except BaseException:  # also Ctrl-C: init_on_sender can be called again
+            self.shutdown()
+            raise
 
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
@@ -219,11 +219,13 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
         Raises:
             WorkerFailed: it could not; with its own error.
-            ValueError: there is no such worker.
+            ValueError: there is no such worker; or ``process``, with actors: Ray reports the end of one.
         """
         if self._actors is None:
             super().readmit(worker_idx, process, timeout)
             return
+        if process is not None:
+            raise ValueError("Ray reports the end of its actors: leave process= out")
         sender = self._role.as_sender("readmit").sender
         worker_idx = single_worker(worker_idx, sender.num_workers)
         with self._joining(self._actors, sender, [worker_idx]) as sentinels:
@@ -266,8 +268,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         key = _key(self) if actors is not None and self._address is not None else ""
         super().shutdown()
         if actors is not None and actors.reachable:
-            left = [actors.call(worker, _leave, key, worker) for worker in range(len(actors))]
-            actors.wait(left, _GRACE)  # an actor that is dead has left
+            actors.wait([actors.call(worker, _leave, key, worker) for worker in range(len(actors))], _GRACE)
         if publisher is not None:
             publisher.close()
         self._actors = self._publisher = None  # last: after Ctrl-C another call does the rest
@@ -281,7 +282,8 @@ def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx:
     """In an actor: connect to the sender, which has closed the last connection; first leave that, and dead senders."""
     key = _key(scheme)
     for known, joined in [*_joined.items()]:
-        if known == (key, worker_idx) or not joined._role.as_receiver("connect").receiver.connected:
+        role = joined._role  # no receiver's while another thread has the scheme leave
+        if known == (key, worker_idx) or not isinstance(role, ReceiverRole) or not role.receiver.connected:
             _leave(instance, *known)
     scheme.init_on_receiver(model_id, context=instance, worker_idx=worker_idx)
     scheme.connect()
@@ -290,8 +292,7 @@ def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx:
 
 def _leave(instance: Any, key: str, worker_idx: int) -> None:
     """In an actor: disconnect from the sender; the model keeps its weights."""
-    scheme = _joined.pop((key, worker_idx), None)
-    if scheme is not None:
+    if (scheme := _joined.pop((key, worker_idx), None)) is not None:
         scheme.shutdown()
 
 

@@ -63,7 +63,7 @@ class Actors:
         return call
 
     def wait(self, calls: Sequence[ray.ObjectRef], timeout: float) -> None:
-        """Wait until Ray reports all ``calls`` as finished, or ``timeout`` seconds have passed."""
+        """Wait until Ray reports all ``calls`` as finished (also if an actor is dead), or ``timeout`` is over."""
         ray.wait(list(calls), num_returns=len(calls), timeout=timeout)
 
     def _require_reachable(self) -> None:
