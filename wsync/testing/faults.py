@@ -29,7 +29,7 @@ def _connect_again(state: WorkerState, worker_idx: int) -> None:
 
 
 def in_forked_child(function: Callable[[], object]) -> str:
-    """Fork this process, and call ``function`` in the child; returns the name of the error that it raised there."""
+    """Fork this process, and call ``function`` in the child; returns the names of the classes of its error."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -131,11 +131,14 @@ class Faults(BackendHooks):
             session.scheme.timeout = None
             session.workers[1].stop()
             sending = threads.submit(session.send, 2)
-            while session.workers[0].call(commands.output)[0] != 2:
-                pass
-            session.scheme.disconnect(1)
-            with pytest.raises(wsync.WorkerDied, match=r"(?s)worker 1.*disconnect") as died:
-                sending.result(TIMEOUT)
+            try:
+                while session.workers[0].call(commands.output)[0] != 2:
+                    assert not sending.done()
+                session.scheme.disconnect(1)
+                with pytest.raises(wsync.WorkerDied, match=r"(?s)worker 1.*disconnect") as died:
+                    sending.result(TIMEOUT)
+            finally:
+                session.workers[1].kill()  # ends the wait, if nothing else has
             assert set(died.value.workers) == {1}
             session.send(3)
             assert session.workers[0].call(commands.output)[0] == 3

@@ -49,7 +49,7 @@ def _a_receive_ends(state: WorkerState) -> bool:
 
     thread = threading.Thread(target=receive, daemon=True)
     thread.start()
-    thread.join(PATIENCE)
+    thread.join(SHORT + 5.0)  # seconds; more than enough on a busy machine
     return not thread.is_alive()
 
 
