@@ -32,9 +32,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         group: a process group of the user's with the sender and all workers in it, to carry the weights: worker 0 is
             its first rank that is not the sender's, and so on. By default each worker has a group of its own.
         store: where the sender's address is looked up by processes without a pickled scheme. The store may list several
-            senders of one model. A worker takes the oldest that is still open and to which this process has not been
-            connected. So a second scheme of the same name in one process gets the second sender, and a restarted
-            worker gets the newest sender if the older ones have ended.
+            senders of one model. A worker takes the one that its scheme was connected to last; else the oldest that is
+            still open and to which this process has not been connected. So a second scheme of the same name in one
+            process gets the second sender, and a restarted worker gets the newest one if the older ones have ended.
         strategy, sync, timeout, bind, options: see ``WeightSyncScheme``.
     """
 

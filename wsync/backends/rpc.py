@@ -174,7 +174,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         Raises:
             NotConnected: RPC is not initialised here, or the trainer has another name there than ``trainer``.
         """
-        if self.model_id is not None and own_name() != self.trainer and self.is_sender:
+        if self.is_sender and own_name() != self.trainer:
             raise NotConnected(
                 f"the trainer is '{own_name()}' in RPC, and workers call '{self.trainer}': give trainer="
             )
