@@ -72,12 +72,9 @@ def actors(count: int, *, restarts: int = 0, size: int = 2, door: str = "", **op
 
 
 @pytest.fixture(scope="module")
-def three(cluster: Cluster) -> Iterator[list[Any]]:
+def three(cluster: Cluster) -> list[Any]:
     """One actor on each node, until ``test_several_nodes`` ends them: the actors of the tests below need the place."""
-    made = actors(3)
-    yield made
-    for actor in made:
-        ray.kill(actor)
+    return actors(3)
 
 
 def test_before_ray_is_initialised() -> None:
