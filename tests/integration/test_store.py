@@ -17,6 +17,7 @@ import torch
 from programs import run_program
 from safetensors.torch import load_file
 from tensordict import TensorDict
+from torch import nn
 
 import wsync
 from wsync.testing import ProcessWorker, WorkerPool, commands
@@ -110,6 +111,17 @@ def test_versions_can_be_read_by_those_who_can_read_the_manifest(tmp_path: Path,
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in folder(tmp_path).iterdir()} == {0o666 & ~umask}
+
+
+def test_a_version_that_does_not_fit_is_received_again(tmp_path: Path) -> None:
+    model, reader = nn.Linear(2, 2), wsync.StoreTransport(tmp_path)
+    sender = wsync.StoreTransport(tmp_path)
+    sender.setup_connection_and_weights_on_sender()
+    sender.send_weights(model)
+    with pytest.raises(wsync.LayoutMismatch):
+        reader.receive_weights(0.0, model=nn.Linear(3, 3))
+    assert reader.receive_weights(0.0, model=(other := nn.Linear(2, 2))) is not None
+    assert torch.equal(other.weight, model.weight)
 
 
 def test_a_reader_that_starts_late_or_first(tmp_path: Path, pool: WorkerPool) -> None:

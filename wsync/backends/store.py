@@ -188,5 +188,6 @@ class StoreTransport:
             return None
         update, layout = channel.poll_update(), channel.layout
         assert update is not None and layout is not None, "connect() has read a version"
-        self._received = channel.newest_name
-        return apply_received(dict(zip(layout.names, update.views, strict=True)), weights, model, strategy)
+        applied = apply_received(dict(zip(layout.names, update.views, strict=True)), weights, model, strategy)
+        self._received = channel.newest_name  # after an error, the next call receives it again
+        return applied
