@@ -212,15 +212,11 @@ def check_parts(learner: Any, logger: Any, callbacks: Sequence[Any], sync_each: 
     Raises:
         ConfigError: the learner lacks what the training loop uses, or a reporter is none.
     """
-    needed = ("policy", "update", "state_dict", "load_state_dict")
+    needed = ["policy", "update", "state_dict", "load_state_dict", *(["after_epoch"] if sync_each == "epoch" else [])]
     if missing := [name for name in needed if not hasattr(learner, name)]:  # a learner is of any class
         raise ConfigError(
             f"algorithm: {type(learner).__name__} has no {', '.join(missing)}: derive it from learning.ActorCritic, "
             "or see what that has"
-        )
-    if sync_each == "epoch" and not hasattr(learner, "after_epoch"):
-        raise ConfigError(
-            f"sync_each=epoch: {type(learner).__name__} has no after_epoch; see that attribute of learning.ActorCritic"
         )
     for name, one in {"logger": logger, **{f"callbacks[{i}]": one for i, one in enumerate(callbacks)}}.items():
         if not isinstance(one, Reporter):

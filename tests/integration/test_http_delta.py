@@ -25,6 +25,7 @@ from wsync.transforms import Cast, Delta
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, packed
 from wsync.weights.snapshot import snapshot
+from wsync.weights.tensor_file import dump_tensors
 
 pytest.importorskip("zstandard", reason="the extra [delta] is not installed")
 
@@ -241,7 +242,8 @@ def engine() -> Iterator[EngineServer]:
         settings = {"transfer": "body", "session": "s", "layout": layout, "chunk_bytes": 1 << 20, "delta": True}
         assert engine.post(protocol.INIT, {"init_info": settings})[0] == 200
         assert start(engine, 1)[0] == 200
-        whole = protocol.make_body(LAYOUT, OLD.views, range(len(LAYOUT.names)), "s", "1")
+        tags = {"session": "s", "weight_version": "1"}
+        whole = dump_tensors(LAYOUT, OLD.views, range(len(LAYOUT.names)), tags)
         assert update(engine, b"".join(whole))[0] == 200
         assert finish(engine, 1, OLD) == 200
         yield engine

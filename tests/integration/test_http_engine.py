@@ -26,6 +26,7 @@ from wsync.engine import protocol
 from wsync.testing.models import Small
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import snapshot
+from wsync.weights.tensor_file import dump_tensors
 
 WEIGHTS = {"one": torch.arange(6.0).reshape(2, 3), "two": torch.ones(5, dtype=torch.bfloat16)}
 LAYOUT = Layout.of(snapshot(WEIGHTS))
@@ -63,8 +64,7 @@ def body(weights: Mapping[str, torch.Tensor] = WEIGHTS, **tags: str) -> bytes:
 
 
 def test_bodies_are_safetensors_files() -> None:
-    layout_order = list(range(len(LAYOUT.names)))
-    pieces = protocol.make_body(LAYOUT, [WEIGHTS[name] for name in LAYOUT.names], layout_order, "s", "1")
+    pieces = dump_tensors(LAYOUT, [WEIGHTS[name] for name in LAYOUT.names], range(len(LAYOUT.names)), TAGS)
     found = load(b"".join(pieces))
     assert found.keys() == WEIGHTS.keys() and all(torch.equal(found[name], WEIGHTS[name]) for name in found)
 

@@ -671,6 +671,9 @@ def test_a_learner_or_a_reporter_that_the_loop_cannot_use_is_refused() -> None:
     learning.validation.check_parts(learner, Reporter(), [Reporter()])
     with pytest.raises(ConfigError, match="algorithm: Reporter has no policy, state_dict, load_state_dict: derive"):
         learning.validation.check_parts(Reporter(), Reporter(), [])
+    learning.validation.check_parts(learner, Reporter(), [], "epoch")
+    with pytest.raises(ConfigError, match="has no policy, state_dict, load_state_dict, after_epoch: derive"):
+        learning.validation.check_parts(Reporter(), Reporter(), [], "epoch")
     with pytest.raises(ConfigError, match=r"callbacks\[1\] gives a dict: its _target_ has to be derived from"):
         learning.validation.check_parts(learner, Reporter(), [Reporter(), {"target": "mine.Notify"}])
 

@@ -235,9 +235,9 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def _joining(self, actors: Actors, sender: Sender, workers: Sequence[int]) -> Iterator[Mapping[int, int]]:
         """Call actors to join. Yields, per worker, a descriptor that becomes readable if its call fails.
 
-        If a call failed, its error is raised, also in place of one in the block. An actor whose earlier join call is
-        queued is not called again: Ray will run that call, and a second one would disconnect the actor. Any other one
-        is disconnected first: it would leave the connection that it has, which must not be accepted as the new one.
+        If a call failed, its error is raised, also in place of one in the block. While an actor's earlier join call is
+        queued, it is not called again: Ray will run that call, and a second one would disconnect the actor. Any other
+        actor is disconnected first: its join call ends its old connection, which must not be accepted as the new one.
         """
         from wsync.backends.ray_actors import ActorCalls
 

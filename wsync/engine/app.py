@@ -287,7 +287,7 @@ def engine_app(
         pause_limit: seconds after which ``app.generation()`` goes on without a ``/resume``; None: never.
 
     Raises:
-        TypeError: ``model`` is of another kind. ValueError: ``pause`` or ``resume`` is missing; or a malformed token.
+        TypeError: ``model`` is of another kind. ValueError: ``pause`` or ``resume`` is missing, or the token malformed.
     """
     if (pause is None) != (resume is None):
         raise ValueError("pause and resume go together")

@@ -30,14 +30,14 @@ commit 0318007); servers that do not have them ignore the field.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from wsync.weights.layout import Layout
-from wsync.weights.tensor_file import LENGTH_BYTES, Entry, dump_tensors, header_entry, packed_header, parse_header
+from wsync.weights.tensor_file import LENGTH_BYTES, Entry, header_entry, packed_header, parse_header
 
 INIT = "/init_weight_transfer_engine"
 START = "/start_weight_update"
@@ -97,21 +97,6 @@ def groups_of(layout: Layout, chunk_bytes: int) -> Iterator[list[int]]:
 def body_limit(layout: Layout, chunk_bytes: int) -> int:
     """Return the largest size of a body, in bytes."""
     return max(min(chunk_bytes, layout.nbytes), *(nbytes for _, nbytes in layout.byte_ranges)) + HEADER_BYTES
-
-
-def make_body(
-    layout: Layout, views: Sequence[Tensor], group: Sequence[int], session: str, version: str
-) -> list[bytes | memoryview]:
-    """Return some tensors of a version as a safetensors file: see ``dump_tensors``.
-
-    Args:
-        layout: the layout of the version.
-        views: its packed tensors.
-        group: which of them.
-        session: see the module.
-        version: its name.
-    """
-    return dump_tensors(layout, views, group, {"session": session, "weight_version": version})
 
 
 def make_difference_body(difference: bytes, metadata: Mapping[str, str]) -> list[bytes | memoryview]:

@@ -14,6 +14,7 @@ from wsync.engine import protocol
 from wsync.engine.client import EngineClient, EngineError
 from wsync.engine.differences import Base, Differences, range_of
 from wsync.weights.layout import Layout
+from wsync.weights.tensor_file import dump_tensors
 
 
 class EngineTransfer(Protocol):
@@ -143,9 +144,9 @@ class BodyTransfer:
         difference = None
         if base is not None and source.differences is not None and begin < end:
             difference = source.differences.difference(base, begin, end)
+        metadata = {"session": self._session, "weight_version": version}
         if difference is None:
-            return protocol.make_body(source.layout, source.views, group, self._session, version), end - begin
+            return dump_tensors(source.layout, source.views, group, metadata), end - begin
         assert base is not None, "there is a difference to it"
-        metadata = {"session": self._session, "weight_version": version, "base": str(base.version)}
-        metadata |= {"begin": str(begin), "end": str(end)}
+        metadata |= {"base": str(base.version), "begin": str(begin), "end": str(end)}
         return protocol.make_difference_body(difference, metadata), len(difference)

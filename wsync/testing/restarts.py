@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +19,18 @@ from wsync.testing.workers import WorkerError
 
 @contextmanager
 def _forked_child() -> Iterator[None]:
-    """A child process of this one, which is killed on leaving."""
+    """A child process of this one, which ends on leaving, or when this process ends."""
+    reading, writing = os.pipe()
     child = os.fork()
-    while child == 0:
-        signal.pause()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until the other end is closed
+        os._exit(0)
+    os.close(reading)
     try:
         yield
     finally:
-        os.kill(child, signal.SIGKILL)
+        os.close(writing)
         os.waitpid(child, 0)
 
 

@@ -17,7 +17,6 @@ from wsync.testing import commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import SHORT, TIMEOUT, BackendHooks
 from wsync.testing.models import Large, Small, fill
-from wsync.transport_setup import close_transport
 from wsync.weights.packing import packed
 
 PATIENCE = 20.0
@@ -77,7 +76,8 @@ class _Stalling:
 
     def close(self) -> None:
         self._closed.set()
-        close_transport(self._transport)
+        if isinstance(self._transport, wsync.Closable):
+            self._transport.close()
 
 
 def _watch_the_transport(state: WorkerState) -> None:

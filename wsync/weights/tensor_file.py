@@ -97,7 +97,7 @@ def check_dtypes(layout: Layout) -> None:
 
 
 def header_entry(layout: Layout, index: int, begin: int) -> dict[str, Any]:
-    """Return the field of a header for one tensor, whose bytes begin at ``begin``."""
+    """Return the field of a header for one tensor; its bytes begin at ``begin``."""
     dtype, shape = DTYPES[layout.dtypes[index]], list(layout.shapes[index])
     offsets = [begin, begin + layout.byte_ranges[index][1]]
     return {layout.names[index]: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
