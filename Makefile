@@ -67,7 +67,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python scripts/bench_sync.py $(SYNC)
 	$(BIN)/python scripts/bench_collect.py $(ARGS)
 
-# 20 minutes on an idle machine: every benchmark of the performance page, written into docs/figures.md.
+# Half an hour on an idle machine: every benchmark of the performance page, written into docs/figures.md.
 figures: $(VENV)/.figures
 	$(BIN)/python scripts/figures.py $(ARGS)
 

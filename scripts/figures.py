@@ -1,4 +1,4 @@
-"""All figures of the performance page, by one command: ``make figures``, 20 minutes on an idle machine.
+"""All figures of the performance page, by one command: ``make figures``, half an hour on an idle machine.
 
 Runs the benchmarks below one after the other, each as a user would, and writes their tables with the commands into
 docs/figures.md, the pictures beside it. A benchmark that fails is on the page as well, with the end of its output, and
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -165,7 +166,7 @@ def run(benchmark: Benchmark, console: Console) -> tuple[str, bool]:
     if done.returncode:
         lines = [f"exit status {done.returncode}", *lines[-10:], *done.stderr.splitlines()[-10:]]
     table = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
-    note = f"`python {benchmark.command}` ({seconds:.0f} s; load before: {load:.1f})"
+    note = f"`python {shlex.join(benchmark.command.split())}` ({seconds:.0f} s; load before: {load:.1f})"
     parts = [f"## {benchmark.title}", benchmark.text, image, note, f"```text\n{table}\n```"]
     return "\n\n".join(filter(None, parts)), done.returncode == 0
 
@@ -203,7 +204,7 @@ def main(
         raise typer.BadParameter(f"unknown benchmark {', '.join(sorted(unknown))}: choose from {known}")
     console = Console()
     parts = [
-        "# Figures\n\n*This page is made by `make figures`, which takes 20 minutes. [Performance](performance.md) "
+        "# Figures\n\n*This page is made by `make figures`, which takes half an hour. [Performance](performance.md) "
         "explains it.*\n\nBenchmarks that compare two sides run both in alternation, in one run, and print the ratio. "
         "Where a machine is shared, read the ratios rather than the times. p50 and p95 are the median and the 95th "
         "percentile.",

@@ -22,8 +22,7 @@ from wsync.roles import SenderRole
 from wsync.sender import Sender
 from wsync.sending.channel import SenderSideChannel
 from wsync.sending.routes import Routes
-from wsync.transforms.chain import compose
-from wsync.transforms.delta import delta_of
+from wsync.transforms.chain import compose, delta_of
 from wsync.transport import FlatTransport, TransportBackend, TransportFactory
 from wsync.weights.targets import Destination, Load
 

@@ -47,7 +47,7 @@ time of detection. What to do with `published` is in
 [failures](tutorials/failures.md#updates-that-are-not-acknowledged).
 """
 
-LEGEND = "✓ as promised · ✗ not as promised · – cannot happen there: see the note\n"
+LEGEND = "✓ as promised · ✗ not as promised · – not tested there: see the note\n"
 
 
 @dataclass

@@ -309,6 +309,29 @@ def test_a_send_without_a_thread_is_an_error_and_the_next_one_begins_one(monkeyp
         scheme.send(fill(Small(), 2))
 
 
+def test_a_send_that_is_interrupted_as_its_thread_starts_leaves_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("wsync-engine"):
+            raise KeyboardInterrupt
+
+    def threads() -> int:
+        return sum(thread.name.startswith("wsync-engine") for thread in threading.enumerate())
+
+    app = wsync.engine_app(Small(), token=None)
+    with serve(app) as url, wsync.HTTPWeightSyncScheme(url, timeout=30.0) as scheme:
+        scheme.init_on_sender("policy")
+        scheme.connect()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(threading.Thread, "start", interrupt)
+            scheme.send(fill(Small(), 1))
+        scheme.send(fill(Small(), 2))
+        assert threads() == 1
+    assert threads() == 0
+
+
 def test_a_port_that_is_in_use_is_an_error_of_the_test_server() -> None:
     with serve(like_nothing) as url, pytest.raises(OSError, match="in use"):
         serve(like_nothing, port=int(url.rsplit(":", 1)[1])).__enter__()

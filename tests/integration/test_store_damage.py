@@ -131,6 +131,24 @@ def refuse(url: Path, change: Callable[[Fields], Any], said: str) -> None:
             assert scheme.version == 1 and model.weight.eq(1).all()
 
 
+def test_no_memory_is_allocated_for_a_difference_of_another_layout(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("zstandard", reason="the extra wsync[delta] is not installed")
+    with (
+        trainer(tmp_path, send_transform=wsync.transforms.Delta()) as scheme,
+        reader(tmp_path, Small(), initiator="receiver") as receiver,
+    ):
+        scheme.send(fill(Small(), 2))
+        fields = json.loads(manifest_of(tmp_path).read_bytes())
+        assert fields["base"] == 1
+        with_layout(larger)(fields)
+        replace(manifest_of(tmp_path), json.dumps(fields).encode())
+        with pytest.raises(wsync.WeightSyncError, match="not F32"):
+            receiver.pull()
+    assert "the full version is read" not in caplog.text  # as after a MemoryError
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"[" * 100_000, b"\xff" * 9, b"9" * 5000])
 def test_a_manifest_that_is_no_object(tmp_path: Path, content: bytes) -> None:
     with trainer(tmp_path) as scheme:

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -273,35 +274,42 @@ def test_a_version_that_is_read_during_shutdown_is_not_installed(
         assert model.weight.eq(1).all()
 
 
-def test_a_watch_without_a_thread_leaves_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_a_connect_that_fails_at_the_watch_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     start = threading.Thread.start
 
-    def refuse(thread: threading.Thread) -> None:
+    def fail(thread: threading.Thread) -> None:
         if thread.name == "wsync-store-watch":
-            raise RuntimeError("can't start new thread")
+            if isinstance(error, KeyboardInterrupt):
+                start(thread)
+            raise error
         start(thread)
 
     with trainer(tmp_path):
         before = descriptors()
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="start new thread"), reader(tmp_path):
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(type(error)), reader(tmp_path):
             pass
         assert descriptors() == before
+        assert not [thread for thread in threading.enumerate() if thread.name == "wsync-store-watch"]
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_a_version_whose_manifest_cannot_be_written_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     with trainer(tmp_path) as scheme:
         replace = Path.replace
 
         def refuse(path: Path, target: Path) -> Path:
             if target.name == "manifest.json":
-                raise OSError(errno.ENOSPC, "No space left on device")
+                raise error
             return replace(path, target)
 
         before = {path.name for path in (tmp_path / "policy").iterdir()}
-        with monkeypatch.context() as patch, pytest.raises(wsync.WeightSyncError, match="No space left"):
+        with monkeypatch.context() as patch, pytest.raises((wsync.WeightSyncError, KeyboardInterrupt)):
             patch.setattr(Path, "replace", refuse)
             scheme.send(fill(Small(), 2))
         assert {path.name for path in (tmp_path / "policy").iterdir()} == before
@@ -388,9 +396,78 @@ def test_a_relative_path_is_resolved_at_once(tmp_path: Path, monkeypatch: pytest
         wsync.StoreWeightSyncScheme("")
 
 
-def test_a_model_has_its_folder_before_a_query(failing: dict[str, Exception]) -> None:
+@pytest.mark.parametrize(
+    ("protocol", "path"),
+    [("failing", "run/policy?replication=2/manifest.json"), ("https", "run/policy/manifest.json?replication=2")],
+)
+def test_a_model_has_its_folder_before_a_query(
+    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch, protocol: str, path: str
+) -> None:
+    monkeypatch.setattr(Failing, "protocol", protocol)
     with trainer("failing://run?replication=2"):
-        assert MemoryFileSystem().exists("memory://run/policy?replication=2/manifest.json")
+        assert MemoryFileSystem().exists(f"memory://{path}")
+
+
+def test_a_file_url_without_a_root_is_resolved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    transport = wsync.StoreTransport("file://run")
+    monkeypatch.chdir("/")
+    transport.setup_connection_and_weights_on_sender()
+    assert (tmp_path / "run").is_dir()
+    for keep in (0, -1):
+        with pytest.raises(ValueError, match="keep is at least 1"):
+            wsync.StoreTransport(tmp_path, keep=keep)
+
+
+def test_a_folder_that_is_emptied_while_a_reader_connects(
+    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version that the manifest named is gone: as if there had been none yet."""
+    with trainer("failing://run"):
+        monkeypatch.setattr(Failing, "on_read", lambda path: path.endswith(".safetensors") and files.clear())
+        files = MemoryFileSystem.store
+        assert wsync.StoreTransport("failing://run/policy").receive_weights(0.0) is None
+    with trainer("failing://run"), pytest.raises(wsync.SyncTimeout), reader("failing://run", timeout=0.1):
+        pass
+
+
+def test_each_thread_has_a_file_system_of_its_own(
+    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection of SFTP or FTP serves one call at a time."""
+    users = defaultdict[MemoryFileSystem, set[str]](set)
+    read = Failing.cat_file
+
+    def note(self: Failing, *arguments: Any, **options: Any) -> Any:
+        users[self].add(threading.current_thread().name)
+        return read(self, *arguments, **options)
+
+    monkeypatch.setattr(Failing, "cat_file", note)
+    with trainer("failing://run") as scheme, reader("failing://run") as receiver:
+        scheme.send(fill(Small(), 2))
+        assert receiver.receive(30.0) is not None
+    assert len(users) >= 3 and all(len(names) == 1 for names in users.values())
+
+
+def test_a_lost_connection_is_made_anew(failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``fsspec`` would go on with the connection that it has."""
+    monkeypatch.setattr(Failing, "protocol", "sftp")
+    lost, write, sent = list[Failing](), Failing.pipe_file, list[str]()
+
+    def pipe(self: Failing, path: str, *arguments: Any, **options: Any) -> Any:
+        write(self, path, *arguments, **options)
+        if not lost:
+            lost.append(self)
+        if lost[0] is self:  # objects for one URL are equal
+            raise LibraryError("Socket is closed")
+        sent.append(path)
+
+    with trainer("failing://run") as scheme:
+        monkeypatch.setattr(Failing, "pipe_file", pipe)
+        with pytest.raises(wsync.WeightSyncError, match="Socket is closed"):
+            scheme.send(fill(Small(), 2))
+        scheme.send(fill(Small(), 3))
+    assert len(sent) == 2 and not [path for path in MemoryFileSystem.store if path.endswith(".unfinished")]
 
 
 @pytest.mark.parametrize("protocol", ["sftp", "smb"])

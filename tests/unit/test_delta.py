@@ -13,8 +13,9 @@ import wsync
 from wsync.checksum import CHECKSUM, checksum_of
 from wsync.receiving.blocking_reader import BlockingReader
 from wsync.receiving.events import Published
-from wsync.transforms import Cast, Delta, compose
-from wsync.transforms.delta import apply_difference, base_of, delta_of
+from wsync.transforms import Cast, Chain, Delta, compose
+from wsync.transforms.chain import delta_of
+from wsync.transforms.delta import apply_difference, base_of
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import Snapshot
@@ -109,7 +110,8 @@ def test_its_place_is_the_end_of_send_transform() -> None:
     delta = Delta()
     assert delta_of(None) is None and delta_of(Cast("bfloat16")) is None
     assert delta_of(delta) is delta and delta_of([Cast("bfloat16"), delta]) is delta
-    for wrong in ([delta, Cast("bfloat16")], [delta, delta], [Delta(), delta]):
+    assert delta_of([Chain([Cast("bfloat16"), Chain([delta], "inner")], "outer")]) is delta
+    for wrong in ([delta, Cast("bfloat16")], [Chain([delta], "inner"), delta], [delta, delta], [Delta(), delta]):
         with pytest.raises(ValueError, match="last"):
             delta_of(wrong)
     with pytest.raises(ValueError, match="belongs in send_transform"):

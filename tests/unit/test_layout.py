@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, distributed, nn
 
+import wsync
 from wsync import LayoutMismatch
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -61,6 +62,29 @@ def test_mismatches_are_named() -> None:
             layout.order(Snapshot(wrong))
     with pytest.raises(LayoutMismatch, match="empty"):
         Layout.of(Snapshot({}))
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: torch.compile(nn.DataParallel(model))])
+def test_names_have_no_prefix_of_a_wrapper(wrap: Any) -> None:
+    model, copy = nn.Linear(2, 2), nn.Linear(2, 2)
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_in_process("policy", copy, wrap(model))
+        nn.init.zeros_(model.weight)
+        scheme.send()
+        assert copy.weight.eq(0).all()
+        scheme.send(wrap(nn.Linear(2, 2)))
+        assert not copy.weight.eq(0).any()
+
+
+def test_data_parallel_training_sends_by_the_names_of_the_module() -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, copy = nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)
+        with wsync.SharedMemWeightSyncScheme() as scheme:
+            scheme.init_in_process("policy", copy, model)
+            assert torch.equal(copy.weight, model.module.weight)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_ties_are_stored_once() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import wsync
 from wsync.testing.models import WithExtraState, fill
-from wsync.transforms import Cast, Dequantize, Exclude, Fuse, Quantize, QuantizeInt8, Rename, Select, Split
+from wsync.transforms import Cast, Chain, Dequantize, Exclude, Fuse, Quantize, QuantizeInt8, Rename, Select, Split
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -162,6 +162,7 @@ def test_a_pattern_or_name_that_no_weight_has_is_an_error(side: str, transform: 
         [Select(["body", "pi"]), Cast("bfloat16")],
         [Exclude("v"), Fuse({"pi.weight": ["pi.weight"]}), Cast("bfloat16")],
         [Exclude("v"), Rename({"pi.weight": "x"}), Split({"x": ["pi.weight"]}), Cast("bfloat16")],
+        Chain([Exclude("v"), Chain([Cast("bfloat16", only=["body", "pi"])], "inner")], "send_transform"),
     ],
 )
 def test_a_partial_update_need_not_have_weights_for_every_pattern(transforms: Any) -> None:

@@ -17,8 +17,7 @@ from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender
 from wsync.sending.source import Source
-from wsync.transforms.chain import Transform
-from wsync.transforms.delta import delta_of
+from wsync.transforms.chain import Transform, delta_of
 from wsync.transport import SenderEnd
 from wsync.weights.packing import packed
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import secrets
 import threading
-import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
@@ -56,21 +56,22 @@ def mailbox_class() -> type:
 
     class Mailbox:
         def __init__(self) -> None:
-            self._slots: dict[int, tuple[int, _Boxed]] = {}
-            self._number = time.time_ns()  # above the numbers that workers have of a mailbox before a restart
+            self._slots: dict[int, tuple[tuple[str, int], _Boxed]] = {}
+            self._life = secrets.token_hex(8)  # another one after a restart
+            self._number = 0
             self._changed = asyncio.Condition()
 
         async def put(self, worker: int, boxed: _Boxed) -> None:
             """Take the place of what is in a worker's slot, under the next number."""
             async with self._changed:
                 self._number += 1
-                self._slots[worker] = self._number, boxed
+                self._slots[worker] = (self._life, self._number), boxed
                 self._changed.notify_all()
 
-        async def get(self, worker: int, after: int) -> tuple[int, _Boxed]:
-            """Return what is in a worker's slot, and its number; waits until that is above ``after``."""
+        async def get(self, worker: int, last: tuple[str, int]) -> tuple[tuple[str, int], _Boxed]:
+            """Return what is in a worker's slot, and its number; waits until that is another one than ``last``."""
             async with self._changed:
-                await self._changed.wait_for(lambda: worker in self._slots and self._slots[worker][0] > after)
+                await self._changed.wait_for(lambda: worker in self._slots and self._slots[worker][0] != last)
                 return self._slots[worker]
 
     return Mailbox
@@ -162,7 +163,7 @@ class RayObjectTransport(TransportBackend):
         self._worker = worker_idx
         self._publisher = publisher
         self._mailbox: Any = None
-        self._seen = 0  # the number of what was taken last
+        self._seen = ("", 0)  # the number of what was taken last
         self._closed = Future[None]()  # its end ends a wait
         self._layout: tuple[bytes, Layout] | None = None
 

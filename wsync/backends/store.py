@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, ClassVar, Unpack
 from urllib.parse import quote
 
@@ -16,8 +17,8 @@ from wsync.sender import Sender
 from wsync.sending.source import DeviceMap, Source
 from wsync.store.receiving import StoreReceiveChannel
 from wsync.store.sending import SAME_WEIGHTS, StoreSendChannel, publish
-from wsync.store.versions import VersionStore
-from wsync.transforms.delta import delta_of
+from wsync.store.versions import VersionStore, require_keep
+from wsync.transforms.chain import delta_of
 from wsync.transport import apply_received
 from wsync.weights.packing import packed
 from wsync.weights.strategy import Format, WeightStrategy
@@ -61,8 +62,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         durable: bool = True,
         **options: Unpack[SchemeOptions],
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep is at least 1, not {keep}")
+        require_keep(keep)
         super().__init__(strategy, True, timeout=timeout, bind=bind, **options)
         self.url = _absolute(url)
         self.keep = keep
@@ -127,7 +127,8 @@ def _absolute(url: str | os.PathLike[str]) -> str:
     url = os.fspath(url)
     if not url:
         raise ValueError("url is the URL or the path of a folder ('s3://bucket/run', '/shared/run'), not ''")
-    return url if "://" in url or "::" in url else os.path.abspath(os.path.expanduser(url))
+    path = re.sub(r"^(file|local)://", "", url)
+    return path if "://" in path or "::" in path else os.path.abspath(os.path.expanduser(path))
 
 
 class StoreTransport:
@@ -139,7 +140,7 @@ class StoreTransport:
         durable: whether each is flushed to the disk.
 
     Raises:
-        NotConnected: it cannot be opened. ValueError: ``url`` is empty.
+        NotConnected: it cannot be opened. ValueError: ``url`` is empty, or ``keep`` is below 1.
     """
 
     def __init__(self, url: str | os.PathLike[str], *, keep: int = 3, durable: bool = True) -> None:

@@ -92,9 +92,12 @@ class EngineThread:
             self._waiting = job
             if self._thread is None:
                 name = f"wsync-engine-{self._worker}"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
-                thread.start()
-                self._thread = thread
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                try:
+                    self._thread.start()  # after Ctrl-C in it the thread runs, and no second one is started
+                except RuntimeError:  # the limit of threads
+                    self._thread = None
+                    raise
             self._changed.notify()
 
     def give_up(self) -> None:

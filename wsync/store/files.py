@@ -25,10 +25,10 @@ from wsync.errors import NotConnected
 File = io.FileIO | io.BytesIO
 """A version's file, open for reading."""
 _UNFINISHED = ".unfinished"
-_IN_PLACE = {"arrow_hdfs", "ftp", "hdfs", "sftp", "ssh"}
+_IN_PLACE = {"ftp", "sftp"}
 """File systems on which a file is seen while it is being written, but on which ``mv`` replaces another file."""
-_NOT_REPLACING = {"smb", "webhdfs"}
-"""Others, on which it does not."""
+_NOT_REPLACING = {"hdfs", "smb", "webhdfs"}
+"""Others, on which it does not, or deletes the other file first."""
 
 
 class StoreFiles:
@@ -51,21 +51,29 @@ class StoreFiles:
         self._given_url = url
         self.writer = secrets.token_hex(4)
         self._durable = durable
-        self._fs: Any
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(url)
+            opened, self._root = fsspec.core.url_to_fs(url)
         except Exception as error:  # besides OSError: whatever the library of the file system raises
             raise NotConnected(f"the store {self.url} cannot be opened: {self.error_text(error)}") from error
+        protocol = opened.protocol
+        self._protocols = {protocol} if isinstance(protocol, str) else {*protocol}
+        self._class = type(opened)
 
     @property
     def folder(self) -> Path | None:
         """The folder, if it is on a local file system."""
-        return Path(self._root) if isinstance(self._fs, LocalFileSystem) else None
+        return Path(self._root) if issubclass(self._class, LocalFileSystem) else None
 
     @property
-    def _protocols(self) -> set[str]:
-        protocol = self._fs.protocol
-        return {protocol} if isinstance(protocol, str) else {*protocol}
+    def _fs(self) -> Any:
+        """This thread's file system: ``fsspec`` keeps one for each, as an SFTP connection serves one call at a time."""
+        return fsspec.core.url_to_fs(self._given_url)[0]
+
+    def after_error(self, error: Exception) -> str:
+        """Return ``error_text``; the next call makes a new connection, in case this one is lost."""
+        if self._protocols & _IN_PLACE:
+            self._class.clear_instance_cache()
+        return self.error_text(error)
 
     def error_text(self, error: Exception) -> str:
         """Return an error of a library as text, without user, password and query of the URLs in it."""
@@ -76,7 +84,11 @@ class StoreFiles:
         """Make the folder, and delete what a killed trainer left unfinished."""
         if refused := self._protocols & _NOT_REPLACING:
             raise OSError(f"{min(refused)}:// cannot replace a file as a whole: mount that file system")
+        folder = self.folder
+        new = [] if folder is None else [path for path in (folder, *folder.parents) if not path.exists()]
         self._fs.makedirs(self._root, exist_ok=True)
+        for path in new if self._durable else ():
+            _flush(path.parent)
         for name in self.names():
             if name.endswith(_UNFINISHED):
                 with suppress(FileNotFoundError):  # another trainer has finished it
@@ -95,7 +107,8 @@ class StoreFiles:
         self._fs.rm_file(self._path(file))
 
     def _path(self, file: str) -> str:
-        return f"{self._root}/{file}"
+        root, mark, query = self._root.partition("?") if "https" in self._protocols else (self._root, "", "")
+        return f"{root}/{file}{mark}{query}"
 
     # --- reading ---
 
@@ -129,8 +142,13 @@ class StoreFiles:
             self._write_local(self.folder / file, pieces)
         elif self._protocols & _IN_PLACE:
             unfinished = self._unfinished(file)
-            self._fs.pipe_file(self._path(unfinished), b"".join(pieces))
-            self._fs.mv(self._path(unfinished), self._path(file))
+            try:
+                self._fs.pipe_file(self._path(unfinished), b"".join(pieces))
+                self._fs.mv(self._path(unfinished), self._path(file))
+            except BaseException:
+                with suppress(Exception):  # the error above is the one to report
+                    self.delete(unfinished)
+                raise
         else:
             self._fs.pipe_file(self._path(file), b"".join(pieces))
 

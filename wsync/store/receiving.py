@@ -83,13 +83,10 @@ class StoreReceiveChannel:
         self._forget()
         pause = 0.005
         while True:
-            newest = self._store.newest()
-            if newest is not None and newest.version >= self._oldest and newest.name != self._seen:
-                with self._reading:
-                    self._read(newest)
-                self.first_version = self.newest_version
-                return
-            if not self._waits:
+            with self._reading:
+                self._read(self._store.newest())
+            self.first_version = self.newest_version
+            if self._newest is not None or not self._waits:
                 return
             left = remaining(deadline)
             if left == 0.0:
@@ -108,21 +105,26 @@ class StoreReceiveChannel:
 
     def _read(self, newest: Manifest | None) -> None:
         """Stage the newest version, unless it has been read already."""
-        if newest is None or newest.version < self._oldest or newest.name == self.newest_name:
+        if newest is None or not self._usable(newest) or newest.name == self.newest_name:
             return
         if self._newest is not None and newest.version < self.newest_version and self._store.has(self._newest):
             return  # an obsolete trainer's; one that begins again has an empty folder
         if not self._read_difference(newest):
             self._store.read(newest, self._take)
 
+    def _usable(self, manifest: Manifest) -> bool:
+        return manifest.version >= self._oldest and manifest.name != self._seen
+
     def _take(self, manifest: Manifest, file: File) -> None:
-        """Stage a version from its file, if it is whole: nothing is staged otherwise.
+        """Stage a version from its file, if it is whole and one that this worker may use: nothing is staged otherwise.
 
         Raises:
             WeightSyncError: its manifest is damaged.
             ValueError: the file is damaged.
             OSError: it cannot be read.
         """
+        if not self._usable(manifest):  # the manifest may have been read again
+            return
         layout = self._layout_of(manifest)
         entries = read_entries(file, layout)  # so that no more memory is allocated than the file has bytes
         buffer = self._free_buffer(layout)
@@ -143,6 +145,8 @@ class StoreReceiveChannel:
             self._warn(f"{error}; full versions of the store {self._store.url} are read")
             return False
         layout = self._layout_of(manifest)
+        if layout is not self._newest_layout:  # as it is for a trainer's difference
+            return False
         content = self._store.read_difference(manifest, layout.nbytes + 1)
         if content is None:
             return False
@@ -206,6 +210,7 @@ class StoreReceiveChannel:
         if not self._watches:
             return
         self._watch = Watch(self._store, self.newest_name)
+        self._watch.start()
         receiver_thread().register(handler, self._watch.ready, [self._watch.ready])
 
     def detach(self, handler: MessageHandler) -> None:

@@ -26,6 +26,12 @@ _VERSION_FILE = re.compile(r"v(\d+)-\w+\.(safetensors|delta)")
 _READ_ATTEMPTS = 5
 
 
+def require_keep(keep: int) -> None:
+    """Check how many versions are kept. Raises ValueError: none."""
+    if keep < 1:
+        raise ValueError(f"keep is at least 1, not {keep}")
+
+
 class VersionStore:
     """One model's versions at a URL.
 
@@ -38,10 +44,11 @@ class VersionStore:
         url: as given, for messages: without user, password and query.
 
     Raises:
-        NotConnected: it cannot be opened.
+        NotConnected: it cannot be opened. ValueError: ``keep`` is below 1.
     """
 
     def __init__(self, url: str, keep: int = 3, durable: bool = True) -> None:
+        require_keep(keep)
         self._files = StoreFiles(url, durable)
         self._keep = keep
         self.url, self.writer = self._files.url, self._files.writer
@@ -64,7 +71,7 @@ class VersionStore:
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise WeightSyncError(f"the store {self.url} cannot be read: {self._files.error_text(error)}") from error
+            raise WeightSyncError(f"the store {self.url} cannot be read: {self._files.after_error(error)}") from error
         try:
             return Manifest.load(content)
         except ValueError as error:
@@ -101,7 +108,7 @@ class VersionStore:
             except Exception as error:
                 # NFS: ESTALE, if the file is deleted while it is being read
                 if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) != errno.ESTALE:
-                    raise WeightSyncError(f"{named}: {self._files.error_text(error)}") from error
+                    raise WeightSyncError(f"{named}: {self._files.after_error(error)}") from error
                 missing, manifest = manifest.file, self.newest()
         raise WeightSyncError(f"the store {self.url} deletes versions faster than they can be read: raise keep")
 
@@ -114,7 +121,7 @@ class VersionStore:
         try:
             return manifest.file in self._files.names()
         except Exception as error:
-            raise WeightSyncError(f"the store {self.url} cannot be read: {self._files.error_text(error)}") from error
+            raise WeightSyncError(f"the store {self.url} cannot be read: {self._files.after_error(error)}") from error
 
     def open_for_writing(self) -> int:
         """Make the folder, delete old versions and what was left unfinished; return the newest version, 0 for none.
@@ -125,7 +132,9 @@ class VersionStore:
         try:
             self._files.make_folder()
         except Exception as error:
-            raise WeightSyncError(f"the store {self.url} cannot be written: {self._files.error_text(error)}") from error
+            raise WeightSyncError(
+                f"the store {self.url} cannot be written: {self._files.after_error(error)}"
+            ) from error
         manifest = self.newest()
         if manifest is None:
             return 0
@@ -137,7 +146,7 @@ class VersionStore:
         try:
             return self._files.content(manifest.delta, limit)
         except Exception as error:  # noqa: BLE001  as in ``newest``; the caller reads the full version instead
-            text = self._files.error_text(error)
+            text = self._files.after_error(error)
             _log.debug("the difference %s of the store %s cannot be read: %s", manifest.delta, self.url, text)
             return None
 
@@ -171,14 +180,14 @@ class VersionStore:
             self._files.flush()
             self._require_newest(version)  # writing may have taken minutes
             self._write_manifest(manifest.dump())
-        except Exception as error:
+        except BaseException as error:  # also Ctrl-C: files without a manifest would count among the newest
             refused = isinstance(error, WeightSyncError)
             if refused or self.folder is not None:  # elsewhere a manifest may yet appear, in spite of an error
                 self._delete_unnamed(manifest)
-            if refused:
+            if refused or not isinstance(error, Exception):
                 raise
             raise WeightSyncError(
-                f"version {version} was not stored in {self.url}: {self._files.error_text(error)}"
+                f"version {version} was not stored in {self.url}: {self._files.after_error(error)}"
             ) from error
         self._wrote = True
         self._delete_old(version)
@@ -205,7 +214,7 @@ class VersionStore:
                 for file in {manifest.file, manifest.delta} & {*self._files.names()}:
                     self._files.delete(file)
         except Exception as error:  # noqa: BLE001  the caller raises why it was not stored; a later version deletes it
-            text = self._files.error_text(error)
+            text = self._files.after_error(error)
             _log.debug("version %d of the store %s cannot be deleted: %s", manifest.version, self.url, text)
 
     def _write_manifest(self, content: bytes) -> None:
@@ -220,7 +229,7 @@ class VersionStore:
         try:
             found = [(name, _VERSION_FILE.fullmatch(name)) for name in self._files.names()]
         except Exception as error:  # noqa: BLE001  readers see the new version already, so it has to count as stored
-            _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self._files.error_text(error))
+            _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self._files.after_error(error))
             return
         kept = sorted({int(match[1]) for _, match in found if match and int(match[1]) <= newest})[-self._keep :]
         for file, match in found if kept else ():  # a listing may be older than the newest file
@@ -232,6 +241,6 @@ class VersionStore:
                 continue
             except Exception as error:  # noqa: BLE001  likewise
                 if file not in self._undeletable:
-                    text = self._files.error_text(error)
+                    text = self._files.after_error(error)
                     _log.warning("an old version of the store %s cannot be deleted: %s", self.url, text)
                 self._undeletable.add(file)

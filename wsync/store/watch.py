@@ -18,7 +18,7 @@ _IN_MOVED_TO, _IN_CLOEXEC, _IN_NONBLOCK = 0x80, os.O_CLOEXEC, os.O_NONBLOCK
 
 
 class Watch:
-    """A thread that looks for new versions. The folder exists already.
+    """A thread that looks for new versions, from ``start`` to ``close``. The folder exists already.
 
     Args:
         store: where.
@@ -33,17 +33,21 @@ class Watch:
         self._seen = seen
         self._retry_at: float | None = None
         self._retry_pause = _SHORTEST
-        self.ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._notify = _inotify(store)
         self._pid = os.getpid()
         self._trouble = ""  # the last error, which has been logged
         self._thread = threading.Thread(target=self._run, name="wsync-store-watch", daemon=True)
+        self._stop = self._notify = -1
+        self.ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            self._thread.start()
-        except RuntimeError:  # the limit of threads
+            self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+            self._notify = _inotify(store)
+        except BaseException:  # the limit of descriptors, or Ctrl-C
             self._close_descriptors()
             raise
+
+    def start(self) -> None:
+        """Start the thread. Called once. Raises RuntimeError at the limit of threads; then, as always, ``close``."""
+        self._thread.start()
 
     def read_again(self) -> None:
         """Have ``ready`` announce the newest version once more, after a pause: it could not be read."""
@@ -85,12 +89,15 @@ class Watch:
     def close(self) -> None:
         """End the thread, which may be reading: wait at most two seconds for it. Called once.
 
-        In a forked child, which has no such thread, only close the descriptors.
+        In a forked child, which has no such thread, or if it could not be started, only close the descriptors.
         """
-        if os.getpid() == self._pid:  # an eventfd is shared by parent and child
-            os.eventfd_write(self._stop, 1)
+        if os.getpid() != self._pid:  # an eventfd is shared by parent and child
+            self._close_descriptors()
+            return
+        os.eventfd_write(self._stop, 1)
+        try:
             self._thread.join(2.0)
-        else:
+        except RuntimeError:  # it was not started
             self._close_descriptors()
 
     def _close_descriptors(self) -> None:

@@ -32,11 +32,7 @@ def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Ch
         TypeError: one of them is not callable.
         ValueError: a ``Delta`` on the receiving side.
     """
-    if transforms is None:
-        return None
-    given: list[Any] = [transforms]
-    if isinstance(transforms, Sequence) and not isinstance(transforms, str):
-        given = list(transforms)
+    given = _listed(transforms)
     for one in given:
         if not callable(one):
             raise TypeError(f"{side} is a transform, such as wsync.transforms.Cast('bfloat16'), or a list, not {one!r}")
@@ -44,6 +40,29 @@ def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Ch
         raise ValueError(f"Delta() belongs in send_transform, not in {side}: workers read differences without it")
     given = [one for one in given if not isinstance(one, Delta)]
     return Chain(given, side).copy() if given else None
+
+
+def delta_of(transforms: Transform | Sequence[Transform] | None) -> Delta | None:
+    """Return the ``Delta`` in a ``send_transform``; None if there is none.
+
+    Raises:
+        ValueError: something comes after it, itself included.
+    """
+    given = _listed(transforms)
+    if any(isinstance(one, Delta) for one in given[:-1]):
+        raise ValueError("Delta() is the last of send_transform, once: it encodes what the others return")
+    return next((one for one in given[-1:] if isinstance(one, Delta)), None)
+
+
+def _listed(transforms: Transform | Sequence[Transform] | None) -> list[Any]:
+    """Return the transforms one by one, also those of a ``Chain``."""
+    if transforms is None:
+        return []
+    if isinstance(transforms, Chain):
+        transforms = transforms.transforms
+    elif not isinstance(transforms, Sequence) or isinstance(transforms, str):
+        return [transforms]
+    return [each for one in transforms for each in (_listed(one) if isinstance(one, Chain) else [one])]
 
 
 class Chain:

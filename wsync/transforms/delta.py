@@ -12,7 +12,7 @@ bytes, …) and compressed by zstd. The result of ``apply_difference`` is ``new`
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -115,18 +115,6 @@ def apply_difference(difference: bytes | memoryview, base: Tensor, new: Tensor) 
     planes = torch.frombuffer(content, dtype=torch.uint8).view(width, -1)
     changed = planes.T.contiguous().view(-1).to(base.device)
     torch.bitwise_xor(base.view(torch.int64), changed.view(torch.int64), out=new.view(torch.int64))
-
-
-def delta_of(transforms: Any) -> Delta | None:
-    """Return the ``Delta`` in a ``send_transform``; None if there is none.
-
-    Raises:
-        ValueError: something comes after it, itself included.
-    """
-    given = list(transforms) if isinstance(transforms, Sequence) else [transforms]
-    if any(isinstance(one, Delta) for one in given[:-1]):
-        raise ValueError("Delta() is the last of send_transform, once: it encodes what the others return")
-    return next((one for one in given[-1:] if isinstance(one, Delta)), None)
 
 
 def require_zstandard() -> None:

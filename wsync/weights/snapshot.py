@@ -54,9 +54,13 @@ class Snapshot:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile``'s wrapper; the wrapper's own names carry a prefix."""
-    inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
-    return module if inner is None else inner
+    """The module inside the wrappers of ``torch.compile`` and data parallelism, whose own names carry a prefix."""
+    inner: nn.Module | None = None
+    if type(module).__name__ == "OptimizedModule":
+        inner = module._modules.get("_orig_mod")
+    elif isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        inner = module.module
+    return module if inner is None else unwrap(inner)
 
 
 class ModuleIndex:
