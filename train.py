@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from importlib.util import find_spec
 from multiprocessing import forkserver, util
 
@@ -189,5 +190,9 @@ if __name__ == "__main__":
     if folders:  # for the jobs of submitit, which are interpreters of their own
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *folders]))
     if is_worker():  # torchrun starts all ranks alike: those above 0 collect
-        sys.exit(join_trainer())
+        status = join_trainer()
+        last_resort = threading.Timer(5.0, os._exit, [status])  # an environment may have left threads that do not end
+        last_resort.daemon = True
+        last_resort.start()
+        sys.exit(status)
     run_hydra(main)

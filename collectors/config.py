@@ -18,7 +18,7 @@ class CollectorConfig:
     """A collector; the numbers of workers, environments and frames per batch are settings of the run, at top level.
 
     Attributes:
-        init_random_frames: number of first frames with random actions.
+        init_random_frames: number of first frames with random actions, an equal share for each worker.
         max_staleness: versions, at most, that the newest weights may be ahead of those that acted in any frame of a
             batch when the learner gets it; older ones are dropped and collected anew. null: no limit.
     """

@@ -83,8 +83,9 @@ def env_config(env: Any) -> EnvConfig:
 
 
 def task_of(env: EnvConfig) -> dict[str, Any]:
-    """Return what defines the environment and its returns, as plain values."""
-    return {name: getattr(env, name) for name in ("id", "max_episode_steps", "kwargs", "wrappers", "make")}
+    """Return what defines the environment and its returns, as plain values; not how its copies are stepped."""
+    task = {name: getattr(env, name) for name in ("id", "max_episode_steps", "kwargs", "wrappers", "make")}
+    return task | {"kwargs": {name: value for name, value in env.kwargs.items() if name != "vectorization_mode"}}
 
 
 def env_factory(env: EnvConfig, num_envs: int | None) -> Callable[[], GymEnv]:

@@ -54,7 +54,8 @@ class GymEnv:
                 ended episode starts again within the same step; "vector_entry_point", Gymnasium's native vector
                 environment; or "auto": the native one of several environments if it is registered without additional
                 wrappers, and neither ``make_kwargs`` nor ``max_frames_per_traj`` are given, else "sync". A native one
-                resets an ended row in a step of its own, which is not a frame: "mask" is false there.
+                with the autoreset mode NEXT_STEP resets an ended row in a step of its own, which is not a frame: "mask"
+                is false there.
             transforms: what changes observations and rewards on their way out; see ``append_transform``.
             **make_kwargs: for ``gymnasium.make``.
 
@@ -163,7 +164,7 @@ class GymEnv:
 
         Raises:
             KeyError: without an "action".
-            ValueError: for actions of a wrong shape, an index out of range, or NaN.
+            ValueError: for actions of a wrong shape, an index out of range, NaN, or an action mask that allows nothing.
         """
         stepper = self.stepper
         if not stepper.is_reset:

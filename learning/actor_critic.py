@@ -66,7 +66,7 @@ class ActorCritic(ABC):
         """Learn from one batch ``[*B, T]`` of a collector (time last); return statistics.
 
         Raises:
-            Diverged: a loss or the gradient is not finite; the networks are unusable.
+            Diverged: a loss, the gradient or a parameter is not finite; the networks are unusable.
             UnusableBatch: see there; the networks are unchanged.
         """
 
@@ -133,7 +133,7 @@ class ActorCritic(ABC):
     def _raise_diverged(self, reason: str) -> NoReturn:
         raise Diverged(
             f"{type(self).__name__} diverged after {self.frames} frames: {reason}; resume from an earlier checkpoint, "
-            f"or start again, with a learning rate (algorithm.lr) below {self.optimizer.param_groups[0]['lr']:g}"
+            f"or start again, with a learning rate (algorithm.lr) below {self.lr:g}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,6 +214,8 @@ def _check_finite(name: str, values: Tensor | TensorDictBase, rows: Tensor) -> N
     elif values.is_floating_point() and not values.isfinite().all():
         wrong = rows & ~values.isfinite().reshape(*rows.shape, -1).all(-1)
         if wrong.any():
-            axes, place = ("worker", "environment", "step")[-rows.ndim :], wrong.nonzero()[0].tolist()
+            axes, place = ("worker", "environment", "step"), wrong.nonzero()[0].tolist()
+            if rows.ndim < len(axes):  # a row is a worker with one environment, or an environment
+                axes = ("row", "step")[-rows.ndim :]
             where = ", ".join(f"{axis} {i}" for axis, i in zip(axes, place[-len(axes) :], strict=True))
             raise UnusableBatch(f"{name} is not finite at {where} of the batch: check the environment")

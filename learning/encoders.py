@@ -157,7 +157,7 @@ class NatureCNN(nn.Module):
 
 
 class CNN(nn.Module):
-    """A `NatureCNN` for each image of an observation that is large enough; all other tensors follow as they are.
+    """A `NatureCNN` for each image of an observation that is large enough; all other tensors follow as vectors.
 
     Args:
         observation_spec: the spec of an observation.

@@ -46,6 +46,8 @@ def _without_effect(cfg: TrainConfig, learner: Any) -> Iterator[str]:
     """Yield the hints at settings that have no effect, or none for a part of the run."""
     if any(not one.paths for one in learner.policy.modules() if isinstance(one, ObservationNormalizer)):
         yield "env.normalize_observations has no effect: images, one-hot and binary vectors are not normalised"
+    if cfg.collector.max_staleness is not None and not is_asynchronous(cfg):
+        yield "collector.max_staleness has no effect: workers of this collector wait while the trainer learns and sends"
     if not isinstance(learner, ActorCritic):
         return
     if cfg.sync_each == "epoch" and not is_asynchronous(cfg):

@@ -122,8 +122,8 @@ class Training:
         However the run ends, a checkpoint and the summary are written. Networks that have diverged are not: the last
         checkpoint stays. An error is raised again afterwards, unless it is a RuntimeError (of a worker, or of the
         scheme) after a request to stop: a signal to the process group ends the workers as well. A file that cannot be
-        written then is a note on the first error. After a ``KeyboardInterrupt``, which is the second request, reporters
-        do not ``conclude``.
+        written then is a note on the first error. After a ``KeyboardInterrupt``, which is the second request, it is a
+        line on stderr instead, and reporters do not ``conclude``.
         """
         conclude = True
         try:
@@ -291,9 +291,11 @@ def _last_step(step: Callable[[], object]) -> _Exit:
         try:
             step()
         except (OSError, checkpoint.CheckpointError, ReporterError) as late:
-            if not isinstance(first, Exception):
+            if first is None:
                 raise
-            if str(late) != str(first):  # closing a file that is full raises the same error again
+            if not isinstance(first, Exception):  # after a second Ctrl-C no traceback, and so no note, is printed
+                print(late, file=sys.stderr)
+            elif str(late) != str(first):  # closing a file that is full raises the same error again
                 first.add_note(str(late))
 
     return leave

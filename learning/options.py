@@ -16,14 +16,16 @@ class TrainConfig:
     Attributes:
         num_workers: processes that collect.
         num_envs: environments in each of them, stepped together.
-        frames_per_batch: frames that one update learns from: of all workers together, or of one worker if collection is
-            asynchronous.
+        frames_per_batch: rows of a batch: the frames that one update learns from, and the resets of a native vector
+            environment; of all workers together, or of one worker if collection is asynchronous. Rounded up to whole
+            steps of the environments.
         sync_each: when the weights are sent: after each ``update`` (all that is learnt from a batch), or after each
             ``epoch`` (a pass over the batch), which keeps asynchronous collection closer to what is learnt.
         total_frames: the run ends with the batch that reaches them, at the latest.
         stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
         staleness: updates by which each version of the weights is sent late, see ``learning.delay.WeightDelay``.
-        seed: the seed of all random numbers; a resumed run derives another one from it and the frames so far.
+        seed: the seed of environments, policies and the learner; a resumed run derives another one from it and the
+            frames so far.
         timeout: seconds that connecting and sending weights may take; None: no limit, but the collectors for workers
             that are reached over TCP, by RPC or by Ray need one (``collector.timeout``).
         device: the learner's, as PyTorch names it: ``cpu``, ``cuda``, ``cuda:1``; workers act on the CPU.

@@ -31,7 +31,7 @@ RECENT = 1000  # updates in a row's percentiles; the summary's are over all of t
 
 @dataclass(frozen=True)
 class SyncRow:
-    """The cost of the weight sync after one batch, times in microseconds; the percentiles are over recent updates."""
+    """The cost of a batch's last update, times in microseconds; the percentiles are over those of recent batches."""
 
     latency_us: float
     p50_us: float
@@ -69,13 +69,13 @@ class Row:
         episodes_in_mean: 100, or all while there are fewer; those before a resume in another environment do not count.
         episode_return_mean_100: over these episodes, the last ones; None before the first.
         episode_returns: the returns of the episodes that ended in this batch, in the order of time.
-        version: the version of the weights last sent; a resumed run counts on.
+        version: the newest version number, also of an update that failed; a resumed run counts on.
         staleness: versions between the weights that acted and the learner's when the batch was learnt from, mean over
             frames; with a scheme that sends nothing, updates.
         staleness_max: the staleness of the oldest frame.
         dropped_batches: workers' batches that were too old to be delivered (``collector.max_staleness``), so far.
         dropped_frames: frames of these.
-        weight_sync: cost of the last send; None if there was none.
+        weight_sync: cost of the last update for this batch; None if there was none, or a worker failed during it.
         learning: what ``update`` of the algorithm returned, by name, see ``learning.PPO.update``.
         worker_failures: so far, including those before a resume.
         resumes: how often the run was resumed so far.
@@ -191,9 +191,7 @@ class Progress:
         self._staleness = version - float(versions.double().mean()) if versions.numel() else 0.0
         self.versions_behind += self._staleness * versions.numel()
         self.acted_frames += versions.numel()
-        self._oldest = 0
-        if versions.numel():
-            self._oldest = version - int(versions.min())
+        self._oldest = version - int(versions.min()) if versions.numel() else 0
         self.staleness_max = max(self.staleness_max, self._oldest)
         if limits is not None:
             batches, frames = self._dropped_before

@@ -42,7 +42,7 @@ def vtrace(
     probabilities of action ``a_t`` under the trained policy and under the one that acted, and
     ``delta_t = rho_t (r_t + gamma V(s'_t) - V(s_t))``, the target is
     ``v_t = V(s_t) + delta_t + gamma c_t (v_{t+1} - V(s_{t+1}))``. The policy's advantage is that of section 4.2.
-    If both policies are the same, ``v_t - V(s_t)`` is the advantage of :func:`learning.gae`.
+    If both policies are the same and no clip is below 1, ``v_t - V(s_t)`` is the advantage of :func:`learning.gae`.
 
     As in `gae`, ``V(s'_t)`` is zero where an episode is *terminated*, and that of the true successor where it is
     truncated by a time limit, or continues after the last column; at these two, it is also used for ``v_{t+1}``.

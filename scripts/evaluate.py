@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import torch
+import numpy as np
 import typer
 from tensordict.nn import InteractionType, set_interaction_type
 
@@ -35,10 +35,11 @@ def main(
     config_dir: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="With modules of your own; by default the run's")
     ] = None,
-    max_frames: Annotated[int, typer.Option(min=1, help="Ends here, also if fewer episodes have ended")] = 1_000_000,
+    max_frames: Annotated[
+        int, typer.Option(min=1, help="Ends with the batch of 200 frames that reaches this")
+    ] = 1_000_000,
 ) -> None:
     """Play episodes in one environment of the run, and print their returns."""
-    torch.manual_seed(seed)
     try:
         folders = config_folders_of(folder) if config_dir is None else [str(config_dir.resolve())]
         sys.path += [os.getcwd(), *folders]  # settings may name modules there, as in train.py
@@ -52,7 +53,7 @@ def main(
         set_interaction_type(how),
         Collector(make_env, policy, frames_per_batch=size, total_frames=max_frames) as collector,
     ):
-        collector.set_seed(seed)
+        collector.set_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))  # not the episodes of training
         for batch in collector:
             step = batch.get("next")
             returns += step.get("episode_return")[step.get("done")].tolist()

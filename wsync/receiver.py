@@ -143,6 +143,7 @@ class Receiver:
             self._hooks.append(RegisteredBinder(registered, self.updater))
         for hook in self._hooks:
             process_gate().attach(hook)
+        self._state.last_returned = self._channel.first_version  # a thread may be in `receive` already
         policy.install_now()
         # Only an error of the first weights is raised here. Without any, `install_now` may have installed a later
         # update: its error is the answer to that.

@@ -133,9 +133,9 @@ class Sender:
             while not self._lock.acquire(timeout=_PATIENCE):
                 self.channel.give_up(worker)
             with self.exclusive():  # takes the lock again: it also disables the fast path
-                self.channel.disconnect(worker)
                 self._updates.unawaited.stop_waiting_for([worker])
-                self._members.remove([worker])
+                self._members.remove([worker])  # before what may be interrupted: else later calls would wait for it
+                self.channel.disconnect(worker)
         finally:
             try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
                 self._lock.release()
@@ -199,8 +199,9 @@ class Sender:
                     version = updates.version = updates.version + 1
                     try:
                         report = fast.update(tensors, version, updates.timeout, began)
-                    except KeyboardInterrupt:  # nearly always in the wait: the update is published
-                        self._fast_version = version
+                    except BaseException:  # usually in the wait, when the update is published
+                        if isinstance(self.channel, SenderSideChannel) and self.channel.has_sent(version):
+                            self._fast_version = version
                         raise
                     if report is not None:
                         if not isinstance(report, SyncReport):  # a tuple: sent, but not yet finished

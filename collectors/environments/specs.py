@@ -31,7 +31,7 @@ class Spec:
     the number of scores that a network has to give. Otherwise ``n`` is None.
     An action of several choices has ``nvec`` set, the number of options of each choice, and is int64 of ``shape``
     ``(len(nvec),)``. Otherwise ``nvec`` is None.
-    ``low`` and ``high`` are tensors of ``shape``, or None for a discrete action.
+    ``low`` and ``high`` are tensors of ``shape``, or None: of choices, and of an encoder's output.
     """
 
     shape: torch.Size
@@ -66,7 +66,7 @@ SpecTree = Spec | Mapping[str, "SpecTree"]
 
 
 class BoxCodec:
-    """Box and MultiBinary: the same numbers as float32; uint8 (images) stays uint8."""
+    """Box and MultiBinary: the numbers as float32, rounded; uint8 (images) stays uint8."""
 
     def __init__(self, space: spaces.Box | spaces.MultiBinary) -> None:
         """Take shape and bounds from ``space``."""

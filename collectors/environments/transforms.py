@@ -23,7 +23,7 @@ _WRITABLE = (OBSERVATION, REWARD)
 
 
 class Transform(ABC):
-    """Replaces observations or rewards of an environment by a function of float32 arrays ``[E, *]``.
+    """Replaces observations or rewards of an environment by a function of arrays ``[E, *]`` (a module gets float32).
 
     It is an encoder, reading "observation" and writing "observation"; or a reward model, reading any of "observation"
     ``[E, *obs]``, "action" ``[E, n]`` (a choice as one-hot) or ``[E, *shape]`` (clipped to the bounds),

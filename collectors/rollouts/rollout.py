@@ -142,7 +142,8 @@ class Rollout:
         """Fill ``batch``, made by ``buffer`` (or a slice of such ones), and return it.
 
         Errors of the environment and the policy are raised unchanged, and the batch is then undefined. After an error
-        in a step (or a reset) of the environment, the next batch starts new episodes.
+        in a step (or a reset) of the environment, the next batch starts new episodes, unless the environments are in
+        processes of their own (``vectorization_mode="async"``): Gymnasium's cannot be reset then.
         """
         source, stepper = self._action_source(), self.stepper
         columns = Columns(batch, source.outputs, self._batched)

@@ -20,7 +20,7 @@ Admits = Callable[[TensorDictBase, int], bool]
 class SyncGathering:
     """Every worker collects its share of a batch, then waits for the next one.
 
-    If a worker fails, the batch consists of the other workers' shares.
+    The share of a worker that fails before it is complete is left out.
 
     Attributes:
         buffers: batches of one worker that are in flight.

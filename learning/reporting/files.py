@@ -118,7 +118,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def replace_file(path: Path, content: bytes | memoryview) -> None:
-    """Write a file in one step: the former one is there until the new one is complete, and stays after an OSError."""
+    """Write a file in one step: the former one is there until the new one is complete, and stays after an error."""
     unfinished = path.with_suffix(".unfinished")
     try:
         with open(unfinished, "wb") as file:
@@ -126,7 +126,7 @@ def replace_file(path: Path, content: bytes | memoryview) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-    except OSError:
+    except BaseException:  # also Ctrl-C: a resumed run would not delete it
         with suppress(OSError):  # a read-only file system
             unfinished.unlink()
         raise
@@ -152,12 +152,9 @@ class RunFiles(Reporter):
 
     def update(self, row: Row) -> None:
         """Append a line."""
-        self._write(row.as_dict())
-
-    def _write(self, row: dict[str, Any]) -> None:
         assert self._metrics is not None and self._folder is not None
         with writing(self._folder / METRICS):
-            self._metrics.write(to_json(row) + "\n")
+            self._metrics.write(to_json(row.as_dict()) + "\n")
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``."""

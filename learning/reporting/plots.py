@@ -121,7 +121,7 @@ def _marks(ax: Axes, rows: Rows) -> None:
 
 
 def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
-    """Draw every update's latency, of a resumed run since the resume, and the median of its phases."""
+    """Draw the latency of each batch's last update, of a resumed run since the resume, and the median of the phases."""
     sync = summary["weight_sync"]
     updates = update_latencies(rows, summary)
     workers = summary.get("num_workers", "?")

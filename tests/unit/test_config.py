@@ -23,7 +23,7 @@ import learning.config
 import learning.validation
 import wsync
 from collectors.config import MultiSyncConfig
-from collectors.env_config import EnvConfig, env_factory, sample, solved_at
+from collectors.env_config import EnvConfig, env_factory, sample, solved_at, task_of
 from collectors.environments.specs import Spec
 from collectors.errors import ConfigError
 from collectors.targets import instantiate_setting
@@ -456,6 +456,8 @@ def test_an_environment_that_cannot_be_used_is_refused_before_workers_are_starte
         (["algorithm.lr_end_factor=0"], ["the learning rate is 0 after 80,000 of 200,000 frames"]),
         (["algorithm.clip_final=0"], ["the clip is 0 after 80,000 of 200,000 frames: .* another algorithm.clip_final"]),
         (["algorithm.lr_end_factor=0", "algorithm.clip_final=0", "algorithm.anneal_frames=200_000"], []),
+        (["collector.max_staleness=2"], ["collector.max_staleness has no effect"]),
+        (["collector=multi_async", "collector.max_staleness=2"], []),
     ],
 )
 def test_a_setting_that_is_seldom_meant_is_answered_by_a_hint(overrides: list[str], said: list[str]) -> None:
@@ -463,6 +465,14 @@ def test_a_setting_that_is_seldom_meant_is_answered_by_a_hint(overrides: list[st
     learner = instantiate(cfg.algorithm, make_policy(4, Spec(torch.Size([2]), torch.int64, n=2)), make_critic(4))
     given = [*hints(cfg, learner, "cartpole" if "env.id" in overrides[0] else None)]
     assert len(given) == len(said) and all(re.search(*pair) for pair in zip(said, given, strict=True))
+
+
+def test_how_environments_are_stepped_is_no_part_of_the_task() -> None:
+    one, two, other = (
+        task_of(EnvConfig("CartPole-v1", kwargs=kwargs))
+        for kwargs in ({"vectorization_mode": "auto"}, {"vectorization_mode": "sync"}, {"sutton_barto_reward": True})
+    )
+    assert one == two != other
 
 
 def test_a_policy_that_takes_an_image_as_a_vector_is_answered_by_a_hint() -> None:

@@ -376,6 +376,19 @@ def _answer_and_exit(host: str | None) -> None:
         os.close(fd)
 
 
+def test_a_wait_ends_at_its_deadline_although_others_send_without_a_pause() -> None:
+    always = os.eventfd(1)
+    with closing(WorkerConnections(Listener(), 1, NoCallbacks())) as connections:
+        connections.watch(always, lambda: None)
+        ending = threading.Thread(
+            target=connections.wait_acks, args=[[0], 1, time.monotonic() + 0.2], name="waits", daemon=True
+        )
+        ending.start()
+        ending.join(SECONDS)
+        assert not ending.is_alive()
+    os.close(always)
+
+
 def in_inner_namespace(address: Address, answer: int) -> None:
     """Connect in a process that has its own PID namespace; write the description of the sender to ``answer``."""
     libc = ctypes.CDLL(None)

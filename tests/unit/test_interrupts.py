@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import signal
@@ -19,6 +20,7 @@ from wsync.backends.none import NoTransport
 from wsync.control import Connection, Kind
 from wsync.receiving import prepared_updates
 from wsync.sending.channel import SenderSideChannel
+from wsync.shm.arena import WorkerArena
 from wsync.testing.models import fill
 
 TIMEOUT = 20.0
@@ -265,3 +267,77 @@ def test_a_send_that_is_interrupted_as_it_waits_counts_as_sent() -> None:
         assert sender.sent_version == 2
         worker.receive(TIMEOUT)
         assert worker.version == 2
+
+
+def test_a_shutdown_that_is_interrupted_between_two_workers_reaches_both_when_it_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ExitStack() as stack:
+        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT))
+        sender.init_on_sender("policy", model=model_of(1), num_workers=2)
+        workers = join(stack, sender, 2)
+        interrupt(monkeypatch, "send", lambda message: message.kind is Kind.LEAVE)
+        with pytest.raises(KeyboardInterrupt):
+            sender.shutdown()
+        sender.shutdown()
+        for worker in workers:
+            with pytest.raises(wsync.NotConnected):  # the trainer seems to have died
+                while True:
+                    worker.receive(TIMEOUT)
+
+
+def test_a_disconnect_that_is_interrupted_leaves_no_worker_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT))
+        sender.init_on_sender("policy", model=model_of(1), num_workers=2)
+        first, _ = join(stack, sender, 2)
+        interrupt(monkeypatch, "close", after=True)
+        with pytest.raises(KeyboardInterrupt):
+            sender.disconnect(1)
+        report = sender.send(model_of(2))
+        assert report is not None and {*report.workers} == {0} and first.model.bias.item() == 2
+
+
+def test_an_update_that_is_interrupted_before_it_is_published_does_not_count_as_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def strike(*_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with ExitStack() as stack:
+        sender = stack.enter_context(MemoryScheme("state_dict", timeout=TIMEOUT))
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        (worker,) = join(stack, sender, 1)
+        sender.send(model_of(2))
+        monkeypatch.setattr(SenderSideChannel, "reserve", strike)
+        with pytest.raises(KeyboardInterrupt):
+            sender.send(model_of(3))
+        assert sender.sent_version == 2
+        worker.shutdown()
+        other = stack.enter_context(pickle.loads(pickle.dumps(sender)))
+        other.init_on_receiver("policy", model=model_of(0), worker_idx=0)
+        joining = threading.Thread(target=other.connect)
+        joining.start()
+        sender.readmit(0)  # the version that it is given is the one that it has to answer
+        joining.join()
+        assert other.model.bias.item() == 2
+
+
+def test_a_slot_that_a_worker_cannot_map_is_an_error_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(arena: WorkerArena, slot: int) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with ExitStack() as stack:
+        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT))
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        (worker,) = join(stack, sender, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerArena, "map_slot", refuse)
+            with gate_held():
+                for value in (2, 3):  # the second one needs a third slot
+                    sender.send_async(model_of(value))
+            with pytest.raises(wsync.WorkerFailed, match=r"could not be mapped.*Too many open files"):
+                sender.wait_async()
+        sender.send(model_of(5))
+        assert worker.model.bias.item() == 5

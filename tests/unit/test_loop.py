@@ -121,6 +121,21 @@ def test_after_a_second_interrupt_only_the_files_are_written(tmp_path: Path) -> 
     assert not reporter.concluded
 
 
+def test_a_second_interrupt_ends_the_run_also_if_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise checkpoint.CheckpointError("the disk is full")
+
+    monkeypatch.setattr(checkpoint, "save", refuse)
+    reporter = RecordingReporter()
+    one = training(tmp_path, reporter)
+    one.checkpoint_every = 60.0
+    with pytest.raises(KeyboardInterrupt):
+        one.run(InterruptedCollector(one.learner.policy), StopRequest(), {})
+    assert not reporter.concluded and "the disk is full" in capsys.readouterr().err
+
+
 class RefusingCollector(FakeCollector):
     """Its workers refuse weights that are not finite."""
 
@@ -251,7 +266,7 @@ def test_values_that_are_not_finite_change_nothing_and_the_checkpoint_is_written
                     batch[key][0, 3, 0] = torch.inf
                 yield batch
 
-    with pytest.raises(UnusableBatch, match=r"is not finite at environment 0, step 3 of the batch"):
+    with pytest.raises(UnusableBatch, match=r"is not finite at row 0, step 3 of the batch"):
         one.run(Collector(one.learner.policy), StopRequest(), {})
     for moments in (one.observations.moments[0], one.rewards.moments):
         assert moments.mean.isfinite().all() and int(moments.count) == 16

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import queue
 import sys
 from dataclasses import replace
@@ -21,7 +22,7 @@ from collectors.workers.records import Failures
 from learning.progress import Progress, Row, SyncRow
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter, microseconds, size, staleness_rows, worker_pids
-from learning.reporting.files import FolderError, Pictures, RunFiles, read_rows, to_json
+from learning.reporting.files import FolderError, Pictures, RunFiles, read_rows, to_json, write_json
 from learning.reporting.plots import learning_curve, sync_latency
 from learning.reporting.sweep import report, table_rows
 from learning.reporting.sweep_plots import latencies, over_setting, returns
@@ -60,6 +61,19 @@ def told(reporter: Reporter, folder: Path, rows: list[Row], end: dict) -> None:
         reporter.update(each)
     reporter.finish(end)
     reporter.conclude()
+
+
+def test_an_interrupted_write_leaves_the_former_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"frames": 1})
+
+    def interrupt(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(path, {"frames": 2})
+    assert json.loads(path.read_text()) == {"frames": 1} and [*tmp_path.iterdir()] == [path]
 
 
 def test_the_files_hold_the_rows_and_the_summary(tmp_path: Path) -> None:

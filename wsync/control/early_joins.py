@@ -18,15 +18,18 @@ class EarlyJoins:
     """The replacements that are connected already; for each, the version that it has not answered yet, or 0.
 
     Used by ``WorkerConnections``, under the channel's lock.
+
+    Attributes:
+        connected_at: of all workers that are or were connected, on the clock of start times in /proc.
     """
 
     def __init__(self) -> None:
         self._versions: dict[int, int] = {}
-        self._connected_at: dict[int, float] = {}  # of all workers, on the clock of start times in /proc
+        self.connected_at: dict[int, float] = {}
 
     def note_connection(self, worker: int, version: int | None) -> None:
         """Record that a worker connects now. For ``version`` see ``add``; None if the worker is awaited."""
-        self._connected_at[worker] = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self.connected_at[worker] = time.clock_gettime(time.CLOCK_BOOTTIME)
         if version is not None:
             self.add(worker, version)
 
@@ -50,7 +53,7 @@ class EarlyJoins:
         is readable when that process has ended), because that has ended, or was started after the worker connected.
         """
         version = self._versions.pop(worker, None)
-        if version is None or (sentinel is not None and _cannot_be(sentinel, self._connected_at[worker])):
+        if version is None or (sentinel is not None and _cannot_be(sentinel, self.connected_at[worker])):
             return None
         return version
 

@@ -38,8 +38,9 @@ class ReceiverThread:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call `unregister` inside `register`
         self._calling = threading.RLock()  # held while a handler runs
+        self._running: MessageHandler | None = None  # the handler that runs, or is about to
         # descriptor -> (handler, descriptor of its connection)
         self._handlers: dict[int, tuple[MessageHandler, int]] = {}
         self._thread: threading.Thread | None = None
@@ -76,8 +77,9 @@ class ReceiverThread:
                 if last:
                     self._thread = None
                 os.eventfd_write(self._wake, 1)
-        with self._calling:  # wait for a running handler
-            pass
+        if self._running is handler:  # others may take long: a handler of another scheme that receives weights
+            with self._calling:
+                pass
         if thread is not None and last and thread is not threading.current_thread():
             thread.join()
 
@@ -109,24 +111,32 @@ class ReceiverThread:
                 changed = True
                 continue
             with self._calling:
-                # Unregistered since poll(), or the descriptor number was reused by another connection.
-                if self._handlers.get(descriptor) is not handlers[descriptor]:
-                    continue
-                handler, socket_fd = handlers[descriptor]
-                if descriptor != socket_fd:  # a pidfd: the peer has exited; what it sent before is still read
-                    with suppress(OSError):
-                        _shut_down(socket_fd)
-                elif self._call(handler, socket_fd):
-                    continue
-                # The connection has ended: stop watching its socket and its pidfd. Or its pidfd is readable: stop
-                # watching that alone, because the end of the stream has to be read.
-                with self._lock:
-                    finished = [fd for fd, one in handlers.items() if fd == descriptor or one == (handler, descriptor)]
-                    for fd in finished:
-                        if self._handlers.get(fd) is handlers[fd]:
-                            del self._handlers[fd]
-                changed = True
+                self._running = handlers[descriptor][0]  # before `_handlers` is read: `unregister` changes that first
+                try:
+                    changed |= self._serve_one(descriptor, handlers)
+                finally:
+                    self._running = None
         return changed
+
+    def _serve_one(self, descriptor: int, handlers: dict[int, tuple[MessageHandler, int]]) -> bool:
+        """Call the handler of a readable descriptor; return True when the set of handlers has changed."""
+        # Unregistered since poll(), or the descriptor number was reused by another connection.
+        if self._handlers.get(descriptor) is not handlers[descriptor]:
+            return False
+        handler, socket_fd = handlers[descriptor]
+        if descriptor != socket_fd:  # a pidfd: the peer has exited; what it sent before is still read
+            with suppress(OSError):
+                _shut_down(socket_fd)
+        elif self._call(handler, socket_fd):
+            return False
+        # The connection has ended: stop watching its socket and its pidfd. Or its pidfd is readable: stop watching that
+        # alone, because the end of the stream has to be read.
+        with self._lock:
+            finished = [fd for fd, one in handlers.items() if fd == descriptor or one == (handler, descriptor)]
+            for fd in finished:
+                if self._handlers.get(fd) is handlers[fd]:
+                    del self._handlers[fd]
+        return True
 
     def _call(self, handler: MessageHandler, socket_fd: int) -> bool:
         """Call a handler; False when there will be no more messages.

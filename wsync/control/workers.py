@@ -45,7 +45,6 @@ class WorkerConnections:
         self._num_workers = num_workers
         self._callbacks = callbacks
         self._connections: dict[int, Connection] = {}
-        self._joined: set[int] = set()  # workers that are or were connected
         self._given_up: set[int] = set()  # those of ``give_up``, since ``wait_for_workers`` was called
         self.early_joins = EarlyJoins()
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
@@ -101,7 +100,7 @@ class WorkerConnections:
             ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # for ``give_up``
             if gone := dict.fromkeys(missing & self._given_up, "disconnect() was called before it had connected"):
                 raise WorkerDied(f"worker(s) {join_indices(gone)}: disconnect() was called", gone)
-            if not ready and remaining(deadline) == 0.0:
+            if remaining(deadline) == 0.0 and self._listener.fileno() not in ready:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(why_not_connected(missing, watched), dict.fromkeys(missing, "did not connect"))
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
@@ -134,7 +133,7 @@ class WorkerConnections:
                 connection.send(Message(Kind.REFUSED, worker, payload=reason.encode()))
             connection.close()
             return -1
-        rejoined = worker in self._joined
+        rejoined = worker in self.early_joins.connected_at
         self._answers.pop(worker, None)
         death = self._deaths.pop(worker, None)  # of the worker that it replaces; may be unreported
         try:
@@ -148,7 +147,6 @@ class WorkerConnections:
             except ConnectionError:  # it has disconnected: treated as never connected
                 self._undo_join(worker, death)
                 return -1
-            self._joined.add(worker)
             self.early_joins.note_connection(worker, None if worker in awaited else accepted.version)
             _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer_name)
             limit = deadline if worker in awaited else earlier(deadline, deadline_in(_SETUP_TIMEOUT))
@@ -215,14 +213,16 @@ class WorkerConnections:
             pass
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
-        """Return each worker's answer to ``version`` or newer, or its death; without those that miss ``deadline``."""
+        """Return, and forget, each worker's answer to ``version`` or newer, or its death; none of one that is late."""
+        expired = False
         while True:
             acks = [ack for worker in workers if (ack := self._answer_of(worker, version))]
-            if len(acks) == len(workers) or not self.read(deadline):
+            if len(acks) == len(workers) or expired or not self.read(deadline):
                 for ack in acks:
                     (self._deaths if ack.died else self._answers).pop(ack.worker)
                     self.early_joins.set_answered(ack.worker)
                 return acks
+            expired = deadline != NOW and remaining(deadline) == 0.0  # other workers may send without a pause
 
     def _answer_of(self, worker: int, version: int) -> Ack | None:
         """Return the worker's answer to ``version``, else its death: an answer takes precedence over a death."""
@@ -292,8 +292,8 @@ class WorkerConnections:
             steps.callback(self._callback_of.clear)
             for worker in list(self._connections):  # mark_dead ends a wait, if a signal handler calls this in it
                 steps.callback(self.mark_dead, worker, "the scheme was shut down")
-                if finished:
-                    self.send(worker, Message(Kind.LEAVE, worker, 1))
+            for worker in list(self._connections) if finished else ():
+                self.send(worker, Message(Kind.LEAVE, worker, 1))
             deadline = deadline_in(_LEAVE_TIMEOUT)
             for connection in list(self._connections.values()) if finished else ():
                 with suppress(ConnectionError):  # the worker has died

@@ -113,7 +113,10 @@ class ArenaReader:
     def _update(self, version: int, slot: int, acknowledge: bool) -> Update:
         if not self._has_layout:
             raise ValueError("an update before its layout")
-        views, extra = self._arena.views(slot), self._arena.read_extra(slot)
+        try:
+            views, extra = self._arena.views(slot), self._arena.read_extra(slot)
+        except (OSError, RuntimeError) as error:  # no descriptor, memory or thread is left to map the slot
+            return Update(version, (), b"", slot, acknowledge, f"version {version} could not be mapped: {error}")
         if self._checksum and version != self._checked:
             damage = self._arena.find_damage(version, slot, extra)
             if damage:

@@ -131,6 +131,11 @@ class SenderSideChannel:
             slots = self._routes.slots
             return None if slots is None else RegisteredWeights.describe(slots.arena, tensors)
 
+    def has_sent(self, version: int) -> bool:
+        """Whether a worker has been sent ``version``, or it waits to be: after an update that was interrupted."""
+        with self._lock:
+            return self._routes.has_sent(version)
+
     def published_views(self) -> list[Sequence[Tensor]]:
         """Return each slot that workers are pointed to, as new tensors."""
         with self._lock:
@@ -154,6 +159,8 @@ class SenderSideChannel:
         """
         with self._lock:  # the send-loop thread may disconnect a worker
             slots, num_workers = self._routes.slots, self._routes.num_workers
+            # Without those of an update that a signal handler has interrupted as they were reserved.
+            self._reserved = {one.buffer.slot for updates in self._prepared.values() for one in updates.values()}
             if self._reserved or self._routes.layout is None:
                 return None
             if slots is not None and len(slots.workers) == num_workers and not self._routes.transfers.busy_slots:

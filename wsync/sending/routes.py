@@ -253,6 +253,12 @@ class Routes:
             buffers[buffer.slot] = buffer
         return next(iter(buffers.values())) if len(buffers) == 1 else None
 
+    def has_sent(self, version: int) -> bool:
+        """See ``SenderSideChannel``."""
+        queued = any(queue.latest is not None and queue.latest.version == version for queue in self.transfers.queues)
+        published = () if self.slots is None else map(self.slots.arena.writer.published, range(self.num_workers))
+        return queued or any(one == version for one, _ in published)
+
     def carried_bytes(self, version: int) -> int:
         """See ``SendChannel``."""
         whole = self.layout.nbytes if self.layout else 0
