@@ -1,7 +1,7 @@
 """The gate: no model changes while its forward runs.
 
 There is one re-entrant gate per process, for all synchronised models in it. A forward of a gated model holds it. Each
-model has a *hook*, the object that installs its updates (``GateHook``). Further hooks serve registered weights
+receiver has a *hook*, the object that installs its updates (``GateHook``). Further hooks serve registered weights
 (``register_shared_weights``), and refuse the forwards of a model mixed from two versions (``MixedWeightsGuard``).
 When a thread that does not hold the gate yet enters it, and only then, the gate has each hook install a pending update;
 so a forward sees one version from its first layer to its last. When the thread leaves the gate, each hook releases what
@@ -9,9 +9,9 @@ the forward used (a slot of shared memory). An error of a hook is raised in the 
 that forbids the use of one model is raised only for forwards that may use that model (``entered_for_forward_of``).
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
-soon as the running forward ends, even if no other forward follows. With
-``SharedMemWeightSyncScheme(acknowledge="published")`` the receiver thread is woken only while some thread of the worker
-waits in ``receive``, or if the update has to be acknowledged; otherwise the next forward installs it.
+soon as the running forward ends, even if no other forward follows. In shared memory, with ``acknowledge="published"``
+or ``initiator="receiver"``, the receiver thread is woken only while some thread of the worker waits in ``receive``, or
+if the update has to be acknowledged; otherwise the next forward installs it, or ``pull``.
 
 Among what bypasses the gate (docs/lifecycle.md has all): ``model.forward(...)`` called directly; a submodule called on
 its own; a copy made by ``torch.jit.trace`` or ``torch.export``, which has the model's parameters, but not its gate; and
@@ -63,7 +63,7 @@ class Gate:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep every synchronised model of this process at one version while the block runs. Any thread may use it."""
+        """Keep each synchronised model of this process at its version while the block runs. Any thread may use it."""
         gate_state = self.gate_state
         with gate_state.lock:
             depth_before, entered = gate_state.depth, False
@@ -89,7 +89,7 @@ class Gate:
             return self.call(function, *args, **kwargs)
 
     def call_for(self, subject: object, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call ``function`` inside the gate. It uses the model ``subject`` alone; None: it may use any model."""
+        """Call ``function`` inside the gate. ``subject``: the only model that it uses; None: it may use any."""
         return self.gate_state.call_model(lambda _: function(*args, **kwargs), subject)
 
     def call_with_deadline(
@@ -147,7 +147,7 @@ def without_forward() -> Iterator[None]:
 
 
 def entered_for_forward_of(model: object) -> bool:
-    """Return whether the gate was entered for a forward that may use ``model``, or by ``with wsync.gate()``.
+    """Return whether the gate was entered for a forward that may use ``model``, or by ``gate()`` or ``gated()``.
 
     Called by hooks. A forward may use its own model, the models inside it, and those that it is a part of.
     """
@@ -211,7 +211,7 @@ def process_gate() -> Gate:
 
 
 def gate() -> Any:
-    """Return a context manager that keeps every synchronised model of this process at one version while it is open.
+    """Return a context manager that keeps each synchronised model of this process at its version while it is open.
 
     Re-entrant: forwards inside it install nothing. An update that arrives meanwhile is installed after it.
     """
@@ -236,7 +236,7 @@ _gated_classes: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.M
 def gate_model(module: nn.Module) -> None:
     """Make every call of ``module`` pass through the gate. Called inside the gate, by the thread that connects.
 
-    The module's class is replaced by a subclass of the same name. Nothing is stored in the module itself. A copy or
+    The module's class is replaced by a subclass of the same name; no attribute is added. A copy or
     unpickled module has the original class and is not gated.
     """
     original = type(module)

@@ -30,8 +30,9 @@ class Receiver:
     Its parts: ``updater`` takes an update from the message to the model; its ``state`` has the version, and wakes the
     threads that wait in ``receive``. ``channel`` is the connection to the sender.
 
-    Threads: the user's threads call all methods; only after ``begin_connect`` (older API, ``receiving/joining.py``) the
-    process's receiver thread calls ``connect``, ``wake_only_for_receive`` and, after an error, ``close``. Gate:
+    Threads: the user's threads call all methods. One exception: after ``begin_connect`` (older API,
+    ``receiving/joining.py``) the receiver thread calls ``connect``, ``wake_only_for_receive`` and, after an error,
+    ``close``. Gate:
     ``weights`` and ``make_writable`` are called inside it, the other methods outside; properties are read anywhere.
 
     Args:
@@ -74,7 +75,7 @@ class Receiver:
         The model is gated from here on: ``connect`` runs in the receiver thread while another thread uses the model.
 
         Returns:
-            File descriptors to poll; one is readable when the sender has answered, or has gone.
+            File descriptors to poll; one at least is readable once the sender has answered, or has gone.
 
         Raises:
             NotConnected: there is no sender.
@@ -88,7 +89,7 @@ class Receiver:
         try:
             self._gate_model()
         except BaseException:
-            self._state.close(finished=False)  # first: close() would set ``finished``
+            self._state.close(finished=False)  # first, as LOST: close() alone would record a shutdown
             self.close()
             raise
         return descriptors
@@ -145,8 +146,8 @@ class Receiver:
             process_gate().attach(hook)
         self._state.last_returned = self._channel.first_version  # a thread may be in `receive` already
         policy.install_now()
-        # Only an error of the first weights is raised here. Without any, `install_now` may have installed a later
-        # update: its error is the answer to that.
+        # Only an error of the first weights is raised here. If there are none, `install_now` may have installed an
+        # update that came since: its error was sent as the answer to that update.
         error = self.updater.error if self._channel.first_version else ""
         self.updater.acknowledge_after_cascade()
         # If a later version has been installed meanwhile, `receive` returns it.
@@ -163,7 +164,7 @@ class Receiver:
             self.close()
 
     def close(self) -> None:
-        """Copy the model to memory of its own, ungate it, and close the connection. Idempotent.
+        """Copy the model to its own memory, ungate it if no other receiver has it, close the connection. Idempotent.
 
         Called at shutdown; in ``connect`` after an error, or before a worker connects again. Calls of ``receive`` in
         other threads return.
@@ -218,7 +219,7 @@ class Receiver:
         return self._state.wait_next(timeout, take or self.weights)
 
     def pull(self, timeout: float | None) -> int:
-        """Install the newest version that the sender has, or the first one if it has none yet; return its number.
+        """Install the newest version (of the sender, or that has arrived), or wait for the first; return its number.
 
         See ``WeightSyncScheme.pull`` for what it waits for.
 

@@ -1,4 +1,4 @@
-"""A scheme: what happens to one model's weights over its life, on either end.
+"""A scheme carries one model's weights; its class is either end of that.
 
     trainer   init_on_sender ─→ (pickled to the workers) ─→ connect ─→ send, send, … ─→ shutdown
     worker    init_on_receiver ─→ connect ─→ updates arrive, between two forwards ─→ shutdown
@@ -59,8 +59,8 @@ class WeightSyncScheme(SchemeBase):
             weights: instead of a model, its live weights; likewise read again.
             devices: one per worker; only their number is used (an argument of TorchRL's).
             device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker; they may be on any
-                device. Called for each worker at each update, by the thread that calls ``send`` or ``connect``.
-            num_workers: how many there are; by default as many as ``devices``, ``params_map`` or the context's workers.
+                device. Called for each worker that an update is for, by the thread that calls ``send`` or ``connect``.
+            num_workers: by default as many as ``devices``, ``params_map``, ``pipes``, … or the context's workers; or 1.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
             pipes: one to each worker; for the older API, see ``wsync.legacy``.
 
@@ -99,9 +99,9 @@ class WeightSyncScheme(SchemeBase):
                 ``update_policy_weights_``) is called after each update is installed and before it is acknowledged:
                 outside the gate, by the receiver thread or the thread in ``connect``.
             model: the model itself, or a mapping of tensors into which weights are copied. A module that shares its
-                memory with another process is first given memory of its own.
+                memory with another process is given its own with the first weights.
             load: for an inference engine: called inside the gate, by the thread that installs, with an iterator over
-                the ``(name, tensor)`` pairs of a version, valid during the call. ``model`` is then optional.
+                the ``(name, tensor)`` pairs of a version; they are valid during the call. ``model`` is then optional.
             chunk_bytes: call ``load`` several times for one version, with at most so many bytes (or one tensor) each.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
@@ -135,7 +135,7 @@ class WeightSyncScheme(SchemeBase):
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
     ) -> None:
-        """Wait for the other end, which has to call this as well; then deliver the first weights, if there are any.
+        """Wait for the other end, which calls this as well (or has it called); then deliver the first weights, if any.
 
         A sender may call it again: it accepts late workers and replacements, and delivers to all.
 
@@ -184,7 +184,7 @@ class WeightSyncScheme(SchemeBase):
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
-            TypeError, ValueError: ``process`` is not a process; or there is no such worker.
+            TypeError, ValueError, NotConnected: it is no process; there is no such worker; this is no connected sender.
         """
         sender = self._role.as_sender("readmit").sender
         worker = single_worker(worker_idx, sender.num_workers)
@@ -198,7 +198,7 @@ class WeightSyncScheme(SchemeBase):
     def send(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, partial: bool = False
     ) -> SyncReport | None:
-        """Deliver an update. When this returns, every forward that starts later in a worker uses it.
+        """Deliver an update. When this returns, every forward that starts later in a worker uses it, or a newer one.
 
         It returns what the update has cost. With ``sync=False`` it is ``send_async``, and returns None. With
         ``initiator="receiver"`` it only makes the version available; the backend ``store`` writes it to a file.
@@ -212,7 +212,7 @@ class WeightSyncScheme(SchemeBase):
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
             LayoutMismatch: the weights do not fit the model; no worker's model was changed.
             ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
-            WorkerDied, WorkerFailed, SyncTimeout: names each worker without this version (``version`` None: not sent).
+            WorkerDied, WorkerFailed, SyncTimeout: names each worker without it. ``version`` None: nothing was sent.
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update
@@ -220,7 +220,7 @@ class WeightSyncScheme(SchemeBase):
         return role.sender.send(weights, worker_ids, self.sync, partial)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Send as ``send``, but do not wait until it is installed. A newer update may replace it before that."""
+        """Send as ``send``, but do not wait. A newer update may replace this one. Raises errors of earlier ones."""
         self._role.as_sender("send_async").sender.send(weights, worker_ids, wait=False)
 
     def wait_async(self) -> SyncReport | None:
@@ -235,8 +235,8 @@ class WeightSyncScheme(SchemeBase):
         """Wait for a version newer than the last one returned; at first, newer than the one ``connect`` delivered.
 
         Returns:
-            The model's weights, of one version (with ``load=``: the version's number), not copied: a later update may
-            be written into the same memory. None after ``timeout`` seconds (by default there is no limit), and when
+            The model's weights, of one version (with ``load=`` alone: its number), not copied: a later update may be
+            written into the same memory. None after ``timeout`` seconds (by default there is no limit), and when
             the sender has shut down (``finished`` is then true) or this end has.
 
         Raises:
@@ -250,8 +250,8 @@ class WeightSyncScheme(SchemeBase):
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
-        With ``initiator="receiver"`` it waits up to ``timeout`` seconds (None: no limit) for that version. By default
-        versions are installed as they arrive, and it waits only for the first one. Reading a ``store`` has no limit.
+        With ``initiator="receiver"`` it waits ``timeout`` seconds (None: no limit) for that version, or until a forward
+        ends. By default versions are installed as they arrive: it waits for the first. Reading a store has no limit.
 
         Raises:
             NotConnected: before ``connect``; or the sender has gone, or this end, and there has been no version.

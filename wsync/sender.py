@@ -26,7 +26,7 @@ from wsync.sending.updates import Updates
 from wsync.types import LAST_VERSION, SyncReport
 from wsync.weights.layout import Layout
 
-_PATIENCE = 0.1  # seconds that ``disconnect`` waits for another thread's call before it makes that call give up
+_PATIENCE = 0.1  # seconds that ``disconnect`` waits for a call of another thread before it ends that call's wait
 
 
 class Sender:
@@ -86,7 +86,7 @@ class Sender:
 
     @property
     def connected(self) -> bool:
-        """Whether all workers have connected, even if one then refused the first weights. False after ``close``."""
+        """Whether ``connect`` has found all workers; some may have died since. False after ``close``."""
         return self._members.connected
 
     @property
@@ -113,7 +113,9 @@ class Sender:
         with self.exclusive():
             everyone, update = range(self.num_workers), None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
-                update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)  # queued for each
+                update = self._updates.publish(
+                    weights, everyone, absent=(), acknowledge=True
+                )  # kept until each connects
             elif self.source.weights is not None:
                 self._updates.define_layout(None)  # workers check it as they connect; the first send brings weights
             deadline = update.deadline if update else deadline_in(self.timeout)
@@ -155,8 +157,8 @@ class Sender:
         """
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            # None: not connected yet. 0: no answer is awaited. Else the version that it was given and has not answered;
-            # if a newer one was sent since, that `send`, or `wait`, waits for the answer.
+            # None: not connected yet. 0: no answer is awaited. Else the version that it was accepted with and has not
+            # answered; if a newer one was sent since, the call that sent that one, or `wait`, waits for the answer.
             early_version = self.channel.pop_early_join(worker, sentinel)
             expected = self._members.expected_version.get(worker, 0)
             unanswered = expected if early_version in (None, expected) else 0
@@ -242,7 +244,7 @@ class Sender:
     # --- the fast path: see fast_path.py ---
 
     def _enable_fast(self, weights: object) -> None:
-        """Enable the fast path for sends like this one, which went to all workers."""
+        """Enable the fast path for sends like this one, which went to all workers, unless a condition forbids it."""
         channel, layout, members = self.channel, self.layout, self._members
         if not isinstance(channel, SenderSideChannel) or layout is None:
             return
@@ -255,7 +257,7 @@ class Sender:
             self._fast = fast
 
     def _complete(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
-        """Finish a fast update in which a worker died, failed, was late, or did not free its mutex at once."""
+        """Finish a fast update that a death, an error, the deadline, a held mutex or another message has stopped."""
         self._disable_fast()
         workers, timeout, version = self._members.present, self.timeout, self.version
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
@@ -275,11 +277,7 @@ class Sender:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Take the sender's lock and disable the fast path, which the next ``send`` to all workers enables again.
-
-        Raises:
-            NotConnected: this process is a forked child of the one that made the sender.
-        """
+        """Take the sender's lock; disable the fast path, until the next ``send`` to all. NotConnected: a forked child."""
         if self._in_forked_child:
             raise forked_child_error()
         with self._lock:
@@ -292,7 +290,7 @@ class Sender:
         self._fast, self._lock = None, threading.RLock()  # a thread that does not exist here may hold the old one
 
     def close(self) -> None:
-        """Tell the workers that there will be no more updates; close all connections. In a forked child, only close."""
+        """Tell the workers that there will be no more updates; close all connections. A forked child tells nothing."""
         if self._in_forked_child:
             return self.channel.close()
         with self.exclusive():

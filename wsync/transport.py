@@ -40,7 +40,7 @@ class TransportBackend(Protocol):
     worker each time the worker connects and does not use the sender's shared memory, by the thread in ``connect`` or
     ``readmit``; after ``init_on_worker`` (the older API, which connects in the background), by the receiver thread.
 
-    A transport keeps no model and no strategy. It may also be used standalone (without a scheme). Under a scheme
+    A transport must not keep a model or a strategy. It may also be used standalone (without a scheme). Under a scheme
     ``model`` is None in every call, and so is ``weights`` in ``setup_connection_and_weights_on_receiver``.
     """
 
@@ -48,9 +48,10 @@ class TransportBackend(Protocol):
         """Set up the sender's end.
 
         Called once per connection, before any ``send_weights``, in a dedicated thread of the trainer (another thread
-        calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it raises anything,
-        the worker is not connected: ``connect`` in the trainer raises ``WorkerFailed`` (for a ``NotConnected``:
-        ``WorkerDied``; a ``SyncTimeout`` stays one), which names the worker and the error. If the call has not
+        calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it raises an
+        Exception, the worker is not connected: ``connect`` in the trainer raises ``WorkerFailed`` (for a
+        ``NotConnected``: ``WorkerDied``; a ``SyncTimeout`` stays one), which names the worker and the error; of a
+        worker that joins while only others are awaited, the error is logged. If the call has not
         returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
         """
 
@@ -83,10 +84,10 @@ class TransportBackend(Protocol):
     def send_weights(self, weights: Any) -> None:
         """Send one version to the worker.
 
-        Each worker has one thread in the trainer that makes these calls, one at a time, once per update. An update that
-        is replaced by a newer one while it waits is never sent. May block until the worker receives. If a
-        call of the scheme waits for the update, and this method has not returned by its deadline, ``close()`` is
-        called, if the transport has such a method, and the worker is disconnected.
+        Each worker has one thread in the trainer that makes these calls, one at a time, once for each update that is
+        not sent as a difference (``Delta``). An update that is replaced by a newer one while it waits is never sent.
+        May block until the worker receives. If a call of the scheme waits for the update, and this method has not
+        returned by its deadline, ``close()`` is called, if there is one, and the worker is disconnected.
 
         Raise ``ConnectionError`` (such as ``BrokenPipeError``) if nothing can be sent to this worker any more: it is
         then disconnected, and named in a ``WorkerDied`` in the trainer. After any other error the worker stays
@@ -111,7 +112,8 @@ class TransportBackend(Protocol):
         """Return the next version, or None if none arrived within ``timeout`` seconds.
 
         Under a scheme it is called by the thread that reads the sender's messages: the receiver thread, or the thread
-        in ``connect`` for the first weights. While it waits, that thread serves no other model of the process.
+        in ``connect`` for the first weights. While it waits, that thread serves no other model of the process, and
+        notices no death: a call that waits has to raise when the other end has gone.
 
         The medium may deliver an older version first (a stream, after a receive that timed out): the scheme compares
         each result with the update's checksum. For each update that has not arrived already:
@@ -187,7 +189,8 @@ class FlatTransport(Protocol):
             rank: 0 on the sender, 1 in the worker.
             connection_number: 1 for the first connection with this worker's index, more for each later one.
             host: the address of this end by which the other end reaches it.
-            deadline: on ``time.monotonic``'s clock; ten minutes from now where the scheme has no ``timeout``.
+            deadline: on ``time.monotonic``'s clock: one second after that of the scheme's ``connect``; ten minutes
+                from now where it has none.
 
         Raises:
             RuntimeError: the connection could not be made.
@@ -198,7 +201,7 @@ class FlatTransport(Protocol):
         """Begin to send, and append the transfer to ``transfers``.
 
         One call at a time, by the thread that called the scheme or, for an update that had to wait for the worker, by
-        the send-loop thread (``sending/send_loop.py``).
+        the thread that reads the worker's answer: this one, or the send-loop thread (``sending/send_loop.py``).
 
         Args:
             flat: ``uint8[nbytes]``; unchanged until the worker has answered.

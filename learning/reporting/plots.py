@@ -42,10 +42,14 @@ def new_figure(
 
 
 def threshold(ax: Axes, solved_at: float, colour: str = ORANGE) -> None:
-    """Draw the return that counts as solved, its name beside the axes."""
-    ax.axhline(solved_at, color=colour, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
+    """Draw the return that counts as solved, its name beside the axes; only the name if it is far above the curves."""
+    low, high = ax.get_ylim()
+    far = solved_at > high + 3 * (high - low)
+    if not far:
+        ax.axhline(solved_at, color=colour, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
+    text, at = f"solved\nat {solved_at:g}" + (" ↑" if far else ""), 1 if far else solved_at
     ax.annotate(
-        f"solved\nat {solved_at:g}", (1, solved_at), xycoords=("axes fraction", "data"), va="center",
+        text, (1, at), xycoords=("axes fraction", "axes fraction" if far else "data"), va="top" if far else "center",
         xytext=(5, 0), textcoords="offset points", color=colour, fontsize=9, annotation_clip=False,
     )  # fmt: skip
 
