@@ -31,9 +31,8 @@ class Receiver:
     threads that wait in ``receive``. ``channel`` is the connection to the sender.
 
     Threads: the user's threads call all methods. One exception: after ``begin_connect`` (older API,
-    ``receiving/joining.py``) the receiver thread calls ``connect``, ``wake_only_for_receive`` and, after an error,
-    ``close``. Gate:
-    ``weights`` and ``make_writable`` are called inside it, the other methods outside; properties are read anywhere.
+    ``receiving/joining.py``) the receiver thread calls ``connect`` and, after an error, ``close``. Gate:
+    ``weights`` is called inside it, the other methods outside; properties are read anywhere.
 
     Args:
         destination: what takes the weights: a module, a mapping of tensors, or ``load``. A module is gated from
@@ -268,14 +267,3 @@ class Receiver:
                 raise self._state.ended()
         if not self.updater.install_policy.install_newest(timeout):
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come before the deadline")
-
-    def wake_only_for_receive(self) -> None:
-        """Have the sender wake this worker only while a thread waits in ``receive``, or if an update needs an answer.
-
-        Called once after ``connect``, by the same thread, if the scheme awaits no acknowledgements.
-        """
-        self._state.wake_only_for_receive()
-
-    def make_writable(self) -> None:
-        """Copy the model into memory of its own, until the next version. Called by the thread in ``apply_weights``."""
-        self.updater.copy_to_own_memory(stay_unbound=True)

@@ -237,7 +237,7 @@ class ReceiverRole(Role):
                 return
         self.receiver.connect(index, timeout)
         if not acknowledges:  # the next forward installs an update: only a thread in receive() has to be woken
-            self.receiver.wake_only_for_receive()
+            self.receiver.updater.state.wake_only_for_receive()
 
     @property
     def worker_idx(self) -> int | None:
@@ -262,7 +262,7 @@ class ReceiverRole(Role):
 
     def make_writable(self) -> None:
         """See ``Role``."""
-        self.receiver.make_writable()
+        self.receiver.updater.copy_to_own_memory(stay_unbound=True)
 
     def require_closable(self) -> None:
         """See ``Role``: the receiver thread, which ``close`` waits for, may be waiting for the gate."""

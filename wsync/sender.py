@@ -277,7 +277,7 @@ class Sender:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Take the sender's lock; disable the fast path, until the next ``send`` to all. NotConnected: a forked child."""
+        """Hold the sender's lock; disable the fast path until the next ``send`` to all. NotConnected: forked."""
         if self._in_forked_child:
             raise forked_child_error()
         with self._lock:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from wsync.gate import without_forward
+from wsync.per_process import per_process
 
 _log = logging.getLogger(__name__)
 
@@ -180,17 +181,5 @@ def _shut_down(descriptor: int) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-_thread = ReceiverThread()
-
-
-def _reset_in_child() -> None:
-    global _thread
-    _thread = ReceiverThread()
-
-
-os.register_at_fork(after_in_child=_reset_in_child)
-
-
-def receiver_thread() -> ReceiverThread:
-    """Return this process's receiver thread."""
-    return _thread
+receiver_thread = per_process(ReceiverThread)
+"""Returns this process's receiver thread."""

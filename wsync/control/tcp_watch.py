@@ -12,12 +12,13 @@ apart. The failure is then noticed about ten seconds after the next probe.
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import threading
 from contextlib import suppress
 from weakref import WeakKeyDictionary
+
+from wsync.per_process import per_process
 
 _INTERVAL = 2.0  # seconds between two checks
 _CHECKS = 5  # a peer has failed if its kernel is silent at this many checks in succession
@@ -90,17 +91,5 @@ class TcpWatch:
                     sock.shutdown(socket.SHUT_RDWR)
 
 
-_watch = TcpWatch()
-
-
-def _reset_in_child() -> None:
-    global _watch
-    _watch = TcpWatch()
-
-
-os.register_at_fork(after_in_child=_reset_in_child)
-
-
-def tcp_watch() -> TcpWatch:
-    """Return this process's watch."""
-    return _watch
+tcp_watch = per_process(TcpWatch)
+"""Returns this process's watch."""

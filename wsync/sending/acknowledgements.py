@@ -83,11 +83,10 @@ class Acknowledgements:
             WorkerDied, WorkerFailed: names the workers.
         """
         acks = [ack for ack in self.arrived(workers) if ack.died or ack.error]
-        if acks:
-            # The message names the oldest version that failed: the workers may still install ``version``.
-            failed = [ack.version for ack in acks if not ack.died]
-            if error := self._error_of(workers, min([version, *failed]), acks, awaited=False):
-                raise error
+        # The message names the oldest version that failed: the workers may still install ``version``.
+        oldest = min([version, *(ack.version for ack in acks if not ack.died)])
+        if error := self._error_of((), oldest, acks, awaited=False):
+            raise error
 
     def note_deaths(self) -> None:
         """Remove the workers that have died by now from the members. Does not wait, and raises nothing for them."""
