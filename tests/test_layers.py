@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("wsync", "collectors", "learning")
 BACKENDS = ROOT / "wsync" / "backends"
 LAYERS = (  # of ``wsync``, from the lowest: a module or folder imports its own layer and lower ones, never in a circle
-    ("checksum", "deadlines", "errors", "fast_path", "metrics", "paths", "types"),
+    ("checksum", "deadlines", "errors", "fast_path", "metrics", "paths", "per_process", "types"),
     ("loops", "_loops"),
     ("gate", "transforms", "weights"),
     ("control", "group_of_two", "options", "process_group", "rendezvous", "shm", "transport", "transport_setup"),
