@@ -20,7 +20,7 @@ from wsync.errors import WorkerDied
 
 @runtime_checkable
 class HasFileno(Protocol):
-    """An object with a descriptor that becomes readable when a process ends."""
+    """An object with a descriptor that becomes readable when a process ends; that it is such a one is not checked."""
 
     def fileno(self) -> int:
         """Return the descriptor."""

@@ -27,9 +27,9 @@ _LEAVE_TIMEOUT = 5.0  # seconds to get the queued messages, and then a LEAVE, in
 class WorkerConnections:
     """The connections to all workers of one sender.
 
-    Except in fast updates, messages are read only while a method of this object runs: in a method of the scheme, or in
-    the send-loop thread (``sending/send_loop.py``); both hold the channel's lock. A finalizer may call ``close``
-    without it.
+    Except in fast updates and inside ``reading_directly``, messages are read only while a method of this object runs:
+    in a method of the scheme, or in the send-loop thread (``sending/send_loop.py``); both hold the channel's lock. A
+    finalizer may call ``close`` without it.
 
     Args:
         listener: where workers connect; closed with this object.
@@ -37,7 +37,7 @@ class WorkerConnections:
         callbacks: notified as workers connect, answer and disconnect.
 
     Attributes:
-        early_joins: the replacements that are connected, and that ``readmit`` was not called for yet.
+        early_joins: the replacements that are connected, and await a (further) call of ``readmit``.
     """
 
     def __init__(self, listener: Listener, num_workers: int, callbacks: ConnectionCallbacks) -> None:
@@ -45,7 +45,7 @@ class WorkerConnections:
         self._num_workers = num_workers
         self._callbacks = callbacks
         self._connections: dict[int, Connection] = {}
-        self._given_up: set[int] = set()  # those of ``give_up``, since ``wait_for_workers`` was called
+        self._given_up: set[int] = set()  # those of ``give_up``, since ``wait_for_workers`` last began
         self.early_joins = EarlyJoins()
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._callback_of: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
@@ -61,7 +61,7 @@ class WorkerConnections:
 
     @property
     def packed_descriptors(self) -> bytes:
-        """The bytes of an ``array("i")``: all sockets, then all pidfds, by worker; empty if one is missing or busy."""
+        """The bytes of an ``array("i")``: all sockets, then all pidfds, by worker; empty if one is missing, or busy."""
         each = [one.descriptors for _, one in sorted(self._connections.items()) if not one.busy]
         if len(each) < self._num_workers or any(len(both) != 2 for both in each):
             return b""
