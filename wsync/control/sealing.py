@@ -49,8 +49,8 @@ def shared_secret() -> bytes:
         ) from error
     if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077 or len(key) != _KEY_SIZE:
         raise NotConnected(
-            f"set {AUTHKEY} to one secret for all processes, or delete {path}: it is damaged, or another user has it or "
-            "can read it"
+            f"set {AUTHKEY} to one secret for all processes, or delete {path}: it is damaged, or others own "
+            "or can read it"
         )
     return key
 
