@@ -106,7 +106,7 @@ def make_receive_channel(scheme: SchemeBase, model_id: str) -> WorkerSideChannel
             create_transport=None if scheme.arena_only else scheme.create_transport,
             strategy=scheme.strategy,
             arena=scheme._uses_arena(),
-            binds_arena=scheme.binds_arena and scheme.bind,  # parameters to slots of the arena
+            binds_arena=bool(scheme.binds_arena and scheme.bind),  # parameters to slots of the arena
             binds_buffers=scheme.bind,  # parameters to the receive buffers
             timeout=scheme.timeout,
         ),

@@ -739,7 +739,7 @@ def fast_worker(
     slot.set_updater(receiver, gate_state)
     one, other = tcp_pair() if family == socket.AF_INET else socket.socketpair(family, socket.SOCK_SEQPACKET)
     installer = Binding(model, layout, bind=bound).installer
-    slot.install_fast_path(installer, arena.plans, {}, other.fileno(), bound)
+    slot.install_fast_path(installer, arena.plans, {}, other.fileno(), bound, arena.num_workers)
     with one, other:
         yield arena, writer, slot, receiver, one
     arena.close()
@@ -792,6 +792,17 @@ def test_workers_with_waiting_threads_or_prepared_updates_take_the_general_path(
         slot.hold = False
         slot.poll_update()
         assert receiver.calls == 2 and slot.version == 1 and model.weight.tolist() == [[1.0] * 3]
+
+
+def test_updates_with_extra_state_and_torn_models_are_left_to_the_receiver() -> None:
+    with fast_worker(True) as (arena, writer, slot, receiver, _):
+        arena.write_extra(1, b"extra")
+        writer.publish(0, 1, 1, True, 1.0)
+        slot.poll_update()
+        assert receiver.calls == 1 and not slot.version
+        slot.torn = True
+        slot.poll_update()  # although nothing is new
+        assert receiver.calls == 2
 
 
 @pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])

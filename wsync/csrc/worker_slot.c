@@ -93,13 +93,14 @@ static PyObject *WorkerSlot_install_fast_path(WorkerSlot *self, PyObject *args)
 {
     PyObject *installer, *plans, *prepared;
     int fd, bound;
-    if (!PyArg_ParseTuple(args, "O!O!O!ip:install_fast_path", Installer_type, &installer, &PyList_Type, &plans,
-                          &PyDict_Type, &prepared, &fd, &bound))
+    Py_ssize_t workers;
+    if (!PyArg_ParseTuple(args, "O!O!O!ipn:install_fast_path", Installer_type, &installer, &PyList_Type, &plans,
+                          &PyDict_Type, &prepared, &fd, &bound, &workers))
         return NULL;
     Py_XSETREF(self->installer, Py_NewRef(installer));
     Py_XSETREF(self->plans, Py_NewRef(plans));
     Py_XSETREF(self->prepared, Py_NewRef(prepared));
-    self->fd = fd, self->bound = bound;
+    self->fd = fd, self->bound = bound, self->workers = workers;
     Py_RETURN_NONE;
 }
 
@@ -194,6 +195,7 @@ static PyMemberDef WorkerSlot_members[] = {
     {"hold", T_BOOL, offsetof(WorkerSlot, hold), 0, NULL},
     {"busy", T_BOOL, offsetof(WorkerSlot, busy), 0, NULL},
     {"disconnected", T_BOOL, offsetof(WorkerSlot, disconnected), 0, NULL},
+    {"torn", T_BOOL, offsetof(WorkerSlot, torn), 0, NULL},
     {NULL},
 };
 
@@ -204,7 +206,7 @@ static PyMethodDef WorkerSlot_methods[] = {
     {"map_words", (PyCFunction)WorkerSlot_map_words, METH_VARARGS, SEE("map_words(words, worker, connection)")},
     {"close", (PyCFunction)WorkerSlot_close, METH_NOARGS, SEE("close()")},
     {"install_fast_path", (PyCFunction)WorkerSlot_install_fast_path, METH_VARARGS,
-     SEE("install_fast_path(installer, plans, prepared, fd, bound)")},
+     SEE("install_fast_path(installer, plans, prepared, fd, bound, num_workers)")},
     {"disable_fast_path", (PyCFunction)WorkerSlot_disable_fast_path, METH_NOARGS, SEE("disable_fast_path()")},
     {"take", (PyCFunction)WorkerSlot_take, METH_NOARGS, SEE("take()")},
     {"release", (PyCFunction)WorkerSlot_release, METH_NOARGS, SEE("release()")},

@@ -8,7 +8,7 @@
 typedef struct {
     PyObject_HEAD
     long long version, bound_slot, used, refused; /* see the Python class */
-    char hold, busy, disconnected;
+    char hold, busy, disconnected, torn;
     Py_buffer words;
     Block *block; /* the worker's words; NULL before map_words() */
     int worker;
@@ -17,6 +17,7 @@ typedef struct {
     PyObject *gate_state;
     PyObject *installer, *plans, *prepared; /* of the fast path, if it is installed */
     int fd, bound;
+    Py_ssize_t workers; /* in the arena */
 } WorkerSlot;
 
 /* The newest version that was installed, or could not be. */

@@ -60,6 +60,8 @@ static int install(WorkerSlot *self, double started)
         return 0;
     int64_t word = owns_words(self) ? block->published : 0, slot = slot_in(word);
     PyObject *views = word ? views_of(self, (Py_ssize_t)slot) : NULL;
+    if (views && record_of(&self->words, self->workers, (Py_ssize_t)slot)->extra_size)
+        views = NULL; /* the updater installs extra state, or refuses it */
     if (views)
         store(&block->used_slot, self->used = slot);
     unlock(block);
@@ -102,7 +104,7 @@ PyObject *WorkerSlot_poll_update(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
 {
     if (!self->updater)
         Py_RETURN_FALSE;
-    if (self->block) {
+    if (self->block && !self->torn) {
         int current = use_current_slot(self);
         if (current < 0)
             return NULL;

@@ -77,6 +77,7 @@ class WorkerSlot:
         hold: whether the model's slot is kept between forwards as well, so that a failed install can roll back.
         busy: whether a slot is in use.
         disconnected: whether the words have been found to belong to another connection.
+        torn: whether the model may have weights of two versions: the updater then refuses each forward.
     """
 
     def __init__(self) -> None:
@@ -87,6 +88,7 @@ class WorkerSlot:
         self.hold = False
         self.busy = False
         self.disconnected = False
+        self.torn = False
         self._block: Block | None = None
         self._connection = 0
         self._updater: SlotUpdater | None = None
@@ -114,7 +116,14 @@ class WorkerSlot:
         self._updater = self._block = None
 
     def install_fast_path(
-        self, installer: Installer, plans: list[PackPlan], prepared: dict[int, Any], fd: int, bound: bool, /
+        self,
+        installer: Installer,
+        plans: list[PackPlan],
+        prepared: dict[int, Any],
+        fd: int,
+        bound: bool,
+        num_workers: int,
+        /,
     ) -> None:
         """Allow this object to install updates without the updater from now on, except while ``hold`` is set.
 
@@ -126,6 +135,7 @@ class WorkerSlot:
             prepared: the prepared transactions of this process; while there are any, the updater installs all updates.
             fd: the descriptor of the connection's socket, for answers.
             bound: whether the model stays bound to slots; otherwise it copies.
+            num_workers: the arena's number of workers. The updater installs updates with extra state.
         """
 
     def disable_fast_path(self) -> None:

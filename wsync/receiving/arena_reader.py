@@ -90,7 +90,12 @@ class ArenaReader:
         self._slot.disable_fast_path()
         if not self._checksum and not self._slot.hold:
             self._slot.install_fast_path(
-                binding.installer, self._arena.plans, updates_by_transaction, connection.fileno(), self.binds
+                binding.installer,
+                self._arena.plans,
+                updates_by_transaction,
+                connection.fileno(),
+                self.binds,
+                self._arena.num_workers,
             )
 
     def on_sent(self) -> None:
@@ -160,7 +165,7 @@ class ArenaReader:
         """See ``ReceiveChannel``: record the slot that the model is bound to."""
         if not error:
             self._slot.version = update.version
-            self._torn = ""
+            self._torn, self._slot.torn = "", False
             if self.binds:
                 self._slot.bound_slot = update.slot
         else:
@@ -170,6 +175,10 @@ class ArenaReader:
                 self._copy_out(f"version {update.version} could not be installed")
         if not self.binds:  # copied: the slot is free
             self._release()
+
+    def unbind(self) -> None:
+        """Record that the model has memory of its own until the next install. Called inside the gate."""
+        self._slot.bound_slot = NONE
 
     def leaving_gate(self) -> None:
         """Release the slot that the forward used. Idempotent. Called inside the gate.
@@ -210,6 +219,7 @@ class ArenaReader:
                 "been written since: the model may have weights of two versions"
             )
             _log.error("%s", self._torn)
+            self._slot.torn = True
             self._stop_fast_path()  # so that ``leaving_gate`` is called
         slot.bound_slot = slot.used = NONE
 

@@ -193,6 +193,8 @@ class ModelUpdater:
             self.unbound_at_version = self.version
         if self._target is not None:
             self._target.detach()
+            if (arena := self._channel.arena) is not None:
+                arena.unbind()
 
     def release(self) -> None:
         """Drop what is prepared, and copy the model to memory of its own. Called by the thread that closes."""
