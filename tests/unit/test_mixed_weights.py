@@ -247,12 +247,13 @@ def test_mixed_weights_are_refused_while_the_worker_connects_again() -> None:
 
 def test_a_model_that_was_given_memory_of_its_own_stays_whole_when_its_worker_is_disconnected() -> None:
     with ExitStack() as stack:
-        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT))
+        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT, acknowledge="published"))
         sender.init_on_sender("policy", model=model_of(1), num_workers=2)
         workers = [stack.enter_context(make_worker(sender, index, near=True)) for index in range(2)]
         connect(sender.connect, *workers)
         workers[0].apply_weights(model_of(9).state_dict())
-        sender.disconnect(0)
-        for value in range(2, 7):  # the slot that the model has left is written
-            sender.send(model_of(value))
-        assert workers[0].model(torch.ones(2)).item() == 27 and weights_of(workers[1]) == [6, 6]
+        with wsync.gate():  # so that the worker does not notice its disconnection yet
+            sender.disconnect(0)
+            for value in range(2, 7):  # the slot that the model has left is written
+                sender.send(model_of(value))
+        assert workers[0].model(torch.ones(2)).item() == 27 and workers[1].model(torch.ones(2)).item() == 18
