@@ -229,8 +229,8 @@ class FlatTransport(Protocol):
 
         Called once for each transport, after ``connect`` has returned or raised: when the worker has gone, at shutdown,
         and if the set-up failed at this end or at the other. If the set-up failed while ``connect`` was running, the
-        thread that ran ``connect`` calls this, otherwise any thread. After a failed ``connect``, attributes that it
-        sets may be missing.
+        thread that ran ``connect`` calls this, otherwise any thread. Attributes that ``connect`` sets may be missing:
+        it may have failed, or there was no thread to call it.
 
         Args:
             pending: a transfer that has not been completed.

@@ -135,7 +135,7 @@ class TransportSetup:
         strategy: in the worker, the format in which a ``TransportBackend`` is given a buffer.
 
     Attributes:
-        thread: the set-up thread. After ``wait`` has raised it may still run for a short time.
+        thread: the set-up thread, which ``wait`` starts. After ``wait`` has raised it may still run for a short time.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class TransportSetup:
         self._lock = threading.Lock()  # guards the next three, which both threads use
         self._ended = False  # whether the set-up has returned or raised
         self._given_up = False  # whether ``wait`` has raised
-        self._done = os.eventfd(0, os.EFD_CLOEXEC)
+        self._done = -1  # an eventfd, while ``wait`` runs
         self._error: BaseException | None = None
         end = "sender" if rank == 0 else "receiver"
         method = "connect" if isinstance(transport, FlatTransport) else f"setup_connection_and_weights_on_{end}"
@@ -171,7 +171,6 @@ class TransportSetup:
         else:
             set_up = partial(transport.setup_connection_and_weights_on_receiver, worker_idx=worker, strategy=strategy)
         self.thread = threading.Thread(target=self._run, args=(set_up,), name="wsync-transport-setup", daemon=True)
-        self.thread.start()
 
     def _relay(self, key: str, value: bytes) -> None:
         name = key.encode()
@@ -193,14 +192,17 @@ class TransportSetup:
                 os.eventfd_write(self._done, 1)
 
     def wait(self) -> Sequence[Message]:
-        """Wait until this end is set up; return other messages that arrived meanwhile. Called once.
+        """Set up this end; return other messages that arrived meanwhile. Called once.
 
         Raises:
             NotConnected: the connection ended.
             SyncTimeout: the deadline passed.
+            OSError, RuntimeError: there is no descriptor or thread left.
             Exception: whatever the set-up raised.
         """
         try:
+            self._done = os.eventfd(0, os.EFD_CLOEXEC)
+            self.thread.start()
             return self._wait()
         except BaseException:
             self._abandon()
@@ -208,16 +210,17 @@ class TransportSetup:
         finally:
             self._store.abandon()
             with self._lock:
-                os.close(self._done)
-                self._done = -1
+                done, self._done = self._done, -1
+            if done >= 0:
+                os.close(done)
             self._error = None  # its traceback would keep the group's descriptors
 
     def _abandon(self) -> None:
-        """Close the transport. One with a method ``connect`` is closed by the set-up thread, unless that has ended."""
+        """Close the transport. If ``connect`` is running, or has failed, the set-up thread closes it."""
         with self._lock:
             self._given_up = True
-            set_up = self._ended and self._error is None
-        if set_up or not isinstance(self._transport, FlatTransport):
+            idle = self.thread.ident is None or (self._ended and self._error is None)
+        if idle or not isinstance(self._transport, FlatTransport):
             close_transport(self._transport)  # ends a set-up that blocks
 
     def _wait(self) -> Sequence[Message]:

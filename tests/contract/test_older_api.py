@@ -344,6 +344,27 @@ def test_a_worker_of_init_on_worker_that_has_lost_its_sender_connects_anew(make:
             assert torch.equal(model.weight, policy_of(2.0).weight)
 
 
+def test_init_on_worker_may_be_called_again_after_there_was_no_thread_for_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make() as sender:
+        sender.init_on_sender("policy", num_workers=1)
+        model = nn.Linear(4, 2)
+        with pickle.loads(pickle.dumps(sender)) as worker:
+            with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
+                patch.setattr(threading.Thread, "start", no_thread)
+                worker.init_on_worker("policy", model=model, worker_idx=0)
+            assert type(model) is nn.Linear
+            worker.init_on_worker("policy", model=model, worker_idx=0)
+            sender.get_sender().send(policy_of(1.0))
+            assert worker.get_receiver().receive(TIMEOUT)
+            assert torch.equal(model.weight, policy_of(1.0).weight)
+
+
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_worker_may_shut_down_before_it_was_admitted(make: Make) -> None:
     sender, worker, model = both_ends(make, timeout=0.3)
     worker.shutdown()

@@ -100,7 +100,8 @@ def test_descriptors_that_come_with_invalid_settings_are_closed(settings: bytes,
 
 
 def test_closing_ends_the_wait_for_a_connection_in_the_background(pipe: tuple[int, int]) -> None:
-    joining = BackgroundConnect([pipe[0]], lambda: None)
+    joining = BackgroundConnect(lambda: None)
+    joining.begin([pipe[0]])
     assert not joining.wait(0.0)
     joining.close()
     with pytest.raises(wsync.NotConnected, match="shut down"):
@@ -111,7 +112,8 @@ def test_whatever_ends_a_connection_in_the_background_ends_the_wait(pipe: tuple[
     def leave() -> None:
         raise SystemExit("of a model's hook")
 
-    joining = BackgroundConnect([pipe[0]], leave)
+    joining = BackgroundConnect(leave)
+    joining.begin([pipe[0]])
     os.write(pipe[1], b".")
     with pytest.raises(SystemExit, match="hook"):
         joining.wait(30.0)

@@ -19,6 +19,7 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import descriptors_left
 from stopping import wait_until_asleep
 
 import wsync
@@ -283,6 +284,16 @@ def test_descriptors_travel_with_a_message_and_are_not_inherited_by_programs() -
         assert message is not None and len(message.fds) == 1 and not os.get_inheritable(message.fds[0])
         for fd in (memory, *message.fds):
             os.close(fd)
+
+
+def test_a_message_with_more_descriptors_than_are_left_is_an_error() -> None:
+    with connected(None) as (ours, worker), ExitStack() as opened:
+        memory = [os.memfd_create("test") for _ in range(2)]
+        for fd in memory:
+            opened.callback(os.close, fd)
+        ours.send(Message(Kind.ACCEPTED, fds=memory))
+        with descriptors_left(1), pytest.raises(wsync.NotConnected, match="too many open files"):
+            worker.receive()
 
 
 @HOSTS

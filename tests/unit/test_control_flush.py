@@ -59,3 +59,16 @@ def test_a_connection_ends_if_no_thread_can_be_started_to_send(host: str | None,
             sender.send(Message(Kind.DATA, payload=bytes(SIZE)))
         assert sender.busy and sender.receive() is None
         assert worker.receive() is None
+
+
+def test_after_an_interruption_before_the_thread_began_the_connection_ends(monkeypatch: Any) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with connected(None) as (sender, worker):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(threading.Thread, "start", interrupt)
+            sender.send(Message(Kind.DATA, payload=bytes(SIZE)))
+        with pytest.raises(ConnectionError, match="was interrupted"):
+            sender.send(Message(Kind.DATA))
+        assert worker.receive() is None

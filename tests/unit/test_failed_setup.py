@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -144,3 +145,48 @@ def test_an_error_of_close_does_not_hide_why_the_set_up_failed(monkeypatch: pyte
     monkeypatch.setattr(Flat, "error_of_close", OSError("close failed"))
     connect_both(said="there is no route")
     assert [one.calls for one in made] == [["connect", "close"]] * 2
+
+
+class Blocking:
+    """A ``TransportBackend`` that carries nothing, and counts the calls of ``close`` on the sender."""
+
+    closed: ClassVar[list[Blocking]] = []
+    on_sender = False
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        self.on_sender = True
+
+    def setup_connection_and_weights_on_receiver(self, **_: Any) -> None:
+        pass
+
+    def send_weights(self, weights: Any) -> None:
+        raise RuntimeError("nothing can be sent")
+
+    receive_weights = send_weights
+
+    def close(self) -> None:
+        if self.on_sender:
+            self.closed.append(self)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_transport_without_a_thread_is_closed(monkeypatch: pytest.MonkeyPatch, flat: bool) -> None:
+    made, start, refused = set_up(monkeypatch, succeeds, succeeds), threading.Thread.start, list[threading.Thread]()
+
+    def refuse_first(thread: threading.Thread) -> None:
+        if thread.name == (SETUP_THREAD if flat else "wsync-transfer") and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(Blocking, "closed", [])
+    monkeypatch.setattr(threading.Thread, "start", refuse_first)
+    if not flat:
+        monkeypatch.setattr(FlatScheme, "create_transport", lambda *_: Blocking())
+    descriptors = len(os.listdir("/proc/self/fd"))
+    connect_both()
+    assert len(refused) == 1 and len(os.listdir("/proc/self/fd")) <= descriptors
+    if flat:
+        assert sorted(one.calls for one in made) == [["close"], ["connect", "close"]]
+    else:
+        assert len(Blocking.closed) == 1

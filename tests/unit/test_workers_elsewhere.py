@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from limits import descriptors_left
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -20,6 +21,9 @@ from workers_here import TIMEOUT, connect, make_worker, model_of, weights_of
 
 import wsync
 from wsync.receiving import handshake
+from wsync.shm.arena import SenderArena, WorkerArena
+from wsync.shm.memory import open_handle
+from wsync.shm.registered import RegisteredView, RegisteredWeights
 
 
 @pytest.mark.parametrize("near", [True, False])
@@ -254,6 +258,19 @@ def test_registered_buffers_outside_shared_memory_get_what_all_workers_are_sent(
         assert [tensor.flatten()[0].item() for tensor in buffers.values()] == [value] * 2
         sender.send()
         assert [weights_of(worker) for worker in workers] == [[value] * 2] * 2
+
+
+def test_without_descriptors_shared_memory_is_not_taken_for_another_machines() -> None:
+    with closing(SenderArena(1)) as arena:
+        registered = RegisteredWeights.describe(arena, {"weight": torch.ones(4).share_memory_()})
+        with descriptors_left(1), pytest.raises(OSError, match="Too many open files"):
+            open_handle(arena.handle)
+        opened = open_handle(arena.handle)
+        assert registered is not None and opened is not None
+        with closing(registered), closing(WorkerArena(1, opened)) as worker:
+            with descriptors_left(0), pytest.raises(OSError, match="Too many open files"):
+                RegisteredView.of(worker)
+            assert RegisteredView.of(worker) is not None
 
 
 def refuse(weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -54,8 +54,7 @@ class Connection:
 
     Any thread may call ``send`` (after the first call, which sends the preamble), ``flush`` and ``interrupt``; a lock
     inside keeps messages whole. One thread at a time calls ``receive``: on the sender the thread that holds the
-    channel's lock (``SenderSideChannel``), or in a fast update the sender's lock; in a worker the thread that connects,
-    and afterwards the receiver thread.
+    channel's lock (``SenderSideChannel``); in a worker the thread that connects, and then the receiver thread.
 
     The compiled fast path sends and receives whole messages on the socket (``fileno()``) itself: on the sender under
     the sender's lock; in a worker the receiver thread receives, and the installing thread answers inside the gate.
@@ -196,7 +195,7 @@ class Connection:
             the middle of a message.
 
         Raises:
-            NotConnected: the peer did not prove that it has the token; or no descriptor is left to watch its process.
+            NotConnected: the peer did not prove that it has the token; or this process has no descriptor left.
         """
         try:
             if self._expected_proof:
@@ -230,34 +229,34 @@ class Connection:
                 raise NotConnected(f"the sender's process cannot be watched: {error}") from error
 
     def _read(self, count: int, parts: list[bytes] | None = None, fds: list[int] | None = None) -> bytes:
-        """Return exactly ``count`` bytes.
+        """Return exactly ``count`` bytes. ConnectionError: the peer disconnected first.
 
         Args:
             count: how many.
             parts: those that have arrived already; more are appended as they arrive.
             fds: descriptors that arrive are appended to it; without it they are closed.
-
-        Raises:
-            ConnectionError: the peer disconnected first.
         """
         parts = [] if parts is None else parts
         missing = count - sum(map(len, parts))
         while missing > 0:
-            data, attached = self._recv(min(missing, _CHUNK))
+            data, attached, flags = self._recv(min(missing, _CHUNK))
             for fd in attached:
                 os.close(fd) if fds is None else fds.append(fd)
+            if flags & socket.MSG_CTRUNC:
+                self._close_received_fds()
+                raise NotConnected(f"{self.peer_name} has sent open files: too many open files in this process")
             if not data:
                 raise ConnectionError("the peer has disconnected")
             parts.append(data)
             missing -= len(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _recv(self, count: int) -> tuple[bytes, Sequence[int]]:
+    def _recv(self, count: int) -> tuple[bytes, Sequence[int], int]:
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(count, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, flags, _ = self._socket.recvmsg(count, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:  # a Unix peer closed with unread data; what it sent before can still be read
-            data, ancillary, _, _ = self._socket.recvmsg(count, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
-        return data, [fd for _, _, some in ancillary for fd in struct.unpack(f"{len(some) // 4}i", some)]
+            data, ancillary, flags, _ = self._socket.recvmsg(count, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+        return data, [fd for _, _, some in ancillary for fd in struct.unpack(f"{len(some) // 4}i", some)], flags
 
     def attach(self, handler: MessageHandler) -> None:
         """In a worker: from now on ``handler.on_readable()`` is called for each message, and when the peer exits.

@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 import weakref
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 from wsync.control.address import Address
@@ -198,9 +198,8 @@ class Listener:
         return len(received) == HEADER_SIZE + length
 
     def _drop(self, fd: int) -> None:
-        pending = self._pending.pop(fd)
-        self._epoll.unregister(fd)
-        pending.socket.close()
+        with closing(self._pending.pop(fd).socket), suppress(OSError):  # not registered: a signal handler raised
+            self._epoll.unregister(fd)
 
     def close(self) -> None:
         """Stop listening and close all pending attempts. Idempotent."""

@@ -92,6 +92,10 @@ class Outbox:
             except RuntimeError as error:  # the limit of threads; what was sent may be half a message
                 self._error = ConnectionError(f"no thread could be started to send: {error}")
                 raise self._error from error
+            except BaseException:  # a signal handler raised, perhaps before the thread began
+                if thread.ident is None:
+                    self._error = ConnectionError("the sending of an earlier message was interrupted")
+                raise
             self._thread = thread  # after start(): ``flush`` may join it at once
         elif not may_drop or len(self._waiting) < _DROP_FROM:
             self._waiting.append((data, _duplicates(fds)))

@@ -263,13 +263,15 @@ def init_on_worker(
             model = context.model
     scheme.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
     role = scheme._role.as_receiver("init_on_worker")
-    try:
-        descriptors = role.receiver.begin_connect(worker_idx, scheme.timeout)
-    except Exception:
-        scheme._role = Role()
-        raise
 
     def complete() -> None:  # ``role``, not ``scheme.connect``: that waits for the end of this call
         role.connect(None, scheme.timeout, acknowledges=scheme.acknowledges)
 
-    scheme._role = replace(role, background_connect=BackgroundConnect(descriptors, complete))
+    connecting = BackgroundConnect(complete)
+    scheme._role = replace(role, background_connect=connecting)
+    try:
+        connecting.begin(role.receiver.begin_connect(worker_idx, scheme.timeout))
+    except BaseException:
+        scheme._role.close()
+        scheme._role = Role()
+        raise

@@ -13,22 +13,28 @@ from wsync.gate import process_gate
 class BackgroundConnect:
     """A connection that the receiver thread completes. Implements ``wsync.control.receiver_thread.MessageHandler``.
 
-    Created by ``init_on_worker``; ``wait`` and ``close`` are called by the worker's own threads.
+    Created and begun by ``init_on_worker``; ``wait`` and ``close`` are called by the worker's own threads.
 
     Args:
-        descriptors: one of them is readable when the sender has answered, or has gone.
         connect: completes the connection; called once, by the receiver thread.
 
     Attributes:
         pending: whether ``wait`` has not yet returned True or raised.
     """
 
-    def __init__(self, descriptors: Sequence[int], connect: Callable[[], None]) -> None:
+    def __init__(self, connect: Callable[[], None]) -> None:
         self.pending = True
         self._connect = connect
         self._finished = threading.Event()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
+
+    def begin(self, descriptors: Sequence[int]) -> None:
+        """Let the receiver thread connect once one of ``descriptors`` is readable: the sender has answered or has gone.
+
+        Raises:
+            OSError, RuntimeError: there is no descriptor or thread left. ``close`` has to follow.
+        """
         with self._lock:  # the thread may call before all descriptors are registered
             for descriptor in descriptors:
                 receiver_thread().register(self, descriptor, [descriptor])

@@ -33,7 +33,13 @@ class TransferThread:
         self.broken = False
         self.busy = False
         self._thread = threading.Thread(target=self._run, name="wsync-transfer", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            if self._thread.ident is None:  # else a signal handler has raised, and the thread closes it
+                os.close(self._wake)
+            self._calls.put(None)
+            raise
 
     def begin(self, weights: Any) -> None:
         """Begin to send ``weights``. The thread must not be busy."""

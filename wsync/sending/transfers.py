@@ -14,7 +14,7 @@ from wsync.sending.deliveries import FlatDelivery
 from wsync.sending.queued_update import QueuedUpdate
 from wsync.sending.queues import WorkerQueue
 from wsync.sending.transfer_thread import TransferThread
-from wsync.transport import FlatTransport, TransportFactory, require_transport
+from wsync.transport import FlatTransport, TransportBackend, TransportFactory, require_transport
 from wsync.transport_setup import TransportSetup, close_transport
 
 _GRACE = 0.5  # seconds in which the death of a worker is noticed after its transport has failed
@@ -82,6 +82,7 @@ class Transfers:
                 setup = TransportSetup(connection, worker, deadline, transport, 0, queue.connection_number)
                 try:
                     unread = setup.wait()
+                    queue.transport = self._sending_end(transport)
                 finally:
                     self._keep(setup.thread)
         except NotConnected as error:
@@ -95,10 +96,19 @@ class Transfers:
                 raise SyncTimeout(str(error), {worker: str(error)}) from error
             cause = f"the set-up of its transport raised {type(error).__name__}: {error}"
             raise WorkerFailed(f"worker {worker}: {cause}", {worker: cause}, refused=[worker]) from error
-        queue.transport = transport if isinstance(transport, FlatTransport) else TransferThread(transport, self._wake)
         queue.advance()
         for message in unread:
             self._connections.process(worker, message)
+
+    def _sending_end(self, transport: TransportBackend | FlatTransport) -> FlatTransport | TransferThread:
+        """Return what a queue sends with; close ``transport`` if there is no descriptor or thread left for it."""
+        if isinstance(transport, FlatTransport):
+            return transport
+        try:
+            return TransferThread(transport, self._wake)
+        except BaseException:
+            close_transport(transport)
+            raise
 
     def disconnect(self, worker: int) -> None:
         """Close the transport of a worker that has gone, and drop its updates but the latest."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from contextlib import ExitStack
 from typing import NoReturn
 
+from wsync.control.liveness import EXHAUSTED
 from wsync.errors import WeightSyncError
 
 
@@ -76,16 +78,21 @@ def open_handle(handle: tuple[int, int, int, str]) -> tuple[int, int] | None:
     """Open the files of an arena that another process made; return their descriptors, or None if that is impossible.
 
     It is impossible on another machine, for another user, if the process has ended, or in another PID namespace.
+
+    Raises:
+        OSError: there is no descriptor or memory left.
     """
     pid, memory_fd, extra_fd, name = handle
-    fds: list[int] = []
-    try:
-        for fd in (memory_fd, extra_fd):
-            fds.append(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-        if os.readlink(f"/proc/self/fd/{fds[0]}") == f"/memfd:{name} (deleted)":
-            return fds[0], fds[1]
-    except OSError:  # no such process, or another user's
-        pass
-    for fd in fds:
-        os.close(fd)
+    with ExitStack() as opened:
+        fds: list[int] = []
+        try:
+            for fd in (memory_fd, extra_fd):
+                fds.append(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+                opened.callback(os.close, fds[-1])
+            if os.readlink(f"/proc/self/fd/{fds[0]}") == f"/memfd:{name} (deleted)":
+                opened.pop_all()
+                return fds[0], fds[1]
+        except OSError as error:  # no such process, or another user's
+            if error.errno in EXHAUSTED:
+                raise
     return None

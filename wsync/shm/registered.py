@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wsync.control.liveness import EXHAUSTED
 from wsync.loops.tensors import copy_all
 from wsync.shm.arena import EXTRA_END, SenderArena, WorkerArena
 from wsync.shm.memory import allocate, write_at
@@ -188,14 +189,20 @@ class RegisteredView:
 
     @classmethod
     def of(cls, arena: WorkerArena) -> RegisteredView | None:
-        """Return the sender's registered weights; None if there are none, or they cannot be opened here."""
+        """Return the sender's registered weights; None if there are none, or they cannot be opened here.
+
+        Raises:
+            OSError: there is no descriptor or memory left.
+        """
         size = os.fstat(arena.fds[1]).st_size
         if size <= _JSON:
             return None
         handle = json.loads(os.pread(arena.fds[1], size - _JSON, _JSON))
         try:
             files = {tuple(file): _map(handle["pid"], fd, file) for file, fd in handle["files"]}
-        except OSError:  # the sender's process is not visible from here: another container or user
+        except OSError as error:  # the sender's process is not visible (another container or user), or has closed it
+            if error.errno in EXHAUSTED:
+                raise
             return None
         word = memoryview(mmap.mmap(arena.fds[1], mmap.PAGESIZE, offset=EXTRA_END)).cast("q")
         return cls(word, in_clean_thread(_views, files, handle["tensors"]))
