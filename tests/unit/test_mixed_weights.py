@@ -252,6 +252,8 @@ def test_a_model_that_was_given_memory_of_its_own_stays_whole_when_its_worker_is
         workers = [stack.enter_context(make_worker(sender, index, near=True)) for index in range(2)]
         connect(sender.connect, *workers)
         workers[0].apply_weights(model_of(9).state_dict())
+        sender.send(model_of(2), worker_ids=1)  # the other one leaves that slot, too
+        assert workers[1].model(torch.ones(2)).item() == 6
         with wsync.gate():  # so that the worker does not notice its disconnection yet
             sender.disconnect(0)
             for value in range(2, 7):  # the slot that the model has left is written

@@ -185,9 +185,7 @@ class ModelUpdater:
         """Copy the model into memory of its own until the next update, so that it may be written.
 
         Called by the thread in ``apply_weights``, by the fork hook in the forking thread, or by ``ArenaReader``.
-
-        Args:
-            stay_unbound: do not bind the model to the registered weights again before the next version.
+        ``stay_unbound``: do not bind the model to the registered weights again before the next version.
         """
         if stay_unbound:
             self.unbound_at_version = self.version
