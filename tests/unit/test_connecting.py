@@ -64,12 +64,14 @@ def test_a_sender_that_dies_after_it_has_accepted_a_worker_is_not_connected() ->
 def test_memory_that_cannot_be_mapped_is_closed() -> None:
     memory = os.memfd_create("wsync-empty")
     settings = SenderSettings(None, None, arena_handle=(os.getpid(), memory, memory, "wsync-empty"))
+    ends: list[Connection] = []  # without a reference, the garbage collector would close it
 
     def descriptors() -> int:
         links = [os.readlink(one.path) for one in os.scandir("/proc/self/fd") if os.path.lexists(one.path)]
         return links.count("/memfd:wsync-empty (deleted)")
 
     def script(sender: Connection) -> None:
+        ends.append(sender)
         sender.send(Message(Kind.ACCEPTED, 0, 0, settings.dump()))
 
     with pytest.raises(wsync.NotConnected, match="invalid message from the sender"):
