@@ -60,7 +60,8 @@ def one_line(
             owner, parameters = (own or {}).get(group, ("", ()))
             if owner and key.partition(".")[0] not in parameters:
                 return unknown_parameter(name, owner, parameters)
-            return f"{name} is not there yet{_suggestion(key, parameters)}; say +{name}=… to add it"
+            hint = "" if key in parameters else _suggestion(key, parameters)
+            return f"{name} is not there yet{hint}; say +{name}=… to add it"
         return unknown(name, settings, chosen)
     if found := re.match(r"Error merging override (.+)", text):
         whole = re.search(r"Value '([0-9]+)\.0' of type 'float' could not be converted to Integer", reason)

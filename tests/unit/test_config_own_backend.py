@@ -144,7 +144,7 @@ class Unknown(nn.Module):
             "there are: depth, initial_std, shared, width",
         ),
         ("+policy.widht=3", "policy.widht: own_network.Wide has no parameter 'widht'; did you mean 'width'?; "),
-        ("policy.depth=3", "say +policy.depth=… to add it"),
+        ("policy.depth=3", "policy.depth is not there yet; say +policy.depth=… to add it"),
         ("policy.shared=true", "say +policy.shared=… to add it"),
         ("policy.width=wide", "own_network.Wide(width='wide'): "),
         ("policy=free policy.widht=3", "did you mean 'width'?; say +policy.widht=… to add it"),
