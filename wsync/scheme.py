@@ -1,4 +1,4 @@
-"""A scheme carries one model's weights; its class is either end of that.
+"""A scheme carries one model's weights from the trainer to its workers. The class is the same at both ends.
 
     trainer   init_on_sender ─→ (pickled to the workers) ─→ connect ─→ send, send, … ─→ shutdown
     worker    init_on_receiver ─→ connect ─→ updates arrive, between two forwards ─→ shutdown

@@ -113,9 +113,7 @@ class Sender:
         with self.exclusive():
             everyone, update = range(self.num_workers), None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
-                update = self._updates.publish(
-                    weights, everyone, absent=(), acknowledge=True
-                )  # kept until each connects
+                update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)  # kept until each joins
             elif self.source.weights is not None:
                 self._updates.define_layout(None)  # workers check it as they connect; the first send brings weights
             deadline = update.deadline if update else deadline_in(self.timeout)
@@ -290,7 +288,7 @@ class Sender:
         self._fast, self._lock = None, threading.RLock()  # a thread that does not exist here may hold the old one
 
     def close(self) -> None:
-        """Tell the workers that there will be no more updates; close all connections. A forked child tells nothing."""
+        """Send the workers that there are no more updates; close all connections. A forked child sends nothing."""
         if self._in_forked_child:
             return self.channel.close()
         with self.exclusive():
