@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import signal
@@ -16,14 +17,15 @@ import pytest
 import torch
 from implementations import KINDS, choose, implementation, new_arena, worker_arena
 
-from wsync import SyncTimeout
+from wsync import SyncTimeout, WeightSyncError
 from wsync.deadlines import deadline_in
+from wsync.loops import mutex
 from wsync.loops.arena_writer import ArenaWriter
 from wsync.loops.mutex import Mutex
 from wsync.loops.words import MAX_SLOTS, Block
 from wsync.loops.worker_slot import WorkerSlot
 from wsync.sending import slots
-from wsync.shm import registered
+from wsync.shm import memory, registered
 from wsync.shm.arena import SenderArena, WorkerArena
 from wsync.types import Ack
 from wsync.weights.layout import Layout
@@ -54,6 +56,51 @@ def test_mutex_of_a_dead_owner_is_free() -> None:
         lock.unlock()
     os.close(told)
     os.close(tell)
+
+
+def test_a_signal_while_a_dead_owners_mutex_is_taken_leaves_it_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = mmap.mmap(-1, 4096)
+    lock = Mutex(ctypes.addressof(ctypes.c_char.from_buffer(page)), page)
+    lock.initialise()
+    child = os.fork()
+    if child == 0:
+        lock.lock()
+        os._exit(0)
+    os.waitpid(child, 0)
+    trylock = mutex._trylock
+
+    def interrupted(address: int) -> int:
+        assert trylock(address) == errno.EOWNERDEAD
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mutex, "_trylock", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            try:
+                lock.lock()
+            finally:
+                lock.unlock()
+    lock.lock(1.0)
+    lock.unlock()
+
+
+def test_memory_is_allocated_in_short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may undo an allocation when a signal comes; with a periodic signal, a long one would never end."""
+    sizes, allocate, pages = [], os.posix_fallocate, memory.whole_pages((5 << 20) + 1)
+
+    def counted(descriptor: int, offset: int, size: int) -> None:
+        sizes.append(size)
+        if len(sizes) == 10:
+            raise OSError(errno.ENOSPC, "full")
+        allocate(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", counted)
+    descriptor = memory.memory_file("test", pages)
+    assert sum(sizes) == pages == os.fstat(descriptor).st_size and max(sizes) <= 1 << 20
+    with pytest.raises(WeightSyncError, match="no shared memory left"):
+        memory.allocate(descriptor, pages, pages)
+    assert os.fstat(descriptor).st_size == pages, "what was allocated before is freed"
+    os.close(descriptor)
 
 
 class Watched:

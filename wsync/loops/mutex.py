@@ -90,17 +90,21 @@ class Mutex:
         Raises:
             SyncTimeout: it was not free in time: the process that holds it is stopped.
         """
-        code = _trylock(self._address)
-        if code == errno.EBUSY:
-            until = time.monotonic() + (31_536_000 if timeout is None else timeout)
-            whole = int(until)
-            moment = ctypes.byref(_Timespec(whole, int((until - whole) * 1e9)))
-            code = _lock_until(self._address, time.CLOCK_MONOTONIC, moment)
-        if code == errno.EOWNERDEAD:
-            _consistent(self._address)
-        elif code == errno.ETIMEDOUT:
+        try:
+            code = _trylock(self._address)
+            if code == errno.EBUSY:
+                until = time.monotonic() + (31_536_000 if timeout is None else timeout)
+                whole = int(until)
+                moment = ctypes.byref(_Timespec(whole, int((until - whole) * 1e9)))
+                code = _lock_until(self._address, time.CLOCK_MONOTONIC, moment)
+            if code == errno.EOWNERDEAD:
+                _consistent(self._address)
+        except BaseException:  # a signal handler has raised, perhaps before the line above
+            _consistent(self._address)  # else unlock() would make it unusable; no effect on any other mutex
+            raise
+        if code == errno.ETIMEDOUT:
             raise SyncTimeout(f"the worker's process has held its mutex for {timeout} s: is it stopped?")
-        elif code:
+        if code not in (0, errno.EOWNERDEAD):
             raise OSError(code, f"cannot lock a shared mutex: {os.strerror(code)}")
 
 

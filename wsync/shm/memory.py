@@ -14,6 +14,10 @@ from typing import NoReturn
 from wsync.control.liveness import EXHAUSTED
 from wsync.errors import WeightSyncError
 
+# Bytes to allocate in one call. When a signal comes, the kernel may undo the call and it is repeated: with a periodic
+# signal (a profiler's), one that takes longer than the period would never end.
+_STEP = 1 << 20
+
 
 def whole_pages(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to whole pages."""
@@ -39,15 +43,20 @@ def memory_file(name: str, size: int = 0) -> int:
 
 
 def allocate(descriptor: int, offset: int, size: int) -> None:
-    """Allocate ``size`` bytes of a file.
+    """Allocate ``size`` bytes of a file. If that fails, the file has the size that it had.
 
     Raises:
         WeightSyncError: the machine has no memory left for them.
     """
+    end, before = offset + size, os.fstat(descriptor).st_size
     try:
-        os.posix_fallocate(descriptor, offset, size)
-    except OSError as error:
-        _raise_shortage(error, size)
+        for at in range(offset, end, _STEP):
+            os.posix_fallocate(descriptor, at, min(_STEP, end - at))
+    except BaseException as error:
+        os.ftruncate(descriptor, before)
+        if isinstance(error, OSError):
+            _raise_shortage(error, size)
+        raise
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:
