@@ -31,7 +31,8 @@ A slot's record has these words, which the sender writes:
 The sender reads the workers' words without the mutex, and ``SLOT_VERSION`` is used without one. So the order of loads
 and stores counts. The compiled classes use sequentially consistent ones. The Python classes use plain ones, which is
 enough on x86-64. It is not on processors that reorder stores (aarch64): the guarantees of ``shm/arena.py`` need the
-compiled classes there, and ``loops/__init__.py`` warns without them.
+compiled classes there, and ``loops/__init__.py`` warns without them. The version of registered weights
+(``shm/registered.py``) is always stored and read in Python, so their guarantees need x86-64.
 
 ``csrc/words.h`` is the same in C. ``shm/arena.py`` explains what it guarantees.
 """
