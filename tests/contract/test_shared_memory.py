@@ -765,12 +765,26 @@ def _change_model(state: WorkerState) -> None:
     state.models["policy"].other = nn.Parameter(torch.zeros(5))
 
 
+class CountsForwards(TwoWeights):
+    """Its forwards have an effect beside their output."""
+
+    forwards = 0
+
+    def forward(self) -> torch.Tensor:
+        self.forwards += 1
+        return super().forward()
+
+
+def _forwards(state: WorkerState) -> int:
+    return state.models["policy"].forwards
+
+
 @pytest.mark.parametrize("newest", [2, 6])
 def test_a_model_that_refuses_an_update_has_one_version_or_raises(
     published: SharedMemoryPublished, newest: int
 ) -> None:
     """Nothing protects the slot of a model between forwards, unless it is known that it may refuse an update."""
-    with published.connected(1, make=TwoWeights) as session:
+    with published.connected(1, make=CountsForwards) as session:
         (worker,) = session.workers
         assert set(worker.call(commands.output)) == {1.0}
         worker.call(_change_model)
@@ -784,6 +798,7 @@ def test_a_model_that_refuses_an_update_has_one_version_or_raises(
             for _ in range(2):
                 with pytest.raises(WorkerError, match=r"WeightSyncError.*two versions"):
                     worker.call(commands.output)
+            assert worker.call(_forwards) == 1, "it raises before the forward"
         for value in range(newest + 1, newest + 5):
             with suppress(wsync.WorkerFailed):
                 session.post(value)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 from workers_here import TIMEOUT, connect, make_worker, model_of, weights_of
 
@@ -243,6 +245,26 @@ def test_mixed_weights_are_refused_while_the_worker_connects_again() -> None:
         connecting.result()
         sender.send(model_of(2))
         assert engine.forward() == {2.0}
+
+
+def test_a_disconnected_worker_does_not_use_later_registered_weights_after_a_fork() -> None:
+    """A fork gives the model memory of its own, and its next forward binds it to the registered weights again."""
+    with ExitStack() as stack:
+        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT))
+        sender.register_shared_weights("policy", TensorDict.from_module(model_of(1)).data.share_memory_())
+        sender.init_on_sender("policy", num_workers=2)
+        workers = [stack.enter_context(make_worker(sender, index, near=True)) for index in range(2)]
+        connect(sender.connect, *workers)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert workers[0].model(torch.ones(2)).item() == 3
+        sender.disconnect(0)
+        for value in range(2, 7):
+            sender.send(model_of(value))
+        with suppress(wsync.NotConnected):  # they were written before it found out
+            assert workers[0].model(torch.ones(2)).item() == 3
 
 
 def test_a_model_that_was_given_memory_of_its_own_stays_whole_when_its_worker_is_disconnected() -> None:

@@ -178,7 +178,8 @@ class ArenaReader:
 
     def unbind(self) -> None:
         """Record that the model has memory of its own until the next install. Called inside the gate."""
-        self._slot.bound_slot = NONE
+        if self._registered is None:  # else its next forward may bind it to the registered weights again
+            self._slot.bound_slot = NONE
 
     def leaving_gate(self) -> None:
         """Release the slot that the forward used. Idempotent. Called inside the gate.
