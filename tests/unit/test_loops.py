@@ -23,7 +23,9 @@ from hypothesis import strategies as st
 from implementations import KINDS, PYTHON, choose, implementation, new_arena, worker_arena
 from striking import struck_at
 from torch import Tensor, nn
+from workers_here import TIMEOUT, connect, make_worker
 
+import wsync
 from wsync import NotConnected, SyncReport, SyncTimeout, loops
 from wsync.control.messages import HEADER, Kind, Message, unpack
 from wsync.fast_path import FastUpdate
@@ -838,6 +840,24 @@ def test_a_stream_with_space_for_a_part_of_a_message_is_shut_down() -> None:
         update([torch.rand(1, 3)], 1, 0.0, 0.0)  # all of its message was dropped, or a part
         assert slot.on_readable() is False
         slot.close()
+
+
+class Counting(nn.Linear):
+    """Has extra state, so its worker holds its slot."""
+
+    def get_extra_state(self) -> int:
+        return 7
+
+    def set_extra_state(self, state: int) -> None: ...
+
+
+def test_bind_may_be_any_true_value() -> None:
+    source = Counting(2, 1)
+    with wsync.SharedMemWeightSyncScheme(bind=1, timeout=TIMEOUT) as sender:  # pyright: ignore[reportArgumentType]
+        sender.init_on_sender("policy", model=source, num_workers=1)
+        with make_worker(sender, 0, model=Counting(2, 1)) as worker:
+            connect(sender.connect, worker)
+            assert torch.equal(worker.model.weight, source.weight)
 
 
 # --- signals ---
