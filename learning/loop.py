@@ -121,9 +121,8 @@ class Training:
 
         However the run ends, a checkpoint and the summary are written. Networks that have diverged are not: the last
         checkpoint stays. An error is raised again afterwards, unless it is a RuntimeError (of a worker, or of the
-        scheme) after a request to stop: a signal to the process group ends the workers as well. A file that cannot be
-        written then is a note on the first error. After a ``KeyboardInterrupt``, which is the second request, it is a
-        line on stderr instead, and reporters do not ``conclude``.
+        scheme) after a request to stop: a signal may end the workers as well. A file that cannot be written is a note
+        on the first error; after a ``KeyboardInterrupt`` (the second request) a line on stderr, and nothing concludes.
         """
         conclude = True
         try:
