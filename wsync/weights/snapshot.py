@@ -54,7 +54,7 @@ class Snapshot:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside the wrappers of ``torch.compile`` and data parallelism, whose own names carry a prefix."""
+    """The module inside the wrappers of ``torch.compile`` and data parallelism, which add a prefix to its names."""
     inner: nn.Module | None = None
     if type(module).__name__ == "OptimizedModule":
         inner = module._modules.get("_orig_mod")
