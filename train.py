@@ -191,8 +191,8 @@ if __name__ == "__main__":
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *folders]))
     if is_worker():  # torchrun starts all ranks alike: those above 0 collect
         status = join_trainer()
-        last_resort = threading.Timer(5.0, os._exit, [status])  # an environment may have left threads that do not end
-        last_resort.daemon = True
-        last_resort.start()
+        exit_timer = threading.Timer(5.0, os._exit, [status])  # threads that an environment has started may not end
+        exit_timer.daemon = True
+        exit_timer.start()
         sys.exit(status)
     run_hydra(main)
