@@ -1,7 +1,8 @@
 """What each way to call ``send`` costs, beside ``send()`` without an argument: shared memory, two workers.
 
 The time is that of the call; what the caller takes to make the argument is shown apart. Every form is called in blocks
-of its own, the blocks in turn; and call by call in turn with the others.
+of its own, the blocks in turn; and call by call in turn with the others. *A byte and back* is what an acknowledgement
+costs at least: a byte to each of two processes by a pipe, and one from each, after the same writes to the parameters.
 
     python scripts/bench_forms.py                       # 64 KiB in 4 tensors
     python scripts/bench_forms.py --mib 1 --tensors 20
@@ -9,17 +10,19 @@ of its own, the blocks in turn; and call by call in turn with the others.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import cycle, islice
+from multiprocessing.connection import Connection
 from typing import Annotated, Any, cast
 
 import torch
 import typer
 from harness.models import RevealingModel, fill
-from harness.processes import receive_updates, worker_processes
+from harness.processes import echo, receive_updates, worker_processes
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -31,6 +34,15 @@ Form = Callable[[], Any]
 Times = dict[str, list[float]]
 BLOCK = 50  # calls of one form in a row
 SETTLE = 10  # first calls of a block that do not count: there the form before is still prepared
+FLOOR = "a byte and back"
+
+
+def exchange_byte(pipes: list[Connection]) -> None:
+    """Send one byte to each process that runs ``echo``, and wait for one from each."""
+    for channel in pipes:
+        os.write(channel.fileno(), b"x")
+    for channel in pipes:
+        os.read(channel.fileno(), 1)
 
 
 def parameters(model: RevealingModel) -> TensorDict:
@@ -76,16 +88,23 @@ def measure(acknowledge: str, given: str, mib: float, tensors: int, rounds: int)
     source: dict[str, Any] = {given: model if given == "model" else parameters(model)}
     scheme.init_on_sender("policy", num_workers=2, **source)
     make, found = forms(model), {}
-    with worker_processes(receive_updates, 2, scheme, mib, tensors), scheme:
+    with (
+        worker_processes(echo, 2) as echoes,
+        worker_processes(receive_updates, 2, scheme, mib, tensors),
+        scheme,
+    ):
         scheme.connect()
         for order in (in_blocks, in_turn):
             took, made = defaultdict(list), defaultdict(list)
-            for number, (name, counts) in enumerate(order(list(make), rounds)):
+            for number, (name, counts) in enumerate(order([*make, FLOOR], rounds)):
                 fill(model, float(number))
                 began = time.perf_counter()
-                argument = make[name]()
+                argument = None if name == FLOOR else make[name]()
                 ready = time.perf_counter()
-                scheme.send(argument)
+                if name == FLOOR:
+                    exchange_byte(echoes.pipes)
+                else:
+                    scheme.send(argument)
                 if counts:
                     took[name].append(time.perf_counter() - ready)
                     made[name].append(ready - began)

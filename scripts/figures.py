@@ -81,7 +81,7 @@ BENCHMARKS = (
         "forms",
         "The calling forms",
         "`send` with each kind of argument, after `init_on_sender(model=…)` and after `init_on_sender(weights=…)`. "
-        "*In turn*: another form before each call.",
+        "*In turn*: another form before each call. *A byte and back*: by a pipe to each of two processes.",
         "scripts/bench_forms.py",
     ),
     Benchmark(

@@ -50,8 +50,9 @@ class FastCalls(NamedTuple):
 
     Attributes:
         update: the update in one call.
-        complete: ``(unfinished, version)``: finish publishing; ``wait_acks`` then returns the missing acknowledgements.
+        finish_publishing: ``(unfinished, version)``: publish the update to the workers that lack it, and store the
+            acknowledgements that were read; ``wait_acks`` then returns all.
     """
 
     update: FastUpdate
-    complete: Callable[[UnfinishedUpdate, int], None]
+    finish_publishing: Callable[[UnfinishedUpdate, int], None]

@@ -11,7 +11,7 @@ that forbids the use of one model is raised only for forwards that may use that 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
 soon as the running forward ends, even if no other forward follows. In shared memory, with ``acknowledge="published"``
 or ``initiator="receiver"``, the receiver thread is woken only while some thread of the worker waits in ``receive``, or
-if the update has to be acknowledged; otherwise the next forward installs it, or ``pull``.
+if the update has to be acknowledged; otherwise the next forward, or ``pull``, installs it.
 
 Among what bypasses the gate (docs/lifecycle.md has all): ``model.forward(...)`` called directly; a submodule called on
 its own; a copy made by ``torch.jit.trace`` or ``torch.export``, which has the model's parameters, but not its gate; and
@@ -67,6 +67,8 @@ class Gate:
         gate_state = self.gate_state
         with gate_state.lock:
             depth_before, entered = gate_state.depth, False
+            # This is the first open block. (At depth 0 that is certain, even if `_blocks` is not 0: a signal handler
+            # may have raised before `try`.)
             if not depth_before or not self._blocks:
                 self._blocks, self._depth_before = 0, depth_before
             self._blocks += 1
@@ -89,7 +91,7 @@ class Gate:
             return self.call(function, *args, **kwargs)
 
     def call_for(self, subject: object, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call ``function`` inside the gate. ``subject``: the only model that it uses; None: it may use any."""
+        """Call ``function`` inside the gate, as a forward that uses the model ``subject`` alone; None: any model."""
         return self.gate_state.call_model(lambda _: function(*args, **kwargs), subject)
 
     def call_with_deadline(
@@ -134,10 +136,11 @@ _thread_local = threading.local()  # ``without_forward``: true inside a block of
 
 @contextmanager
 def without_forward() -> Iterator[None]:
-    """While the block runs, the gate treats this thread as running no forward: ``entered_for_forward_of`` is false.
+    """In this block, entering the gate does not count as a forward: ``entered_for_forward_of`` is false.
 
-    The receiver thread is always in such a block. It must not wait for a version in a hook: the version could arrive
-    only by a message that this thread itself has to read. Threads in ``connect``, ``receive`` and ``pull`` use it, too.
+    Hooks then raise no errors for a forward, and do not wait for a newer version (``max_staleness``). The receiver
+    thread always runs in such a block: if it waited, the message that brings the version would not be read. Threads in
+    ``connect``, ``receive`` and ``pull`` use it, too.
     """
     before, _thread_local.without_forward = getattr(_thread_local, "without_forward", False), True
     try:
@@ -149,7 +152,7 @@ def without_forward() -> Iterator[None]:
 def entered_for_forward_of(model: object) -> bool:
     """Return whether the gate was entered for a forward that may use ``model``, or by ``gate()`` or ``gated()``.
 
-    Called by hooks. A forward may use its own model, the models inside it, and those that it is a part of.
+    Called by hooks. A forward may use its own model, the models inside it, and the models that contain it.
     """
     if getattr(_thread_local, "without_forward", False):
         return False
@@ -162,10 +165,10 @@ def entered_for_forward_of(model: object) -> bool:
 
 
 class MixedWeightsGuard:
-    """A ``GateHook`` that refuses forwards of a model that may have weights of two versions; attached while it does.
+    """A ``GateHook`` that raises an error in a model's forwards; attached while its weights may be of two versions.
 
     Args:
-        model: the model; None for an engine's, of which only its ``load`` function is known.
+        model: the model; None for that of an inference engine (``load=``), which is not known.
 
     Attributes:
         why: the reason; empty while forwards are allowed.
@@ -242,8 +245,8 @@ def gate_model(module: nn.Module) -> None:
     original = type(module)
     if _ORIGINAL in vars(original):
         return
-    known = _gated_classes.get(original)
-    subclass = None if known is None else known()
+    reference = _gated_classes.get(original)
+    subclass = None if reference is None else reference()
     if subclass is None:
         subclass = _gated_class(original)
         _gated_classes[original] = weakref.ref(subclass)

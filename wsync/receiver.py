@@ -27,8 +27,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds between two requests for a f
 class Receiver:
     """The receiving end of one model in one worker.
 
-    Its parts: ``updater`` takes an update from the message to the model; its ``state`` has the version, and wakes the
-    threads that wait in ``receive``. ``channel`` is the connection to the sender.
+    Its parts: ``updater`` processes the messages and installs updates in the model; ``updater.state`` stores the
+    installed version, and wakes the threads that wait in ``receive``. ``channel`` is the connection to the sender.
 
     Threads: the user's threads call all methods. One exception: after ``begin_connect`` (older API,
     ``receiving/joining.py``) the receiver thread calls ``connect`` and, after an error, ``close``. Gate:
@@ -38,7 +38,9 @@ class Receiver:
         destination: what takes the weights: a module, a mapping of tensors, or ``load``. A module is gated from
             ``begin_connect`` or ``connect`` on.
         strategy: the format in which ``receive`` returns weights.
-        channel, make_install_policy, cascade: see ``ModelUpdater``.
+        channel: the connection to the sender.
+        make_install_policy: makes the object that decides when updates are installed.
+        cascade: passes updates on to this worker's own workers; None if it has none.
 
     Attributes:
         destination: as given.
@@ -60,10 +62,11 @@ class Receiver:
         self._strategy = strategy
         self._channel = channel
         self._store_channel = channel if isinstance(channel, ReadsStore) else None
-        # Handles messages and installs updates: without the arena the updater itself, with it a ``WorkerSlot``, which
-        # calls the updater.
+        # Handles messages and installs updates: with the arena a ``WorkerSlot``, which calls the updater; otherwise the
+        # updater itself.
         self._handler: ModelUpdater | WorkerSlot = self.updater
-        # Attached to the gate: that of the install policy, and one for registered weights (``shm/registered.py``).
+        # The hooks that are attached to the gate: that of the install policy and, if there are registered weights
+        # (``shm/registered.py``), a ``RegisteredBinder``.
         self._hooks: list[GateHook] = []
 
     # --- connect and close ---
@@ -88,7 +91,7 @@ class Receiver:
         try:
             self._gate_model()
         except BaseException:
-            self._state.close(finished=False)  # first, as LOST: close() alone would record a shutdown
+            self._state.close(finished=False)  # LOST; close() alone would record FINISHED
             self.close()
             raise
         return descriptors
@@ -143,13 +146,14 @@ class Receiver:
             self._hooks.append(RegisteredBinder(registered, self.updater))
         for hook in self._hooks:
             process_gate().attach(hook)
-        self._state.last_returned = self._channel.first_version  # a thread may be in `receive` already
+        # So that a thread that waits in `receive` already does not return the first weights.
+        self._state.last_returned = self._channel.first_version
         policy.install_now()
-        # Only an error of the first weights is raised here. If there are none, `install_now` may have installed an
-        # update that came since: its error was sent as the answer to that update.
+        # Only an error of the first weights is raised here. If the sender had none, `install_now` may have installed a
+        # later update: its error was sent as the answer to that update.
         error = self.updater.error if self._channel.first_version else ""
         self.updater.acknowledge_after_cascade()
-        # If a later version has been installed meanwhile, `receive` returns it.
+        # Not above the installed version. If a later version was installed meanwhile, `receive` returns it.
         self._state.last_returned = min(self.version, self._channel.first_version)
         if error:
             raise WeightSyncError(f"worker {self.worker_idx} could not install its first weights:\n{error}")
@@ -218,9 +222,10 @@ class Receiver:
         return self._state.wait_next(timeout, take or self.weights)
 
     def pull(self, timeout: float | None) -> int:
-        """Install the newest version (of the sender, or that has arrived), or wait for the first; return its number.
+        """Install the newest version; return its number.
 
-        See ``WeightSyncScheme.pull`` for what it waits for.
+        With ``initiator="receiver"`` that is the newest of the sender (or store), otherwise the newest that has
+        arrived. If there is no version yet, wait for the first. See ``WeightSyncScheme.pull``.
 
         Raises:
             NotConnected: the sender is gone, and there has been no version.
@@ -233,7 +238,7 @@ class Receiver:
             raise RuntimeError("call pull() outside any forward and any wsync.gate() block")
         deadline, pause = deadline_in(timeout), _FIRST_PAUSE
         self._fetch(timeout)
-        while not self._state.tried:
+        while not self._state.newest_attempted:
             left = remaining(deadline)
             if left == 0.0:
                 raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
@@ -251,6 +256,8 @@ class Receiver:
                 f"worker {self.worker_idx}: version {state.failed_version} could not be installed and is not tried "
                 f"again. Newest installed version: {state.version or 'none'}. The error:\n{state.failure}"
             )
+        if state.phase is Phase.LOST and state.version <= state.last_returned:
+            raise state.ended()
         return state.take_version()
 
     def _fetch(self, timeout: float | None) -> None:
@@ -263,7 +270,7 @@ class Receiver:
         """
         if self._store_channel is not None:  # a store has no sender that announces versions: read the newest first
             self.updater.process(self._store_channel.fetch_newest())
-            if self._state.closed:  # by another thread: what was read is not installed
+            if self._state.closed:  # another thread has called shutdown(): drop what was read
                 raise self._state.ended()
         if not self.updater.install_policy.install_newest(timeout):
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come before the deadline")

@@ -56,7 +56,7 @@ class WeightSyncScheme(SchemeBase):
             model_id: the model's name, and its dotted path in ``context``.
             context: a collector, or any object that has the model.
             model: the model; read again by each ``send()`` without arguments.
-            weights: instead of a model, its live weights; likewise read again.
+            weights: the weights themselves, instead of a model; likewise read again by each ``send()``.
             devices: one per worker; only their number is used (an argument of TorchRL's).
             device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker; they may be on any
                 device. Called for each worker that an update is for, by the thread that calls ``send`` or ``connect``.
@@ -99,14 +99,14 @@ class WeightSyncScheme(SchemeBase):
                 ``update_policy_weights_``) is called after each update is installed and before it is acknowledged:
                 outside the gate, by the receiver thread or the thread in ``connect``.
             model: the model itself, or a mapping of tensors into which weights are copied. A module that shares its
-                memory with another process is given its own with the first weights.
+                memory with another process gets memory of its own when the first weights are installed.
             load: for an inference engine: called inside the gate, by the thread that installs, with an iterator over
                 the ``(name, tensor)`` pairs of a version; they are valid during the call. ``model`` is then optional.
             chunk_bytes: call ``load`` several times for one version, with at most so many bytes (or one tensor) each.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
         Raises:
-            RuntimeError: the scheme has no sender's address and cannot look one up, or is initialised here already.
+            RuntimeError: the scheme has no sender's address, nor a store to find it in; or is initialised here already.
             LookupError, TypeError: the context has no such model.
             ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
                 of its own, if ``send`` awaits no acknowledgements.
@@ -123,7 +123,7 @@ class WeightSyncScheme(SchemeBase):
         """Set up and connect both ends in this process.
 
         An update is installed inside the gate before ``send`` returns. If ``source`` is given, its weights are
-        installed in ``model`` at once, and ``send()`` reads it again; else the first ``send(weights)`` brings weights.
+        installed in ``model`` at once, and ``send()`` reads it again; else ``send`` has to be given weights.
 
         Raises:
             RuntimeError: the scheme is initialised already.
@@ -135,7 +135,7 @@ class WeightSyncScheme(SchemeBase):
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
     ) -> None:
-        """Wait for the other end, which calls this as well (or has it called); then deliver the first weights, if any.
+        """Wait until the other end calls this too (for Ray actors the sender does); then deliver first weights, if any.
 
         A sender may call it again: it accepts late workers and replacements, and delivers to all.
 
@@ -147,7 +147,7 @@ class WeightSyncScheme(SchemeBase):
 
         Raises:
             NotConnected: not initialised; or the sender is gone, or refused this worker.
-            SyncTimeout: names workers that did not come, or did not install the first weights, within ``timeout``.
+            SyncTimeout: a worker did not connect or install the first weights in time; or the sender did not answer.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch, WeightSyncError: on the receiver, if its model is not like the sender's, or raised an error.
             TypeError, ValueError: a wrong form of ``processes``; no ``worker_idx``; an argument of the other end.
@@ -177,14 +177,14 @@ class WeightSyncScheme(SchemeBase):
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
-        It gets the newest update that was sent to this index; other workers are not affected. If a process connected
-        before this call, while only other workers were awaited or in a ``readmit`` that did not end, that
-        connection is used, unless ``process`` has ended, or was started later. Any other worker with this index is
-        disconnected. For ``process`` see ``connect``; ``timeout``: seconds, None for the scheme's.
+        It gets the newest update that was sent to this index. If it has connected in an earlier ``readmit`` (of another
+        worker, or that timed out or was interrupted), that connection is used, unless ``process`` was started after it
+        or has ended. Any other worker with this index is disconnected. ``timeout``: seconds, None for the scheme's.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
-            TypeError, ValueError, NotConnected: it is no process; there is no such worker; this is no connected sender.
+            TypeError, ValueError: ``process`` has a wrong form, see ``connect``; or there is no worker ``worker_idx``.
+            NotConnected: this end is not initialised as a sender, or is a forked child of one.
         """
         sender = self._role.as_sender("readmit").sender
         worker = single_worker(worker_idx, sender.num_workers)
@@ -212,7 +212,7 @@ class WeightSyncScheme(SchemeBase):
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
             LayoutMismatch: the weights do not fit the model; no worker's model was changed.
             ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
-            WorkerDied, WorkerFailed, SyncTimeout: names each worker without it. ``version`` None: nothing was sent.
+            WorkerDied, WorkerFailed, SyncTimeout: names workers without it; ``version`` is None if nothing was sent.
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update
@@ -220,7 +220,7 @@ class WeightSyncScheme(SchemeBase):
         return role.sender.send(weights, worker_ids, self.sync, partial)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Send as ``send``, but do not wait. A newer update may replace this one. Raises errors of earlier ones."""
+        """Send as ``send``, but do not wait. A newer update may replace this one. Also raises earlier calls' errors."""
         self._role.as_sender("send_async").sender.send(weights, worker_ids, wait=False)
 
     def wait_async(self) -> SyncReport | None:
@@ -235,9 +235,9 @@ class WeightSyncScheme(SchemeBase):
         """Wait for a version newer than the last one returned; at first, newer than the one ``connect`` delivered.
 
         Returns:
-            The model's weights, of one version (with ``load=`` alone: its number), not copied: a later update may be
-            written into the same memory. None after ``timeout`` seconds (by default there is no limit), and when
-            the sender has shut down (``finished`` is then true) or this end has.
+            The model's weights, of one version, not copied: a later update may be written into the same memory. With
+            ``load=`` and no model, the version number. None after ``timeout`` seconds (by default there is no limit),
+            and when the sender has shut down (``finished`` is then true) or this end has.
 
         Raises:
             NotConnected: the sender died, ended without ``shutdown``, or has disconnected this worker; or an earlier
@@ -250,14 +250,14 @@ class WeightSyncScheme(SchemeBase):
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
-        With ``initiator="receiver"`` it waits ``timeout`` seconds (None: no limit) for that version, or until a forward
-        ends. By default versions are installed as they arrive: it waits for the first. Reading a store has no limit.
+        With ``initiator="receiver"`` it waits at most ``timeout`` seconds (None: no limit) for that version; otherwise
+        only if there is none yet. It also waits, without a limit, until a running forward ends or a store is read.
 
         Raises:
-            NotConnected: before ``connect``; or the sender has gone, or this end, and there has been no version.
+            NotConnected: before ``connect``; the connection ended before the first version; or the sender died or has
+                disconnected this worker, and an earlier call has returned the last version.
             SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
-            WeightSyncError: the newest version was refused or could not be sent; has its number and the cause, and is
-                raised again until there is a newer one. Or a store cannot be read.
+            WeightSyncError: the newest version was refused or not sent, until a newer one comes; a store is unreadable.
             RuntimeError: called inside a forward, or ``wsync.gate()``.
         """
         return self._role.as_receiver("pull").receiver.pull(timeout)

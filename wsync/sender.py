@@ -34,7 +34,7 @@ class Sender:
 
     A call holds the *sender's lock*. While it uses connections or slots it also holds the *channel's lock* (for the
     exceptions see ``SenderArena``). The *send-loop thread* (``sending/send_loop.py``) takes only the channel's lock; it
-    sends the updates that have waited for a worker's answer to an earlier one.
+    sends queued updates: a worker that does not use the arena gets an update only after it has answered the previous.
 
     Args:
         channel: the channel to the workers: connections, and memory or transports for weights; kept as an attribute.
@@ -42,9 +42,9 @@ class Sender:
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
-        acknowledges: whether a send waits for the workers' acknowledgements; if not, see ``Updates.publish``.
-        on_request: with ``initiator="receiver"``: workers request versions; ``acknowledges`` is then false.
-        record: called with the report of each finished update but that of ``connect``, under the sender's lock.
+        acknowledges: whether every send waits for acknowledgements; if not, only some do: see ``Updates.publish``.
+        on_request: whether workers request versions (``initiator="receiver"``); ``acknowledges`` must then be False.
+        record: called with the report of each finished update except that of ``connect``, under the sender's lock.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Sender:
         self._lock = threading.RLock()
         self._in_forked_child = False
         fork_aware.add(self)
-        self._finders = TensorFinders(source.weights)  # one for each kind of argument that `send` was given so far
+        self._finders = TensorFinders(source.weights)  # caches how to find the tensors in an argument of `send`
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
         self._fast_version = 0  # of the last fast update, until `_disable_fast` records it in `_members`
 
@@ -113,7 +113,8 @@ class Sender:
         with self.exclusive():
             everyone, update = range(self.num_workers), None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
-                update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)  # kept until each joins
+                # Published before the workers connect: the channel keeps it for each of them.
+                update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)
             elif self.source.weights is not None:
                 self._updates.define_layout(None)  # workers check it as they connect; the first send brings weights
             deadline = update.deadline if update else deadline_in(self.timeout)
@@ -134,7 +135,7 @@ class Sender:
                 self.channel.give_up(worker)
             with self.exclusive():  # takes the lock again: it also disables the fast path
                 self._updates.unawaited.stop_waiting_for([worker])
-                self._members.remove([worker])  # before what may be interrupted: else later calls would wait for it
+                self._members.remove([worker])  # first: a signal handler may raise in the next call
                 self.channel.disconnect(worker)
         finally:
             try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
@@ -155,8 +156,9 @@ class Sender:
         """
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            # None: not connected yet. 0: no answer is awaited. Else the version that it was accepted with and has not
-            # answered; if a newer one was sent since, the call that sent that one, or `wait`, waits for the answer.
+            # early_version: None if the replacement is not connected yet; 0 if no answer is outstanding; else the
+            # version in its ACCEPTED message, which it has not answered. If a newer version was sent since, this call
+            # does not wait: the send of that version does (after `send_async`: `wait`).
             early_version = self.channel.pop_early_join(worker, sentinel)
             expected = self._members.expected_version.get(worker, 0)
             unanswered = expected if early_version in (None, expected) else 0
@@ -168,7 +170,7 @@ class Sender:
                 if unanswered:
                     self._updates.acks.require([worker], unanswered, deadline)
             except BaseException as error:
-                if not isinstance(error, WorkerDied | WorkerFailed):  # SyncTimeout, KeyboardInterrupt: call again
+                if not isinstance(error, WorkerDied | WorkerFailed):  # the next `readmit` uses this connection
                     self.channel.keep_early_join(worker, unanswered)
                 raise
             finally:
@@ -176,8 +178,8 @@ class Sender:
 
     def continue_from(self, version: int) -> None:
         """Skip the version numbers up to ``version``; ValueError if it is out of range."""
-        if not 0 <= version < LAST_VERSION:
-            raise ValueError(f"a version is from 0 to {LAST_VERSION - 1}, not {version}")
+        if not 0 <= version < LAST_VERSION - 1:
+            raise ValueError(f"a version to continue from is 0 to {LAST_VERSION - 2}, not {version}")
         with self.exclusive():
             self._updates.version = max(self.version, version)
 
@@ -191,6 +193,7 @@ class Sender:
             fast = self._fast
             if fast is not None and wait and worker_ids is None and not partial:
                 finders = self._finders
+                # the source's tensors are known; other arguments are searched
                 known = finders.source_tensors if weights is None or weights is finders.source_weights else None
                 tensors = known if known is not None else finders.find(weights)
                 if tensors is not None:
@@ -199,13 +202,13 @@ class Sender:
                     version = updates.version = updates.version + 1
                     try:
                         report = fast.update(tensors, version, updates.timeout, began)
-                    except BaseException:  # usually in the wait, when the update is published
+                    except BaseException:  # usually raised while waiting for answers, after the update was published
                         if isinstance(self.channel, SenderSideChannel) and self.channel.has_sent(version):
                             self._fast_version = version
                         raise
                     if report is not None:
                         if not isinstance(report, SyncReport):  # a tuple: sent, but not yet finished
-                            report = self._complete(fast, UnfinishedUpdate(*report), began)
+                            report = self._finish_fast(fast, UnfinishedUpdate(*report), began)
                         self._fast_version = version
                         self._record(report)
                         return report
@@ -254,13 +257,13 @@ class Sender:
             self._finders.add(weights, finder)
             self._fast = fast
 
-    def _complete(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
-        """Finish a fast update that a death, an error, the deadline, a held mutex or another message has stopped."""
+    def _finish_fast(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
+        """Finish a fast update after a death, an error, the deadline, a mutex that was held, or another message."""
         self._disable_fast()
         workers, timeout, version = self._members.present, self.timeout, self.version
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
         self._members.note_sent(version, ((workers, b""),))  # b"": the fast path is for models without extra state
-        fast.complete(unfinished, version)
+        fast.finish_publishing(unfinished, version)
         if self._acknowledges:
             self._updates.acks.require(workers, version, deadline_in(left))
         else:
@@ -275,7 +278,7 @@ class Sender:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the sender's lock; disable the fast path until the next ``send`` to all. NotConnected: forked."""
+        """Hold the sender's lock; disable the fast path: a ``send`` to all enables it. NotConnected: forked child."""
         if self._in_forked_child:
             raise forked_child_error()
         with self._lock:
@@ -288,7 +291,7 @@ class Sender:
         self._fast, self._lock = None, threading.RLock()  # a thread that does not exist here may hold the old one
 
     def close(self) -> None:
-        """Send the workers that there are no more updates; close all connections. A forked child sends nothing."""
+        """Tell the workers that no more updates will come; close all connections. A forked child sends nothing."""
         if self._in_forked_child:
             return self.channel.close()
         with self.exclusive():

@@ -36,9 +36,9 @@ from wsync.weights.strategy import WeightStrategy
 class TransportBackend(Protocol):
     """Moves the weights of one model between a sender and one worker.
 
-    Each end has an instance of its own: ``scheme.create_transport(worker_idx)`` is called on the sender and in the
-    worker each time the worker connects and does not use the sender's shared memory, by the thread in ``connect`` or
-    ``readmit``; after ``init_on_worker`` (the older API, which connects in the background), by the receiver thread.
+    ``scheme.create_transport(worker_idx)`` makes one at each end, for each connection of a worker that does not use
+    shared memory. It is called by the thread in ``connect`` or ``readmit``; after ``init_on_worker`` (the older API,
+    which connects in the background), by the receiver thread.
 
     A transport must not keep a model or a strategy. It may also be used standalone (without a scheme). Under a scheme
     ``model`` is None in every call, and so is ``weights`` in ``setup_connection_and_weights_on_receiver``.
@@ -49,10 +49,10 @@ class TransportBackend(Protocol):
 
         Called once per connection, before any ``send_weights``, in a dedicated thread of the trainer (another thread
         calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it raises an
-        Exception, the worker is not connected: ``connect`` in the trainer raises ``WorkerFailed`` (for a
-        ``NotConnected``: ``WorkerDied``; a ``SyncTimeout`` stays one), which names the worker and the error; of a
-        worker that joins while only others are awaited, the error is logged. If the call has not
-        returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
+        Exception, the worker is disconnected, and ``connect`` in the trainer raises an error with the worker and the
+        cause: ``WorkerFailed``; ``WorkerDied`` for a ``NotConnected``, ``SyncTimeout`` for a ``SyncTimeout``. (While
+        ``readmit`` waits for another worker, the error is logged instead.) If the call has not returned by the
+        deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
         """
 
     def setup_connection_and_weights_on_receiver(
@@ -122,13 +122,13 @@ class TransportBackend(Protocol):
            update's weights, no other call follows.
         2. Otherwise (it returned None or older weights, or raised) it is called again once ``send_weights`` has
            returned, and again after each older version: up to eight more calls.
-        3. If one of those calls returns None or raises, or all eight return older weights, the trainer raises
+        3. If one of the further calls returns None or raises, or all eight return older weights, the trainer raises
            ``WorkerFailed``.
 
         Args:
             timeout: seconds; None for no limit. Under a scheme with a timeout: 80 % of the scheme's timeout, less the
                 time since the announcement; never less than 10 % of the scheme's timeout.
-            weights: a buffer in the strategy's format, with the same layout as what ``send_weights`` is given; a
+            weights: a buffer in the strategy's format, with the layout of the argument of ``send_weights``; a
                 transport may copy the received tensors into it and return it, or return tensors of its own.
             model: None under a scheme; otherwise the weights are applied to it, inside ``wsync.gate()``.
             strategy: how they are applied, and the format of the result.
@@ -156,7 +156,7 @@ class Transfer(Protocol):
         """Return when the transfer is complete; raises RuntimeError if it failed, or at the timeout.
 
         Called in the worker, once, with the scheme's timeout, by the thread that reads the sender's messages; the
-        result is not used. On the sender it is not called: the worker's answer shows that it is complete.
+        result is not used. The sender does not call it: the worker's answer shows that the transfer is complete.
         """
         ...
 
@@ -169,8 +169,8 @@ class FlatTransport(Protocol):
 
     Attributes (set before ``connect`` is called):
         device: the device on which the packed buffers have to be.
-        receives_ahead: whether a worker calls ``begin_receive`` for the next version without waiting for the sender's
-            message: as soon as it has acknowledged the last version (for the first one: once it has the layout).
+        receives_ahead: whether a worker calls ``begin_receive`` for the next version before the sender announces it:
+            directly after it has acknowledged the last version (for the first version: after it got the layout).
     """
 
     device: torch.device
@@ -189,8 +189,8 @@ class FlatTransport(Protocol):
             rank: 0 on the sender, 1 in the worker.
             connection_number: 1 for the first connection with this worker's index, more for each later one.
             host: the address of this end by which the other end reaches it.
-            deadline: on ``time.monotonic``'s clock: one second after that of the scheme's ``connect``; ten minutes
-                from now where it has none.
+            deadline: on ``time.monotonic``'s clock: one second after the deadline for the set-up of this worker; ten
+                minutes from now if there is none.
 
         Raises:
             RuntimeError: the connection could not be made.
@@ -200,14 +200,14 @@ class FlatTransport(Protocol):
     def begin_send(self, flat: Tensor, transfers: list[Transfer]) -> None:
         """Begin to send, and append the transfer to ``transfers``.
 
-        One call at a time, by the thread that called the scheme or, for an update that had to wait for the worker, by
-        the thread that reads the worker's answer: this one, or the send-loop thread (``sending/send_loop.py``).
+        One call at a time: by the thread that has called the scheme; for an update that had to wait until the worker
+        had answered an earlier one, by the thread that reads this answer (in a scheme's method, or in the send loop).
 
         Args:
             flat: ``uint8[nbytes]``; unchanged until the worker has answered.
-            transfers: an empty list, to which the transfer is appended. Begin and append in one call into C, as by
-                ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``: between two steps, or before the caller
-                has stored a result, a signal handler (Ctrl-C) may raise, and the transfer would be begun twice.
+            transfers: an empty list. Start the transfer and append it in one call into C, e.g.
+                ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``. If a signal handler (Ctrl-C) raised
+                between the two, the scheme would not know of the transfer, and would start it again.
 
         Raises:
             RuntimeError: the connection has broken: the scheme then treats the worker as dead.
@@ -217,7 +217,7 @@ class FlatTransport(Protocol):
     def begin_receive(self, flat: Tensor, transfers: list[Transfer]) -> None:
         """Begin to receive into ``flat``, and append the transfer to ``transfers``, like ``begin_send``.
 
-        By the receiver thread, the thread in ``connect``, or (``receives_ahead``) the acting thread that acknowledged.
+        Called by the receiver thread, the thread in ``connect`` or (``receives_ahead``) the one that has acknowledged.
 
         Raises:
             RuntimeError: the connection has broken.
@@ -229,8 +229,8 @@ class FlatTransport(Protocol):
 
         Called once for each transport, after ``connect`` has returned or raised: when the worker has gone, at shutdown,
         and if the set-up failed at this end or at the other. If the set-up failed while ``connect`` was running, the
-        thread that ran ``connect`` calls this, otherwise any thread. Attributes that ``connect`` sets may be missing:
-        it may have failed, or there was no thread to call it.
+        thread that ran ``connect`` calls this, otherwise any thread. It must work even if ``connect`` has failed
+        early, or was never called because no thread could be started.
 
         Args:
             pending: a transfer that has not been completed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,6 +64,12 @@ def receive_updates(channel: Connection, worker: int, scheme: wsync.WeightSyncSc
         channel.recv()
     except EOFError:
         scheme.shutdown()
+
+
+def echo(channel: Connection, worker: int) -> None:
+    """Return each byte until the trainer closes the pipe; a target of ``worker_processes``."""
+    while byte := os.read(channel.fileno(), 1):
+        os.write(channel.fileno(), byte)
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import resource
 import signal
 import threading
 import time
@@ -307,6 +309,41 @@ def test_a_child_of_a_worker_that_is_not_connected_can_do_nothing(backend: Built
             workers[0].result()
         scheme.send(fill(Small(), 2))
         assert workers[0].call(commands.output)[0] == 2
+
+
+class Large(nn.Linear):
+    """A model of 64 MiB: more than malloc keeps for itself."""
+
+    def __init__(self) -> None:
+        super().__init__(4096, 4096, bias=False)
+
+
+def child_without_memory(state: WorkerState) -> dict[str, str]:
+    """The outcome of a forward in a child that is forked when the worker has no memory for a copy of the model."""
+    model, before = state.models["policy"], resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE + (4 << 20), before[1]))
+
+    def forward() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        model(torch.zeros(4096))
+
+    try:
+        return outcomes_in_child({"forward": forward})
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_child_with_a_model_that_could_not_be_copied_refuses_forwards(pool: WorkerPool) -> None:
+    SharedMemoryPublished.pool = pool
+    backend = SharedMemoryPublished()
+    with backend.workers(1) as workers, backend.make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=Large(), num_workers=1)
+        workers[0].start(commands.join, scheme, Large, 0, "policy")
+        scheme.connect()
+        workers[0].result()
+        scheme.send()
+        assert "could not be copied" in workers[0].call(child_without_memory)["forward"]
 
 
 # --- both ends in one process ---

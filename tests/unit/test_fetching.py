@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -27,6 +27,23 @@ from wsync.weights.snapshot import snapshot
 
 TIMEOUT = 20.0
 SETTINGS = SenderSettings(Layout.of(snapshot(nn.Linear(2, 2))), None).dump()
+
+
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("end", ["shutdown", "disconnect"])
+def test_the_end_of_a_worker_that_pulls(near: bool, end: str) -> None:
+    with wsync.DistributedWeightSyncScheme(timeout=TIMEOUT, initiator="receiver") as sender:
+        sender.init_on_sender("policy", weights=model_of(1), num_workers=1)
+        with make_worker(sender, 0, near=near) as worker:
+            connect(sender.connect, worker)
+            assert worker.pull(TIMEOUT) == 1
+            if end == "shutdown":
+                sender.shutdown()
+            else:
+                sender.disconnect(0)
+            with pytest.raises(wsync.NotConnected, match="died") if end == "disconnect" else nullcontext():
+                while not worker.finished:
+                    assert worker.pull(TIMEOUT) == 1
 
 
 @pytest.fixture(scope="module")

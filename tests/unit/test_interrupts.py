@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import wsync
 from wsync.backends.none import NoTransport
-from wsync.control import Connection, Kind
+from wsync.control import Connection, Kind, Message
 from wsync.receiving import prepared_updates
 from wsync.sending.channel import SenderSideChannel
 from wsync.shm.arena import WorkerArena
@@ -141,6 +141,57 @@ def test_a_decision_that_is_interrupted_in_the_first_model(monkeypatch: pytest.M
         for sender in senders:
             assert isinstance(channel := sender.sender.channel, SenderSideChannel)
             assert channel.fast_calls(acknowledge=True) is not None, "no buffer is left reserved"
+
+
+class Refusing(nn.Linear):
+    """Has extra state, and refuses all but 0."""
+
+    def __init__(self, state: int = 0) -> None:
+        super().__init__(2, 1)
+        self.state = state
+
+    def get_extra_state(self) -> int:
+        return self.state
+
+    def set_extra_state(self, state: int) -> None:
+        if state:
+            raise OSError(f"no room for {state}")
+
+
+def test_a_refusal_that_comes_after_its_transaction_was_aborted_is_not_reported_again() -> None:
+    with ExitStack() as stack:
+        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=0.5))
+        sender.init_on_sender("policy", model=Refusing(), num_workers=1)
+        join(stack, sender, 1, model=Refusing())
+        with gate_held(), pytest.raises(wsync.SyncTimeout):
+            wsync.synchronize({sender: Refusing(7)})
+        sender.timeout = TIMEOUT
+        for _ in range(2):
+            sender.send_async(Refusing())
+            sender.wait_async()
+
+
+def test_a_request_that_is_lost_in_the_trainer_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, lost = Connection.receive, threading.Event()
+
+    def receive(connection: Connection) -> Message | None:
+        message = original(connection)
+        if message is not None and message.kind is Kind.REQUEST and not lost.is_set():
+            lost.set()
+            raise RuntimeError("the request is lost")
+        return message
+
+    with ExitStack() as stack:
+        sender = stack.enter_context(MemoryScheme("state_dict", initiator="receiver", timeout=TIMEOUT))
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        (worker,) = join(stack, sender, 1)
+        monkeypatch.setattr(Connection, "receive", receive)
+        pulling = threading.Thread(target=worker.pull, daemon=True)
+        pulling.start()
+        assert lost.wait(TIMEOUT)
+        sender.send(model_of(2))
+        pulling.join(TIMEOUT)
+        assert not pulling.is_alive() and worker.model.bias.item() == 2
 
 
 def test_a_commit_that_is_published_over_before_the_worker_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:

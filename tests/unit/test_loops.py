@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -561,7 +561,8 @@ def test_without_a_descriptor_for_it_there_is_no_fast_path() -> None:
 class Receiver:
     """Counts the calls that the fast path leaves to it. It uses ``slot``, if there is one, and installs nothing."""
 
-    version = waiting = 0
+    version = 0
+    waiting: ClassVar[set[object]] = set()
     announced_at = 0.0
     calls = 0
 
@@ -784,11 +785,11 @@ def test_a_usual_update_is_installed_and_acknowledged(bound: bool, family: socke
 def test_workers_with_waiting_threads_or_prepared_updates_take_the_general_path() -> None:
     model = nn.Linear(3, 1, bias=False)
     with fast_worker(True, model=model) as (_, writer, slot, receiver, _):
-        receiver.waiting = 1
+        receiver.waiting = {"a thread"}
         writer.publish(0, 1, 1, True, 1.0)
         slot.poll_update()
         assert receiver.calls == 1
-        receiver.waiting, slot.hold = 0, True
+        receiver.waiting, slot.hold = set(), True
         slot.poll_update()
         assert receiver.calls == 2 and not slot.version
         slot.hold = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,6 +51,14 @@ def test_no_part_of_a_sealed_address_can_be_changed() -> None:
     for index, other in enumerate(["127.0.0.2", 4712, "00" * 16, "00" * 16, "00" * 32]):
         with pytest.raises(ValueError, match="secret"):
             unseal(json.dumps([*parts[:index], other, *parts[index + 1 :]]))
+
+
+def test_a_user_without_a_home_directory_is_told_to_set_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_STATE_HOME", "HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    with pytest.raises(NotConnected, match=r"home directory.*WSYNC_AUTHKEY"):
+        seal(ADDRESS)
 
 
 @given(st.binary(max_size=200) | st.recursive(st.none() | st.text() | st.integers(), st.lists).map(json.dumps))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import traceback
-from typing import Any, ClassVar, Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
 from torch import nn
 
@@ -172,7 +172,6 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     name = "multiprocess"
     arena_only = True
-    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Protocol, Unpack, runtime_checkable
+from typing import Any, Literal, Protocol, Unpack, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
@@ -92,7 +92,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     name = "shared_mem"
     arena_only = True
     binds_arena = True
-    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
 
     def __init__(
         self,

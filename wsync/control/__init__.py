@@ -4,7 +4,8 @@ Public: collectors use it too, for connections of their own.
 
 - ``Listener`` and ``connect``: a listening socket (TCP, or a Unix socket) and a connection to it; both sides prove that
   they have the token of the ``Address`` before anything else is read.
-- ``Connection``: framed messages; its ``descriptors`` become readable when the process on the other side exits.
+- ``Connection``: framed messages; its ``descriptors`` become readable when a message arrives, or the process on the
+  other side exits.
 - ``WorkerConnections``: a sender's connections to all workers: registration, acknowledgements, deaths.
 - ``seal`` and ``unseal``: encrypt and authenticate an address for places that other processes can read and write, such
   as a store.

@@ -32,7 +32,7 @@ class Address:
 
     @classmethod
     def load(cls, text: str | bytes) -> Address:
-        """Return the address from which ``dump`` has made ``text``; ValueError if it is not such a dump."""
+        """Parse the output of ``dump``; ValueError if ``text`` is something else."""
         try:
             host, port, token = json.loads(text)
             return cls.checked(host, port, bytes.fromhex(token))

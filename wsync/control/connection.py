@@ -41,9 +41,9 @@ _KEEPALIVE = (
 )
 
 
-def close_socket(sock: socket.socket, opener: int) -> None:
-    """Close ``sock``; shut it down first if this process opened it (id ``opener``), but not in a forked child."""
-    if os.getpid() == opener:
+def close_socket(sock: socket.socket, opener_pid: int) -> None:
+    """Close ``sock``; shut it down first if this process has opened it, but not in a forked child."""
+    if os.getpid() == opener_pid:
         with suppress(OSError):  # already closed, by either side
             sock.shutdown(socket.SHUT_RDWR)
     sock.close()
@@ -52,9 +52,10 @@ def close_socket(sock: socket.socket, opener: int) -> None:
 class Connection:
     """One side of the connection between a sender and one worker, over a stream socket.
 
-    Any thread may call ``send`` (after the first call, which sends the preamble), ``flush`` and ``interrupt``; a lock
-    inside keeps messages whole. One thread at a time calls ``receive``: on the sender the thread that holds the
-    channel's lock (``SenderSideChannel``); in a worker the thread that connects, and then the receiver thread.
+    The first ``send`` (on the sender it also sends the preamble) must return before other threads call ``send``. After
+    that, any thread may call ``send``, ``flush`` and ``interrupt``; a lock inside keeps messages whole. One thread at a
+    time calls ``receive``: on the sender the thread that holds the channel's lock (``SenderSideChannel``); in a worker
+    the thread that connects, and then the receiver thread.
 
     The compiled fast path sends and receives whole messages on the socket (``fileno()``) itself: on the sender under
     the sender's lock; in a worker the receiver thread receives, and the installing thread answers inside the gate.
@@ -136,8 +137,8 @@ class Connection:
 
         Args:
             message: the message.
-            may_drop: drop it if the peer reads too slowly. For an ``UPDATE`` that only wakes the peer, which then reads
-                the arena: earlier messages, which it has not read yet, wake it as well.
+            may_drop: drop the message if the socket has no room, or very many are queued. For an ``UPDATE`` that only
+                wakes the peer, to read the arena: the earlier messages, still unread, wake it as well.
 
         Raises:
             ConnectionError: the peer has disconnected; or this is a forked child of the process that connected.
@@ -153,7 +154,7 @@ class Connection:
                 # those that arrive while it reads the preamble.
                 self._outbox.put(preamble)
             self._outbox.put(message.pack(), message.fds, may_drop=may_drop)
-        except ConnectionError:  # also if no thread could be started: half a message may be in the socket
+        except ConnectionError:  # also if no thread could be started: possibly half a message was sent
             self.interrupt()  # the next read reports it
             raise
 
@@ -244,7 +245,7 @@ class Connection:
                 os.close(fd) if fds is None else fds.append(fd)
             if flags & socket.MSG_CTRUNC:
                 self._close_received_fds()
-                raise NotConnected(f"{self.peer_name} has sent open files: too many open files in this process")
+                raise NotConnected(f"cannot receive files from {self.peer_name}: too many open files in this process")
             if not data:
                 raise ConnectionError("the peer has disconnected")
             parts.append(data)
@@ -289,7 +290,7 @@ class Connection:
     def close(self) -> None:
         """Close this side. Idempotent. Any thread may call it: on the sender a finalizer may do so in any thread."""
         if self._socket.fileno() >= 0:
-            self._finalizer.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
+            self._finalizer.detach()  # close here instead: at interpreter exit, calling a finalizer has no effect
             if os.getpid() == self._opener:  # a forked child has none of the threads
                 tcp_watch().remove(self._socket)
                 self.interrupt()  # ends the outbox's thread, which must not use the descriptor's number after close()

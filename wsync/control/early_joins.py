@@ -15,12 +15,15 @@ _TICKS = os.sysconf("SC_CLK_TCK")  # per second: the unit of the start times in 
 
 
 class EarlyJoins:
-    """The replacements that are connected already; for each, the version that it has not answered yet, or 0.
+    """The replacements that are connected already, each with the version that it was sent and has not acknowledged.
+
+    That version is 0 if no acknowledgement is outstanding.
 
     Used by ``WorkerConnections``, under the channel's lock.
 
     Attributes:
-        connected_at: of all workers that are or were connected, on the clock of start times in /proc.
+        connected_at: when each worker's last connection was accepted, in seconds of CLOCK_BOOTTIME (the clock of the
+            start times in /proc). Entries are never removed.
     """
 
     def __init__(self) -> None:
@@ -28,17 +31,17 @@ class EarlyJoins:
         self.connected_at: dict[int, float] = {}
 
     def note_connection(self, worker: int, version: int | None) -> None:
-        """Record that a worker connects now. For ``version`` see ``add``; None if the worker is awaited."""
+        """Record that a worker connects now. ``version``: see ``add``; None: it was awaited, so it is no early join."""
         self.connected_at[worker] = time.clock_gettime(time.CLOCK_BOOTTIME)
         if version is not None:
             self.add(worker, version)
 
     def add(self, worker: int, version: int) -> None:
-        """Record that a worker that has connected was given ``version``; 0 for none."""
+        """Record an early join. ``version``: the version whose acknowledgement is outstanding; 0 if none is."""
         self._versions[worker] = version
 
     def set_answered(self, worker: int) -> None:
-        """Record that ``wait_acks`` has returned a worker's answer: none is awaited any more."""
+        """Record that ``wait_acks`` has returned a worker's answer: no acknowledgement is outstanding."""
         if worker in self._versions:
             self._versions[worker] = 0
 
@@ -49,8 +52,9 @@ class EarlyJoins:
     def pop(self, worker: int, sentinel: int | None) -> int | None:
         """Return a worker's version, and forget the worker.
 
-        0: no answer is awaited. None: it is not recorded; or it is not the process of ``sentinel`` (a descriptor that
-        is readable when that process has ended), because that has ended, or was started after the worker connected.
+        0: no acknowledgement is outstanding. None: it is not recorded; or it is not the process of ``sentinel`` (a
+        descriptor that is readable when that process has ended), because the process of ``sentinel`` has ended, or was
+        started after the worker connected.
         """
         version = self._versions.pop(worker, None)
         if version is None or (sentinel is not None and _cannot_be(sentinel, self.connected_at[worker])):

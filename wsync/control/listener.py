@@ -2,7 +2,8 @@
 
 The listener never blocks on an unauthenticated connection: it reads an attempt only when data has arrived. Until its
 credentials are checked, an attempt costs one descriptor and at most a kilobyte. It is closed if its credentials are
-invalid, if it is the oldest of more than 64, or by an ``accept`` that finds no connection, after five seconds.
+invalid, if it is the oldest of more than 64, or if it is older than five seconds (tested by each ``accept`` that
+returns no connection).
 """
 
 from __future__ import annotations
@@ -155,8 +156,8 @@ class Listener:
     def _authenticate(self, pending: _Pending) -> tuple[Connection, Message]:
         """Read what has arrived of the ``HELLO``; return the connection once it is complete.
 
-        All that has arrived is read: if the ``HELLO`` has arrived in time, the connection is not dropped as late, even
-        if other connections are accepted first.
+        Everything that has arrived is read. So a complete ``HELLO`` is accepted in this call, and the connection is not
+        closed by the time limit.
 
         Raises:
             BlockingIOError: more has to arrive.
@@ -198,23 +199,23 @@ class Listener:
         return len(received) == HEADER_SIZE + length
 
     def _drop(self, fd: int) -> None:
-        with closing(self._pending.pop(fd).socket), suppress(OSError):  # not registered: a signal handler raised
+        with closing(self._pending.pop(fd).socket), suppress(OSError):  # never registered: a signal handler raised
             self._epoll.unregister(fd)
 
     def close(self) -> None:
         """Stop listening and close all pending attempts. Idempotent."""
-        self._finalizer.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
+        self._finalizer.detach()  # close here instead: at interpreter exit, calling a finalizer has no effect
         _close(self._socket, self._epoll, self._pending, self._opener)
 
 
-def _close(listening: socket.socket, epoll: select.epoll, pending: dict[int, _Pending], opener: int) -> None:
+def _close(listening: socket.socket, epoll: select.epoll, pending: dict[int, _Pending], opener_pid: int) -> None:
     for attempt in pending.values():
-        close_socket(attempt.socket, opener)
+        close_socket(attempt.socket, opener_pid)
     pending.clear()
     epoll.close()
-    if os.getpid() == opener:
+    if os.getpid() == opener_pid:
         with suppress(OSError):  # no client is left in the queue, or the listener was closed before
             listening.shutdown(socket.SHUT_RDWR)
             while True:  # refuse queued clients one by one: close() alone does not if a forked child holds the socket
-                close_socket(listening.accept()[0], opener)
+                close_socket(listening.accept()[0], opener_pid)
     listening.close()

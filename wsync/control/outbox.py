@@ -13,7 +13,8 @@ from wsync.deadlines import remaining
 
 _CHUNK = 1 << 20  # bytes that are sent at once
 _DROP_FROM = 1000  # with this many messages queued, a message that may be dropped is dropped
-_SENT_WHOLE = 4096  # bytes; the kernel accepts a shorter message whole or not at all, but for a nearly full TCP buffer
+# Bytes. The kernel accepts a message of at most this size completely or not at all, unless a TCP buffer is almost full.
+_SENT_WHOLE = 4096
 
 
 class Send(Protocol):
@@ -32,7 +33,7 @@ class Outbox:
     Args:
         send: ``(data, fds, wait=…)`` sends what the socket has room for, the descriptors with the first byte, and
             returns the number of bytes; with ``wait``, it waits for room for some time. It raises ConnectionError if
-            the connection has broken. Called by the thread in ``put`` or by the background thread, by one at a time.
+            the connection has broken. Called by the thread in ``put`` or by the background thread, one at a time.
 
     Attributes:
         busy: whether the thread is sending. It stays True after the thread has failed, or could not be started; ``put``
@@ -80,10 +81,10 @@ class Outbox:
                 thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
                 # If a part was sent, the descriptors went with its first byte.
                 self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
-                self.busy = True  # before start(), in which a signal handler may raise while the thread begins to send
+                self.busy = True  # before start(): a signal handler may raise in it although the thread runs already
             except ConnectionError:
                 raise
-            except BaseException:  # a signal handler raised: a part may be sent, or be queued without a thread
+            except BaseException:  # a signal handler raised: a part may be sent, or queued with no thread to send it
                 if len(data) > _SENT_WHOLE or self._waiting:
                     self._error = ConnectionError("the sending of an earlier message was interrupted")
                 raise
@@ -95,6 +96,8 @@ class Outbox:
             except BaseException:  # a signal handler raised, perhaps before the thread began
                 if thread.ident is None:
                     self._error = ConnectionError("the sending of an earlier message was interrupted")
+                else:
+                    self._thread = thread
                 raise
             self._thread = thread  # after start(): ``flush`` may join it at once
         elif not may_drop or len(self._waiting) < _DROP_FROM:
@@ -142,7 +145,7 @@ class Outbox:
 
         Any thread may call it, also in a finalizer or a signal handler.
         """
-        thread = self._thread  # not the lock: it may be held by a thread that waits for the caller
+        thread = self._thread  # without the lock: its holder may be waiting for the calling thread
         # No join in the background thread itself, nor inside ``put``: the background thread may wait for the lock.
         if thread is not None and thread is not threading.current_thread() and self._putter != threading.get_ident():
             thread.join()

@@ -20,7 +20,7 @@ from wsync.errors import WorkerDied
 
 @runtime_checkable
 class HasFileno(Protocol):
-    """An object with a descriptor that becomes readable when a process ends; that it is such a one is not checked."""
+    """An object with a descriptor that becomes readable when a process ends. Whether it does is not checked."""
 
     def fileno(self) -> int:
         """Return the descriptor."""
@@ -61,8 +61,8 @@ _EXIT_CODE_TIMEOUT = 1.0  # seconds to wait for the exit code of a process that 
 def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int, int]]:
     """Yield ``{worker: descriptor}``: each descriptor is readable when the worker's process has ended.
 
-    A ``WorkerDied`` inside is raised with the exit codes added, where they are known here. The exit code of a child
-    that had ended before this call is not known if the child was given by its sentinel: it may have been reaped.
+    If the block raises ``WorkerDied``, it is raised again with the exit codes, where known. That of a child that had
+    ended before this call is not known if the child was given by its sentinel: it may have been reaped.
 
     Args:
         processes: those to watch; None for none.
@@ -108,10 +108,11 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
 
 
 def _as_process(worker: int, process: Process) -> _Known:
-    """Return ``process``; for a sentinel or id, its ``multiprocessing.Process`` if there is one, for its exit code.
+    """Return ``process``, or another object of which the exit code can be read.
 
-    The id of a direct child is returned as it is: its exit code is read by a pidfd. A ``Popen`` that this process has
-    inherited by a fork is replaced by its id: its ``poll()`` would return 0 while it runs.
+    The ``multiprocessing.Process``, which has the exit code, replaces its sentinel, and its id if a fork server has
+    started it. The id of a direct child stays an id: its exit code is read by a pidfd. A ``Popen`` that this process
+    has inherited by a fork is replaced by its id: its ``poll()`` would return 0 while it runs.
     """
     if isinstance(process, subprocess.Popen) and process.returncode is None and not _is_child(process.pid):
         return _ProcessId(process.pid)
@@ -198,9 +199,9 @@ def _describe_end(process: _Known, sentinel: int) -> str:
         code = _exit_code_by_pidfd(sentinel)
     else:
         name, code = f"process {process.pid}", _exit_code(process)
-        if code is None:
+        if code is None and wait_readable([sentinel], NOW):
             if isinstance(process, BaseProcess):
-                with suppress(AssertionError):  # of another process, from which this one was forked
+                with suppress(AssertionError):  # raised by join() in a forked child: it has not started the process
                     process.join(_EXIT_CODE_TIMEOUT)
             else:
                 with suppress(subprocess.TimeoutExpired):

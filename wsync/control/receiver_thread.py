@@ -78,7 +78,7 @@ class ReceiverThread:
                 if last:
                     self._thread = None
                 os.eventfd_write(self._wake, 1)
-        if self._running is handler:  # others may take long: a handler of another scheme that receives weights
+        if self._running is handler:  # wait for this handler alone: another one may run for long (it receives weights)
             with self._calling:
                 pass
         if thread is not None and last and thread is not threading.current_thread():
@@ -112,7 +112,9 @@ class ReceiverThread:
                 changed = True
                 continue
             with self._calling:
-                self._running = handlers[descriptor][0]  # before `_handlers` is read: `unregister` changes that first
+                # Stored before `_handlers` is read; `unregister` changes `_handlers` before it reads `_running`. So one
+                # of the two threads sees the other's change.
+                self._running = handlers[descriptor][0]
                 try:
                     changed |= self._serve_one(descriptor, handlers)
                 finally:
@@ -130,8 +132,8 @@ class ReceiverThread:
                 _shut_down(socket_fd)
         elif self._call(handler, socket_fd):
             return False
-        # The connection has ended: stop watching its socket and its pidfd. Or its pidfd is readable: stop watching that
-        # alone, because the end of the stream has to be read.
+        # Either the connection has ended: stop watching its socket and its pidfd. Or the pidfd is readable: stop
+        # watching the pidfd alone, because the socket still has to be read to its end.
         with self._lock:
             finished = [fd for fd, one in handlers.items() if fd == descriptor or one == (handler, descriptor)]
             for fd in finished:

@@ -24,8 +24,18 @@ _NONCE_SIZE = 16
 
 
 def key_file() -> Path:
-    """Return where the key is: ``wsync/key`` in ``XDG_STATE_HOME``, by default ``~/.local/state``."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "wsync" / "key"
+    """Return where the key is: ``wsync/key`` in ``XDG_STATE_HOME``, by default ``~/.local/state``.
+
+    Raises:
+        NotConnected: this user has no home directory.
+    """
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
+    try:
+        return state.expanduser() / "wsync" / "key"
+    except RuntimeError as error:
+        raise NotConnected(
+            f"{str(error).rstrip('.')}: set {AUTHKEY} instead to the same secret in all processes"
+        ) from error
 
 
 def shared_secret() -> bytes:
@@ -49,8 +59,8 @@ def shared_secret() -> bytes:
         ) from error
     if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077 or len(key) != _KEY_SIZE:
         raise NotConnected(
-            f"set {AUTHKEY} to one secret for all processes, or delete {path}: it is damaged, or others own "
-            "or can read it"
+            f"the key file {path} is damaged, or another user owns it or can read it: delete it, or set {AUTHKEY} to "
+            "the same secret in all processes"
         )
     return key
 
@@ -82,7 +92,7 @@ def seal(address: Address) -> str:
 
 
 def unseal(text: str | bytes) -> Address:
-    """Return the address from which ``seal`` has made ``text``.
+    """Decrypt and parse the output of ``seal``.
 
     Raises:
         ValueError: it is not one, or was made with another secret.

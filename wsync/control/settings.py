@@ -59,7 +59,7 @@ class SenderSettings:
 
     @classmethod
     def load(cls, data: bytes) -> SenderSettings:
-        """Return the settings from which ``dump`` has made ``data``.
+        """Parse the output of ``dump``.
 
         Raises:
             ValueError: ``data`` is malformed, or the layout exceeds its buffer; says why.
@@ -108,7 +108,7 @@ def dump_tensor_layout(layout: Layout, verb: str) -> str:
 
     Args:
         layout: the layout of the weights.
-        verb: for the error message: extra state cannot be … (``"stored"``)
+        verb: a past participle for the error message, e.g. ``"stored"``.
 
     Raises:
         LayoutMismatch: there is extra state, which is pickled; or a dtype that safetensors files cannot have.

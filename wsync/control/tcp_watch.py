@@ -6,8 +6,8 @@ The socket option TCP_USER_TIMEOUT would shorten that, but it also closes the co
 does not read, because it is stopped or busy. The kernel of such a process still acknowledges data, and answers probes.
 So this thread checks whether the peer's kernel answers.
 
-If the peer's process had not read for some time before the failure, the kernel sends probes rarely, at most two minutes
-apart. The failure is then noticed about ten seconds after the next probe.
+If the peer's process had not read for some time before the failure, the interval between two probes of the kernel has
+grown, up to two minutes. The failure is then noticed about ten seconds after the next probe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from wsync.per_process import per_process
 _INTERVAL = 2.0  # seconds between two checks
 _CHECKS = 5  # a peer has failed if its kernel is silent at this many checks in succession
 _TCP_INFO = struct.Struct("8B13I")  # the beginning of the kernel's struct tcp_info
-# Fields of it: data sent again, and probes sent, since the last answer; milliseconds since the last answer.
+# Indices of its fields: data sent again, and probes sent, since the last answer; milliseconds since the last answer.
 _RETRANSMITS, _PROBES, _LAST_ACK = 2, 3, 20
 
 
@@ -84,7 +84,8 @@ class TcpWatch:
             except OSError:  # it has been closed
                 continue
             self._silent_checks[sock] = checks = checks + 1 if info[_RETRANSMITS] or info[_PROBES] else 0
-            # Since the first of the last `_CHECKS` checks.
+            # Whether an answer has come since the first of the last `_CHECKS` checks: at each of them the newest data
+            # may have been sent again, although earlier data was acknowledged in between.
             answered_since = info[_LAST_ACK] < 1000 * _INTERVAL * (_CHECKS - 1)
             if checks >= _CHECKS and not answered_since:
                 with suppress(OSError):  # the connection has ended

@@ -27,9 +27,8 @@ _LEAVE_TIMEOUT = 5.0  # seconds to get the queued messages, and then a LEAVE, in
 class WorkerConnections:
     """The connections to all workers of one sender.
 
-    Except in fast updates and inside ``reading_directly``, messages are read only while a method of this object runs:
-    in a method of the scheme, or in the send-loop thread (``sending/send_loop.py``); both hold the channel's lock. A
-    finalizer may call ``close`` without it.
+    Messages are read only in a method of this object (except in fast updates and ``reading_directly``), by a thread
+    with the channel's lock: in a method of the scheme, or the send loop. A finalizer may call ``close`` without it.
 
     Args:
         listener: where workers connect; closed with this object.
@@ -37,7 +36,7 @@ class WorkerConnections:
         callbacks: notified as workers connect, answer and disconnect.
 
     Attributes:
-        early_joins: the replacements that are connected, and await a (further) call of ``readmit``.
+        early_joins: the replacements that are connected although no ``readmit`` has accepted them yet.
     """
 
     def __init__(self, listener: Listener, num_workers: int, callbacks: ConnectionCallbacks) -> None:
@@ -45,13 +44,13 @@ class WorkerConnections:
         self._num_workers = num_workers
         self._callbacks = callbacks
         self._connections: dict[int, Connection] = {}
-        self._given_up: set[int] = set()  # those of ``give_up``, since ``wait_for_workers`` last began
+        self._given_up: set[int] = set()  # given to ``give_up`` since ``wait_for_workers`` last began
         self.early_joins = EarlyJoins()
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._callback_of: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
         self._poll = select.poll()  # not epoll: its set keeps closed connections that a forked child has open
         self._answers: dict[int, Ack] = {}
-        self._deaths: dict[int, Ack] = {}
+        self._deaths: dict[int, Ack] = {}  # each with ``died=True``
         self._ready: set[int] = set()  # readable descriptors that ``read`` has not processed yet
 
     @property
@@ -60,8 +59,8 @@ class WorkerConnections:
         return self._connections.keys()
 
     @property
-    def packed_descriptors(self) -> bytes:
-        """The bytes of an ``array("i")``: all sockets, then all pidfds, by worker; empty if one is missing, or busy."""
+    def fast_path_descriptors(self) -> bytes:
+        """All sockets, then all pidfds (an ``array("i")``); empty if a worker lacks one, or its outbox is busy."""
         each = [one.descriptors for _, one in sorted(self._connections.items()) if not one.busy]
         if len(each) < self._num_workers or any(len(both) != 2 for both in each):
             return b""
@@ -91,30 +90,31 @@ class WorkerConnections:
         self._given_up.clear()
         for worker in workers:
             self.early_joins.discard(worker)
-        missing = set(workers) - self._connections.keys()
+        missing, accepting = set(workers) - self._connections.keys(), True
         while missing:
             if self._listener.fileno() < 0:
                 raise NotConnected("the scheme was shut down while it connected")
             watched = {worker: sentinels[worker] for worker in missing if worker in sentinels}
             descriptors = [self._listener.fileno(), *watched.values(), *self.awaited_descriptors]
-            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # for ``give_up``
-            if gone := dict.fromkeys(missing & self._given_up, "disconnect() was called before it had connected"):
-                raise WorkerDied(f"worker(s) {join_indices(gone)}: disconnect() was called", gone)
-            if remaining(deadline) == 0.0 and self._listener.fileno() not in ready:
+            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # give_up() makes none readable
+            if given_up := dict.fromkeys(missing & self._given_up, "disconnect() was called before it had connected"):
+                raise WorkerDied(f"worker(s) {join_indices(given_up)}: disconnect() was called", given_up)
+            if remaining(deadline) == 0.0 and not (accepting and self._listener.fileno() in ready):
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(why_not_connected(missing, watched), dict.fromkeys(missing, "did not connect"))
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)
             if self._listener.fileno() in ready:
-                missing.discard(self._accept(workers, deadline))
-            # Without those that answered before they died: wait_acks reports the answer, usually a traceback.
-            ended = set(workers) - {*missing, *self._connections, *self._answers}
-            if gone := {one: death.error for one, death in self._deaths.copy().items() if one in ended}:
-                causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(gone.items()))
-                raise WorkerDied(f"worker(s) {join_indices(gone)} were lost after they had connected{causes}", gone)
-            dead = {worker: "died before it had connected" for worker, fd in watched.items() if fd in ready}
-            if dead and self._listener.fileno() not in ready:  # accept first: it may have connected before it ended
-                raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
+                accepting = (worker := self._accept(workers, deadline)) in missing  # else the deadline counts
+                missing.discard(worker)
+            # Workers that answered before they died are left out: wait_acks returns the answer, usually a traceback.
+            lost = set(workers) - {*missing, *self._connections, *self._answers}
+            if deaths := {one: death.error for one, death in self._deaths.copy().items() if one in lost}:
+                causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(deaths.items()))
+                raise WorkerDied(f"worker(s) {join_indices(deaths)} were lost after they had connected{causes}", deaths)
+            died_early = {worker: "died before it had connected" for worker, fd in watched.items() if fd in ready}
+            if died_early and self._listener.fileno() not in ready:  # it may have connected before it ended
+                raise WorkerDied(f"worker(s) {join_indices(died_early)} died before they had connected", died_early)
 
     def _accept(self, awaited: Collection[int], deadline: float | None) -> int:
         """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""
@@ -151,7 +151,7 @@ class WorkerConnections:
             _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer_name)
             limit = deadline if worker in awaited else earlier(deadline, deadline_in(_SETUP_TIMEOUT))
             self._callbacks.on_accepted(worker, limit)
-        except BaseException as error:  # also KeyboardInterrupt: it is not set up
+        except BaseException as error:  # also KeyboardInterrupt: the worker is not set up then
             self._undo_join(worker, death)
             connection.close()  # also if it was not registered yet
             if worker in awaited or not isinstance(error, Exception):
@@ -187,11 +187,11 @@ class WorkerConnections:
     def mark_dead(self, worker: int, cause: str) -> None:
         """Record that a worker is treated as dead, for the reason ``cause``, and close its connection."""
         _log.debug("worker %d is treated as dead: %s", worker, cause)
-        self._deaths.setdefault(worker, Ack(worker, 0, died=True, error=cause))  # first: a signal handler may raise
+        self._deaths.setdefault(worker, Ack(worker, 0, died=True, error=cause))  # first: disconnect() may end halfway
         self.disconnect(worker)
 
     def give_up(self, worker: int) -> None:
-        """Have a call that waits for a worker take it for dead. Called by any thread, without the channel's lock."""
+        """Record a worker's death, which ends a call in another thread that waits for it. Any thread; takes no lock."""
         self._given_up.add(worker)
         if (connection := self._connections.get(worker)) is not None:
             self._deaths[worker] = Ack(worker, 0, died=True, error="disconnect() was called for it")
@@ -213,7 +213,7 @@ class WorkerConnections:
             pass
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
-        """Return, and forget, each worker's answer to ``version`` or newer, or its death; none of one that is late."""
+        """Return and remove each worker's answer to ``version`` or newer, or its death; no entry if none has come."""
         expired = False
         while True:
             acks = [ack for worker in workers if (ack := self._answer_of(worker, version))]
@@ -222,7 +222,7 @@ class WorkerConnections:
                     (self._deaths if ack.died else self._answers).pop(ack.worker)
                     self.early_joins.set_answered(ack.worker)
                 return acks
-            expired = deadline != NOW and remaining(deadline) == 0.0  # other workers may send without a pause
+            expired = deadline != NOW and remaining(deadline) == 0.0  # read() stays True if others keep sending
 
     def _answer_of(self, worker: int, version: int) -> Ack | None:
         """Return the worker's answer to ``version``, else its death: an answer takes precedence over a death."""
@@ -255,7 +255,7 @@ class WorkerConnections:
             while self._ready:
                 self._process(self._ready.pop())
         finally:
-            # After an error of a callback, a fast update may read these sockets: the next call has to poll anew.
+            # If a callback raised, a fast update may read what is left in `_ready`: the next call has to poll again.
             self._ready.clear()
         return True
 
@@ -275,7 +275,7 @@ class WorkerConnections:
     def process(self, worker: int, message: Message | None) -> None:
         """Process what ``read`` or ``reading_directly`` received from a worker; None: its connection has ended."""
         connection = self._connections.get(worker)
-        if connection is None or (message is not None and message.kind is Kind.STORE):  # STORE: too late
+        if connection is None or (message is not None and message.kind is Kind.STORE):  # a STORE after the set-up
             return
         if message is None or message.kind not in _EXPECTED_KINDS:
             return self.mark_dead(worker, why_ended(connection.peer_name, message))
@@ -286,11 +286,11 @@ class WorkerConnections:
         self._callbacks.on_message(worker, message)
 
     def close(self, *, finished: bool = False) -> None:
-        """Close all connections, and accept no more. Idempotent. If ``finished``, send ``LEAVE`` to all before."""
+        """Close all connections, and accept no more. Idempotent. If ``finished``, send ``LEAVE`` to all first."""
         with ExitStack() as steps:  # all are done, even if a signal handler raises in one
             steps.callback(self._listener.close)
             steps.callback(self._callback_of.clear)
-            for worker in list(self._connections):  # mark_dead ends a wait, if a signal handler calls this in it
+            for worker in list(self._connections):  # not disconnect: deaths end an interrupted wait
                 steps.callback(self.mark_dead, worker, "the scheme was shut down")
             for worker in list(self._connections) if finished else ():
                 self.send(worker, Message(Kind.LEAVE, worker, 1))

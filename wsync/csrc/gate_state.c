@@ -125,7 +125,7 @@ static int unlock_gate(GateState *self)
     return done ? 0 : -1;
 }
 
-/* GateState.call; with a `subject`, GateState.call_model; without a function, GateState.pass_through. */
+/* GateState.call; with a `subject`, GateState.call_model; without a function, pass_through_gate. */
 static PyObject *call(GateState *self, PyObject *subject, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     if (lock_gate(self))
@@ -167,11 +167,6 @@ static PyObject *GateState_call_model(GateState *self, PyObject *const *args, Py
         return NULL;
     }
     return call(self, args[1], args, count, keywords);
-}
-
-static PyObject *GateState_pass_through(GateState *self, PyObject *Py_UNUSED(ignored))
-{
-    return call(self, Py_None, NULL, 0, NULL);
 }
 
 static PyObject *GateState_enter(GateState *self, PyObject *depth)
@@ -217,14 +212,12 @@ static PyGetSetDef GateState_attributes[] = {
 };
 PyDoc_STRVAR(GateState_call_doc, "call(function, ...): see wsync.loops.gate_state.");
 PyDoc_STRVAR(GateState_call_model_doc, "call_model(function, model, ...): see wsync.loops.gate_state.");
-PyDoc_STRVAR(GateState_pass_through_doc, "pass_through(): see wsync.loops.gate_state.");
 PyDoc_STRVAR(GateState_enter_doc, "enter(depth): see wsync.loops.gate_state.");
 PyDoc_STRVAR(GateState_leave_doc, "leave(depth): see wsync.loops.gate_state.");
 static PyMethodDef GateState_methods[] = {
     {"call", (PyCFunction)(void (*)(void))GateState_call, METH_FASTCALL | METH_KEYWORDS, GateState_call_doc},
     {"call_model", (PyCFunction)(void (*)(void))GateState_call_model, METH_FASTCALL | METH_KEYWORDS,
      GateState_call_model_doc},
-    {"pass_through", (PyCFunction)GateState_pass_through, METH_NOARGS, GateState_pass_through_doc},
     {"enter", (PyCFunction)GateState_enter, METH_O, GateState_enter_doc},
     {"leave", (PyCFunction)GateState_leave, METH_O, GateState_leave_doc},
     {NULL},

@@ -18,7 +18,7 @@
 
 #include "loops.h"
 
-#define REVISION 17 /* of the interface; wsync/loops/__init__.py names the one that it expects */
+#define REVISION 18 /* of the interface; wsync/loops/__init__.py names the one that it expects */
 
 const DLPackExchange *dlpack;
 PyTypeObject *PackPlan_type, *TensorTree_type, *GateState_type, *Installer_type, *ArenaUpdate_type;

@@ -23,7 +23,7 @@ from wsync.errors import NotConnected, SyncTimeout
 from wsync.loops.tensors import PLAIN_TYPES, copy_into_model
 from wsync.types import PHASES, SyncReport
 
-_REVISION = 17  # of csrc/module.c
+_REVISION = 18  # of csrc/module.c
 
 
 def _load() -> ModuleType | None:

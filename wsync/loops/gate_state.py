@@ -78,10 +78,6 @@ class GateState:
                 finally:
                     self.subject = before
 
-    def pass_through(self) -> None:
-        """Enter and leave: a waiting update is installed on the way."""
-        self.call(bool)
-
     def enter(self, depth: int, /) -> None:
         """Enter the gate; from outside (``depth`` is 0), call ``poll_update`` of all hooks.
 

@@ -28,12 +28,12 @@ class SlotUpdater(GateHook, Protocol):
         version: the version that is installed in the model.
         announced_at: when the message about the update that is being installed arrived, on ``time.perf_counter``; 0.0
             if there was none.
-        waiting: how many threads wait in ``receive``; installing an update has to wake them.
+        waiting: one object for each call of ``receive`` that waits; installing an update has to wake its thread.
     """
 
     version: int
     announced_at: float
-    waiting: int
+    waiting: set[object]
 
     @property
     def in_forward(self) -> bool:

@@ -6,12 +6,15 @@ import os
 from typing import Any
 from weakref import WeakSet
 
-from wsync.gate import gate_model, process_gate, ungate_model, without_forward
+from wsync.gate import MixedWeightsGuard, gate_model, process_gate, ungate_model, without_forward
 from wsync.receiving.updating import ModelUpdater
 
 # Changed inside the gate only; the fork hooks below also read it outside.
 _updaters: WeakSet[ModelUpdater] = WeakSet()
 _locked_for_fork: list[Any] = []  # the gate's lock, from before a fork until after it; else empty
+_not_copied: WeakSet[ModelUpdater] = WeakSet()  # at a fork: those with models that are still bound to shared memory
+
+_MIXED = "this process was forked when its model could not be copied (see the error before): use a new model here"
 
 
 def add(updater: ModelUpdater) -> None:
@@ -38,11 +41,16 @@ def remove(updater: ModelUpdater) -> None:
 def _copy_to_own_memory() -> None:
     for updater in _updaters:
         updater.copy_to_own_memory()
+        _not_copied.discard(updater)
 
 
 def _before_fork() -> None:
-    """Copy all models into memory of their own: the sender will write the slots that they are bound to."""
+    """Copy all models into memory of their own: the sender will write the slots that they are bound to.
+
+    Python prints what this raises, a lack of memory or Ctrl-C, and forks all the same.
+    """
     if _updaters:
+        _not_copied.update(_updaters)
         gate_state = process_gate().gate_state
         gate_state.lock.acquire()
         _locked_for_fork.append(gate_state)
@@ -51,6 +59,7 @@ def _before_fork() -> None:
 
 
 def _after_in_parent() -> None:
+    _not_copied.clear()
     if _locked_for_fork:
         _locked_for_fork.pop().lock.release()
 
@@ -65,6 +74,9 @@ def _after_in_child() -> None:
         gate_state = _locked_for_fork.pop()
         gate_state.hooks = ()
         gate_state.lock.release()
+    for updater in _not_copied:
+        MixedWeightsGuard(updater.destination.model).set(_MIXED)
+    _not_copied.clear()
     for updater in _updaters:
         updater.state.close_in_forked_child()
     _updaters.clear()

@@ -84,7 +84,7 @@ class InstallOnRequest:
         self._changed = threading.Condition(self._gate_state.lock)
         self._waiting = 0  # threads that wait for a version: updates are installed as they come
         self._unfinished = False  # a signal handler has raised in an install: the next forward installs again
-        self._answered = (0, 0)  # the newest request that the sender has answered, and the version that it named
+        self._requests: dict[int, int | None] = {}  # that threads wait for: the version named in answer; None before
 
     def gate_hook(self, updater: GateHook) -> GateHook:
         """See ``InstallOnArrival``: this object."""
@@ -176,17 +176,23 @@ class InstallOnRequest:
         """Wait until a request is answered and its version installed, or the sender is gone; False at the timeout."""
         self._waiting += 1
         try:
+            self._requests[request] = None
             return self._changed.wait_for(partial(self._has_come, request), timeout)
         finally:
+            self._requests.pop(request, None)
             self._waiting -= 1
 
     def _has_come(self, request: int) -> bool:
-        answered, version = self._answered
-        return self._state.closed or (answered >= request and self._state.tried >= version)
+        version = self._requests[request]
+        return self._state.closed or (version is not None and self._state.newest_attempted >= version)
 
     def on_newest(self, version: int, request: int) -> None:
-        """See ``InstallOnArrival``."""
-        self._answered = max(self._answered, (request, version))
+        """See ``InstallOnArrival``. ``request`` is 0 where the sender announces a version that it has just queued."""
+        for number, answer in self._requests.items():
+            if answer is None and number <= request:
+                self._requests[number] = version
+        if not request and not all(map(self._has_come, self._requests)):
+            self._channel.request_newest()  # again: a signal handler in the trainer may have raised in the first one
         self._wake()
 
     def _wake(self) -> None:

@@ -67,7 +67,7 @@ class ModelUpdater:
         self.destination = destination
         self.worker_idx = -1
         self.version = 0
-        self.waiting = 0
+        self.waiting: set[object] = set()
         self.unbound_at_version = -1
         self.announced_at = 0.0
         self.error = ""

@@ -38,8 +38,8 @@ class VersionState:
     - the rest: any thread.
 
     Args:
-        updater: has the version that is installed, and the number of threads that wait. These are attributes of the
-            updater because a ``WorkerSlot`` uses them in each update.
+        updater: has the version that is installed, and the calls that wait. These are attributes of the updater because
+            a ``WorkerSlot`` uses them in each update.
         channel: the connection to the sender.
         subject: what ``wait_next`` reads: see ``Gate.call_for``.
 
@@ -86,7 +86,7 @@ class VersionState:
         return self._updater.in_forward
 
     @property
-    def tried(self) -> int:
+    def newest_attempted(self) -> int:
         """The newest version that was installed, or could not be."""
         return max(self.version, self.failed_version)
 
@@ -184,9 +184,9 @@ class VersionState:
         self.require_begun()
         if process_gate().held_here:
             raise RuntimeError("call receive() outside any forward and any wsync.gate() block")
-        deadline, end_returned = deadline_in(timeout), self._end_returned
-        self._add_waiting(1)
+        deadline, end_returned, waiter = deadline_in(timeout), self._end_returned, object()
         try:
+            self._set_waiting(waiter, True)
             with without_forward():
                 process_gate().call_with_deadline(deadline, None, bool)  # a published version is installed on the way
                 while True:
@@ -195,7 +195,7 @@ class VersionState:
                     if taken is not None or self.closed or remaining(deadline) == 0.0:
                         break  # else another thread has taken that version
         finally:
-            self._add_waiting(-1)
+            self._set_waiting(waiter, False)
         with self._guard:
             if taken is None and self.closed and self.version <= self.last_returned:
                 if end_returned or self.phase is Phase.LOST:
@@ -244,11 +244,17 @@ class VersionState:
     def wake_only_for_receive(self) -> None:
         """Have the sender wake this worker only while a thread waits in ``receive``: else a forward installs."""
         self._wakeups_only_for_receive = True
-        self._add_waiting(0)
-
-    def _add_waiting(self, threads: int) -> None:
         with self._guard:
-            self._updater.waiting += threads
-            arena = self._channel.arena
-            if arena is not None and not self.closed:
-                arena.set_wakeups(self._updater.waiting > 0 or not self._wakeups_only_for_receive)
+            self._set_wakeups()
+
+    def _set_waiting(self, waiter: object, waiting: bool) -> None:
+        """Record whether ``waiter`` waits. Both calls may be made again: a signal handler may raise in either."""
+        with self._guard:
+            waiters = self._updater.waiting
+            waiters.add(waiter) if waiting else waiters.discard(waiter)
+            self._set_wakeups()
+
+    def _set_wakeups(self) -> None:
+        arena = self._channel.arena
+        if arena is not None and not self.closed:
+            arena.set_wakeups(bool(self._updater.waiting) or not self._wakeups_only_for_receive)

@@ -28,6 +28,11 @@ class Acknowledgements:
     def __init__(self, channel: SendChannel, members: Membership) -> None:
         self._channel = channel
         self._members = members
+        self._aborted: set[int] = set()
+
+    def forget(self, aborted: int) -> None:
+        """Ignore refusals of an aborted version from now on: its transaction has raised an error already."""
+        self._aborted.add(aborted)
 
     def require(
         self,
@@ -59,7 +64,7 @@ class Acknowledgements:
 
     def arrived(self, workers: Collection[int]) -> Sequence[Ack]:
         """Return the answers of ``workers`` to any version, and the deaths, that have arrived. Does not wait."""
-        return self._channel.wait_acks(workers, 0, NOW)
+        return [ack for ack in self._channel.wait_acks(workers, 0, NOW) if ack.died or ack.version not in self._aborted]
 
     def raise_collected(self, failed: Sequence[Ack], *, sent: bool) -> None:
         """Raise one error for ``failed``, deaths and refusals; if there are none, do nothing.

@@ -180,11 +180,11 @@ class SenderSideChannel:
                     return None  # the descriptors in ``calls`` are closed, or belong to others by now
                 return calls.update(tensors, version, timeout, began)
 
-        def complete(unfinished: UnfinishedUpdate, version: int) -> None:
+        def finish_publishing(unfinished: UnfinishedUpdate, version: int) -> None:
             with self._lock:
-                calls.complete(unfinished, version)
+                calls.finish_publishing(unfinished, version)
 
-        return FastCalls(update, complete)
+        return FastCalls(update, finish_publishing)
 
     # --- transactions ---
 
@@ -230,7 +230,9 @@ class SenderSideChannel:
         """See ``SendChannel``."""
         with self._lock:
             if deadline == NOW:  # only collects what has arrived; no answer is late
-                return self._connections.wait_acks(workers, version, deadline)
+                acks = self._connections.wait_acks(workers, version, deadline)
+                self._loop.start_if_needed()  # again, if it has ended by an error
+                return acks
             answered: set[int] = set()
             try:
                 acks = self._connections.wait_acks(workers, version, deadline)
@@ -251,15 +253,15 @@ class SenderSideChannel:
         """See ``SendChannel``. A finalizer may call this in any thread, also while another one waits for answers."""
         with ExitStack() as steps:  # from the last to the first; all are done, even if a signal handler raises in one
             locked = self._lock.acquire(timeout=_LOCK_TIMEOUT)
-            was_closed, self._closed = self._closed, True
-            if not was_closed:
+            if not self._closed:
                 steps.callback(self._join_threads)
             if locked:
                 steps.callback(self._lock.release)
-            if not was_closed:
+            if not self._closed:
                 steps.callback(self._pool.clear)
                 steps.callback(self._routes.close, finished=finished)
                 steps.callback(self._loop.stop)
+                self._closed = True  # last: if a signal handler raises before, another call repeats all steps
 
     def _join_threads(self) -> None:
         self._loop.close()

@@ -66,7 +66,7 @@ class SendChannel(Protocol):
         ...
 
     def give_up(self, worker: int) -> None:
-        """Have a call in another thread that waits for a worker take it for dead, so that the call ends.
+        """Record a worker's death, which ends a call in another thread that waits for it.
 
         Called by ``disconnect``, by any thread, without the sender's lock; several times while it waits for the lock.
         """

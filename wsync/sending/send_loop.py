@@ -61,10 +61,14 @@ class SendLoop:
                 descriptors = [self._wake, *self._connections.awaited_descriptors]
             ready = wait_readable(descriptors, None)
             with self._lock:
-                if self._wake in ready:
-                    os.eventfd_read(self._wake)
-                if not self._closed:
-                    self._connections.read(NOW)
+                try:
+                    if self._wake in ready:
+                        os.eventfd_read(self._wake)
+                    if not self._closed:
+                        self._connections.read(NOW)
+                except BaseException:
+                    self._thread = None  # under the lock: the next ``start_if_needed`` starts the thread again
+                    raise
                 if self._closed or not self._needed():
                     self._thread = None
                     return
@@ -72,13 +76,19 @@ class SendLoop:
     def stop(self) -> None:
         """Let the thread end when it next has the lock. ``close`` follows."""
         self._closed = True
-        os.eventfd_write(self._wake, 1)
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Wait for the thread to end. Called without the lock; by the thread itself if it runs a finalizer."""
+        """Wait for the thread to end. Called without the lock; by the thread itself if it runs a finalizer.
+
+        Idempotent.
+        """
         thread = self._thread
         if thread is not None and thread.ident is not None and thread is not threading.current_thread():
             thread.join(_JOIN_TIMEOUT)
             if thread.is_alive():
                 return  # it still uses the descriptor
-        os.close(self._wake)
+        wake, self._wake = self._wake, -1
+        if wake >= 0:
+            os.close(wake)

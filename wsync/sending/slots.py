@@ -141,13 +141,13 @@ class Slots:
         """See ``SenderSideChannel``. All workers use the arena; None if updates have a checksum."""
         if self._checksum:
             return None
-        descriptors = self._connections.packed_descriptors
+        descriptors = self._connections.fast_path_descriptors
         if not descriptors:
             return None
         update = self.arena.writer.fast_update(self.arena.plans, self.arena.layout.nbytes, descriptors, acknowledge)
-        return None if update is None else FastCalls(update, partial(self._complete_fast, acknowledge))
+        return None if update is None else FastCalls(update, partial(self._finish_publishing, acknowledge))
 
-    def _complete_fast(self, acknowledge: bool, unfinished: UnfinishedUpdate, version: int) -> None:
+    def _finish_publishing(self, acknowledge: bool, unfinished: UnfinishedUpdate, version: int) -> None:
         """Point the workers that the fast call could not, and record the acknowledgements that it has read."""
         for worker in unfinished.others:
             self.point(worker, version, unfinished.slot, acknowledge)

@@ -24,6 +24,7 @@ class Transaction:
         self._updates = updates
         self._number = number
         self._channel: TransactionChannel | None = None  # once workers may have prepared
+        self._version = 0  # once workers may have prepared
         self._update: InFlight | None = None  # once all have prepared
 
     def prepare(self, weights: object, worker_ids: int | Sequence[int] | None) -> None:
@@ -43,7 +44,7 @@ class Transaction:
             )
         updates.finish_earlier()  # otherwise their answers could be mistaken for PREPARED
         with updates.packing(weights, workers, absent) as (update, packed):
-            self._channel = channel
+            self._channel, self._version = channel, update.version
             for part, buffer, extra in packed:
                 channel.prepare(buffer, update.version, extra, part.workers, self._number)
         updates.acks.require(workers, update.version, update.deadline, committed=False)
@@ -72,4 +73,5 @@ class Transaction:
         """
         if self._channel is not None:
             self._channel.abort(self._number)
+            self._updates.acks.forget(self._version)
         self._updates.acks.note_deaths()

@@ -197,5 +197,7 @@ class Transfers:
         self.ending = []
 
     def close(self) -> None:
-        """Release the rest. Called after the workers were disconnected."""
-        os.close(self._wake)
+        """Release the rest. Called after the workers were disconnected. Idempotent."""
+        wake, self._wake = self._wake, -1
+        if wake >= 0:
+            os.close(wake)

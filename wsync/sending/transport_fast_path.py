@@ -74,5 +74,5 @@ def transport_fast_calls(channel: SendChannel, num_workers: int, record: Callabl
             record(ack)
         return report, buffer.slot, (), b""
 
-    # Nothing is left to complete: the update is published, and `wait_acks` finds the acknowledgements put back above.
-    return FastCalls(update, complete=lambda unfinished, version: None)
+    # Nothing is left to publish, and `wait_acks` finds the acknowledgements put back above.
+    return FastCalls(update, finish_publishing=lambda unfinished, version: None)

@@ -21,8 +21,8 @@ forward locks it to read the published word and to record the slot as used. Ther
    forward recorded ``s`` under the same lock, so the second step finds the record as long as the forward runs. A later
    forward reads another slot. (The second step is done without the mutex: ``WorkerSlot.take`` explains why it misses no
    record.)
-3. *A published slot is whole.* No slot is written while a word names it, even if the worker has copied the slot out: a
-   replacement of the worker would read it.
+3. *A published slot is whole.* No slot is written while a published word names it. This also holds where the worker has
+   already copied the slot, because a replacement of that worker would read the slot.
 4. *Three slots are enough* while all workers are sent the same versions: one published, one older one still in use, one
    free. If forwards use two older ones, the arena does not grow: the sender waits for a forward to end, or for its
    worker to die. It grows by one slot for each further version that is published to some workers (``worker_ids``,
@@ -32,8 +32,8 @@ How long a worker uses a slot depends on how its model takes the weights:
 
 - *Bound* (its parameters point into the slot), the usual case: only during forwards. Between forwards the sender may
   overwrite the slot once it has published a newer one: the next forward binds to that.
-- *Bound, and holding the slot*, where installing may fail (checksum, extra state) or ``initiator="receiver"``: between
-  forwards as well, until the next version is installed.
+- *Bound, and holding the slot*, if an install may fail (checksum, extra state), or with ``initiator="receiver"``:
+  between forwards as well, until the next version is installed.
 - *Copying*: only until the weights are copied out, since the forwards use the copy. Two slots are then enough, or
   three with ``initiator="receiver"``.
 
@@ -45,8 +45,8 @@ How long a worker uses a slot depends on how its model takes the weights:
   finishes the stores when it is continued. They are harmless: the sender ignores the words of an index without a
   worker; and the replacement's first forward, which has to wait for the mutex, overwrites them. Until then they may
   keep the sender from reusing the slots that they name.
-- *The structure of a model that does not hold its slot was changed in the worker, so that an install has failed.* The
-  model stays bound to the older slot. (Where an install may fail for other reasons, the slot is held: see above.)
+- *An install has failed because the worker changed the structure of its model, and the model does not hold its slot.*
+  The model stays bound to the older slot. (Where an install may fail for other reasons, the slot is held: see above.)
 
 As soon as the worker finds out, at the beginning or the end of a forward, it copies its model to memory of its own.
 Then it reads the slot's version word. The sender sets that word to 0 before it writes the slot, and a version is never
@@ -54,7 +54,7 @@ used twice. So if the word still has the model's version, the copy is whole, and
 keeps it. Otherwise this forward and each later one raise an error, and return nothing, until a version is installed.
 
 The memory is anonymous (``memfd``). Workers get its file descriptors over a Unix socket. Over another connection, a
-worker of the same user on the same machine opens the files under ``/proc``, and compares the file's random name.
+worker of the same user on the same machine opens the files under ``/proc``, and checks their random name.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Arena:
     Attributes:
         fds: descriptors of file 1 (words and weights) and file 2 (extra state).
         words: the mapped words of file 1.
-        plans: for each slot that is mapped in this process, its tensors with their addresses: the sender packs with it,
-            and the compiled fast path of a worker installs with it.
+        plans: one ``PackPlan`` (the addresses of the tensors) for each slot that is mapped in this process. The sender
+            uses it to pack, the compiled fast path of a worker to install.
     """
 
     def __init__(self, num_workers: int, fds: tuple[int, int]) -> None:
@@ -165,7 +165,7 @@ class Arena:
         return in_clean_thread(self._map, slot)
 
     def _map(self, slot: int) -> Buffer:
-        assert self.fds[0] >= 0, "the arena is closed"  # mmap would map other memory
+        assert self.fds[0] >= 0, "the arena is closed"  # else mmap would map new anonymous memory
         offset, flags = self._slots_offset + slot * self._slot_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = PinnedMapping(self.fds[0], self._slot_size, flags=flags, offset=offset)
         memory.pin()
@@ -213,7 +213,7 @@ class SenderArena(Arena):
         with ExitStack() as opened:
             words = memory_file(self._name, whole_pages(words_of_arena(num_workers) * 8))
             opened.callback(os.close, words)
-            extra = memory_file("wsync-extra")
+            extra = memory_file(self._name)
             opened.callback(os.close, extra)
             super().__init__(num_workers, (words, extra))
             self.writer = ArenaWriter(self.words, num_workers)
@@ -221,7 +221,7 @@ class SenderArena(Arena):
             opened.pop_all()  # ``close`` closes them
 
     def set_layout(self, layout: Layout) -> None:
-        """See ``Arena``. Frees the slots of an earlier layout: there was not memory for all of them."""
+        """See ``Arena``. Frees the slots of an earlier call, which failed for lack of memory."""
         super().set_layout(layout)
         os.ftruncate(self.fds[0], self._slots_offset)
 

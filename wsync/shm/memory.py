@@ -15,7 +15,7 @@ from wsync.control.liveness import EXHAUSTED
 from wsync.errors import WeightSyncError
 
 # Bytes to allocate in one call. When a signal comes, the kernel may undo the call and it is repeated: with a periodic
-# signal (a profiler's), one that takes longer than the period would never end.
+# signal (a profiler's), a call that takes longer than the period would never finish.
 _STEP = 1 << 20
 
 
@@ -98,7 +98,7 @@ def open_handle(handle: tuple[int, int, int, str]) -> tuple[int, int] | None:
             for fd in (memory_fd, extra_fd):
                 fds.append(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
                 opened.callback(os.close, fds[-1])
-            if os.readlink(f"/proc/self/fd/{fds[0]}") == f"/memfd:{name} (deleted)":
+            if {os.readlink(f"/proc/self/fd/{fd}") for fd in fds} == {f"/memfd:{name} (deleted)"}:
                 opened.pop_all()
                 return fds[0], fds[1]
         except OSError as error:  # no such process, or another user's

@@ -4,8 +4,8 @@ The *registered weights* are those given to ``SharedMemWeightSyncScheme`` by ``r
 ``policy_weights``. A model is bound to them while they have the model's version; otherwise (an update was sent from
 other weights, and is not copied into them yet) it is bound to a slot.
 
-They lie in memory files (``share_memory_()``, ``memmap_()``); if they do not, workers are not bound to them. The
-arena's second file records their location, after the extra states::
+Models can be bound only to tensors in memory-mapped files (``share_memory_()``, ``memmap_()``). If one of them lies
+elsewhere, models are bound to none of them. The arena's second file records their location, after the extra states::
 
     page   one word: the version of the registered weights
     JSON   the files' descriptors in the sender's process, and the place, dtype, shape and strides of each tensor
@@ -68,7 +68,7 @@ def _shared_mappings() -> list[_Mapping]:
 
 
 def _open(mapping: _Mapping) -> int | None:
-    """Return a new descriptor of a mapped file; None if the file has no path and this process no descriptor of it."""
+    """Return a new descriptor of a mapped file; None if the file has neither a path nor an open descriptor here."""
     paths = [mapping.path, *(f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))]
     for path in paths:
         try:
@@ -85,7 +85,7 @@ class RegisteredWeights:
 
     Args:
         arena: the arena of the sender.
-        tensors: by name.
+        tensors: the registered tensors, by name.
         close_files: closes the memory files' descriptors. Called by ``close``, or when this object is no longer used.
     """
 
@@ -148,9 +148,11 @@ class RegisteredWeights:
         self._word[0] = version
 
     def copy_published(self, version: int) -> bool:
-        """Copy the published weights into the registered ones; not if workers have different ones: return False.
+        """Copy the published weights into the registered ones, and return True.
 
-        Called when every worker has acknowledged ``version``, so no forward of a connected worker uses them.
+        Return False, with nothing copied, unless exactly one slot is published: workers may have been sent different
+        weights. Called when every worker has acknowledged ``version``, so no forward of a connected worker uses the
+        registered weights.
         """
         slots, names = self._arena.published_slots(), self._arena.layout.names
         if len(slots) != 1:
@@ -160,7 +162,9 @@ class RegisteredWeights:
             for name, view in zip(names, self._arena.views(slots[0]), strict=True)
             if name in self._tensors
         ]
-        self.set_version(0)  # a disconnected worker copies the registered weights, and then reads this word
+        # 0 while they are written: a disconnected worker that copies them meanwhile reads this word afterwards, and so
+        # finds out that its copy is invalid.
+        self.set_version(0)
         copy_all([own for own, _ in pairs], [view for _, view in pairs])
         self.set_version(version)
         return True

@@ -43,7 +43,7 @@ class Delta:
     """
 
     def __init__(self, level: int = 1, threads: int = 0) -> None:
-        limit = _zstandard().MAX_COMPRESSION_LEVEL
+        limit = require_zstandard().MAX_COMPRESSION_LEVEL
         if not -limit <= level <= limit:
             raise ValueError(f"zstd has levels from -{limit} to {limit}, not {level}")
         self.level = level
@@ -67,7 +67,7 @@ class Delta:
         """
         changed = (base.view(torch.int64) ^ new.view(torch.int64)).view(torch.uint8)
         planes: Any = changed.view(-1, width).T.contiguous().view(-1).cpu().numpy()
-        compressor = _zstandard().ZstdCompressor(level=self.level, threads=self.threads)
+        compressor = require_zstandard().ZstdCompressor(level=self.level, threads=self.threads)
         content = compressor.compress(planes.data)
         if len(content) > _LARGEST_SHARE * new.numel():
             return None
@@ -98,7 +98,7 @@ def apply_difference(difference: bytes | memoryview, base: Tensor, new: Tensor) 
         ImportError: the package ``zstandard`` is missing.
     """
     base_of(difference)
-    width, nbytes, zstandard = _HEADER.unpack_from(difference)[1], base.numel(), _zstandard()
+    width, nbytes, zstandard = _HEADER.unpack_from(difference)[1], base.numel(), require_zstandard()
     if width not in (1, 2, 4, 8):
         raise ValueError(f"a number has 1, 2, 4 or 8 bytes, not {width}")
     try:
@@ -117,16 +117,12 @@ def apply_difference(difference: bytes | memoryview, base: Tensor, new: Tensor) 
     torch.bitwise_xor(base.view(torch.int64), changed.view(torch.int64), out=new.view(torch.int64))
 
 
-def require_zstandard() -> None:
-    """Check that differences can be read here.
+def require_zstandard() -> Any:
+    """Return the package with which differences are made and read.
 
     Raises:
-        ImportError: the package ``zstandard`` is missing; says how to install it.
+        ImportError: it is missing; says how to install it.
     """
-    _zstandard()
-
-
-def _zstandard() -> Any:
     try:
         return import_module("zstandard")
     except ImportError as error:
