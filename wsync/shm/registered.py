@@ -75,8 +75,10 @@ def _open(mapping: _Mapping) -> int | None:
             state = os.stat(path)
             if (state.st_dev, state.st_ino) == mapping.file:
                 return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # closed meanwhile, or without a name
-            continue
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise
+            continue  # closed meanwhile, or without a name
     return None
 
 
