@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from wsync.testing import WorkerPool
 from wsync.testing.workers import PRELOADED_MODULES
 
 settings.register_profile("long", max_examples=3_000, deadline=None)  # pytest --hypothesis-profile=long
@@ -46,6 +48,22 @@ def long_path(tmp_path: Path) -> Path:
     path = tmp_path / ("long" * 25)
     path.mkdir()
     return path
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    """Worker processes for the tests of one file."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A group of one rank, for sharded models."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -11,23 +10,9 @@ import time
 from pathlib import Path
 
 from cells import Cell
+from stopping import has_ended
 
 NOTICE = 60.0  # seconds, so that a busy machine does not fail the test
-
-
-def ended(pidfds: list[int], within: float) -> bool:
-    """Whether all these processes end within some seconds."""
-    deadline = time.monotonic() + within
-    waiting = set(pidfds)
-    while waiting:
-        poller = select.poll()
-        for fd in waiting:
-            poller.register(fd, select.POLLIN)
-        over = poller.poll(max(0.0, deadline - time.monotonic()) * 1e3)
-        if not over:
-            return False
-        waiting -= {fd for fd, _ in over}
-    return True
 
 
 def test_trainer_killed(cell: Cell, backend_name: str, tmp_path: Path) -> None:
@@ -52,11 +37,11 @@ def test_trainer_killed(cell: Cell, backend_name: str, tmp_path: Path) -> None:
         killed = time.perf_counter()
         trainer.send_signal(signal.SIGKILL)
         try:
-            assert ended(pidfds, NOTICE), "a worker has not noticed"
+            assert all(has_ended(fd, NOTICE) for fd in pidfds), "a worker has not noticed"
             cell.detection = time.perf_counter() - killed
         finally:
             for fd, pid in zip(pidfds, pids, strict=True):
-                if not ended([fd], 0.0):
+                if not has_ended(fd, 0.0):
                     os.kill(pid, signal.SIGKILL)
                 os.close(fd)
     if backend_name != "ray":

@@ -6,7 +6,6 @@ import gc
 import logging
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -20,16 +19,18 @@ from functools import partial
 from pathlib import Path
 
 import cloudpickle
+import collecting
 import gymnasium
 import numpy as np
 import pytest
 import ray
 import torch
+from collecting import cartpole, check_calling_conventions, chosen, policy
 from forking import fork_idle_child, idle_child
 from listening import LOOPBACK_6, listening
 from ray_workers import START_TIMEOUT
+from stopping import ends
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributed import rpc
 
@@ -50,32 +51,13 @@ from wsync.control import Address
 from wsync.testing.workers import stop_process
 
 ROOT = Path(__file__).parents[2]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
+for module in (sys.modules[__name__], collecting):
+    cloudpickle.register_pickle_by_value(module)  # no worker has these files in its path
 
 FAMILIES = {"tcp": DistributedCollector, "rpc": RPCCollector, "ray": RayCollector}
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_family_ray_slow = pytest.mark.parametrize("family", ["tcp", "rpc", pytest.param("ray", marks=pytest.mark.slow)])
 """Each test with Ray starts actors, which takes seconds: ``make test`` has those that kill and update them."""
-
-
-class Scores(nn.Module):
-    """Chooses action 1 always, or 0 always, by the sign of one weight."""
-
-    def __init__(self, sign: float = 1.0):
-        super().__init__()
-        self.bias = nn.Parameter(torch.tensor([0.0, sign]))
-        self.critic = nn.Linear(4, 1)
-
-    def forward(self, observation):
-        return self.bias.expand(*observation.shape[:-1], 2)
-
-
-def policy(sign: float = 1.0) -> TensorDictModule:
-    return TensorDictModule(Scores(sign), in_keys=["observation"], out_keys=["action"])
-
-
-def cartpole():
-    return GymEnv("CartPole-v1", 2)
 
 
 def collect_with(family, *, workers=2, workers_of=None, trained=None, env=cartpole, **options):
@@ -96,33 +78,6 @@ def test_workers_end_when_their_collector_is_garbage_collected(family):
     del collector
     gc.collect()
     assert left() is None and not multiprocessing.active_children()
-
-
-def chosen(batch) -> float:
-    return batch["action"].float().argmax(-1).float().mean().item()
-
-
-def gone(pid: int) -> bool:
-    """Whether the process has ended (a zombie has)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] == "Z"
-
-
-def ends(pid: int, timeout: float = 15.0) -> bool:
-    """Whether the process ends in time: waits for its end, not for a while."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        return bool(poller.poll(timeout * 1000))
-    finally:
-        os.close(descriptor)
 
 
 class Pids(gymnasium.Env):
@@ -157,33 +112,14 @@ def test_every_calling_convention_reaches_every_worker(family):
     trained, critic = policy(1.0), nn.Linear(4, 1)
     schemes = {name: wsync.WeightSyncScheme.from_backend("distributed") for name in ("policy", "module.critic")}
     with collect_with(family, trained=trained, weight_sync_schemes=schemes, cat_results="stack") as collector:
-        assert chosen(next(collector)) == 1.0
-        with torch.no_grad():
-            trained.module.bias.neg_()
-        assert chosen(next(collector)) == 1.0, "training alone must reach no worker"
-        collector.update_policy_weights_()
-        assert chosen(next(collector)) == 0.0
-        calls = [
-            lambda other: collector.update_policy_weights_(other),
-            lambda other: collector.update_policy_weights_(TensorDict.from_module(other)),
-            lambda other: collector.update_policy_weights_(policy=other),
-            lambda other: collector.update_policy_weights_(weights=other.state_dict(), model_id="policy"),
-            lambda other: collector.update_policy_weights_(weights_dict={"policy": other, "module.critic": critic}),
-        ]
-        for number, call in enumerate(calls, start=3):
-            action = float(number % 2 == 1)
-            with torch.no_grad():  # the collector's own policy has the opposite sign of what is sent
-                trained.module.bias.copy_(policy(1.0 - 2.0 * action).module.bias)
-            call(policy(2.0 * action - 1.0))
-            batch = next(collector)
-            assert chosen(batch) == action and batch["policy_version"].unique().tolist() == [number]
+        check_calling_conventions(collector, trained, **{"module.critic": critic})
         with pytest.raises(wsync.LayoutMismatch, match="bias"):
-            collector.update_policy_weights_(weights_dict={"policy": policy(-1.0), "module.critic": nn.Linear(4, 7)})
-        assert chosen(next(collector)) == 1.0, "the good half of a refused update was applied"
-        collector.update_policy_weights_(policy(-1.0), worker_ids=1)
+            collector.update_policy_weights_(weights_dict={"policy": policy(1.0), "module.critic": nn.Linear(4, 7)})
+        assert chosen(next(collector)) == 0.0, "the good half of a refused update was applied"
+        collector.update_policy_weights_(policy(1.0), worker_ids=1)
         batch = next(collector)
         assert batch.batch_size == (2, 2, 4)
-        assert chosen(batch[0]) == 1.0 and chosen(batch[1]) == 0.0
+        assert chosen(batch[0]) == 0.0 and chosen(batch[1]) == 1.0
 
 
 @pytest.mark.parametrize(

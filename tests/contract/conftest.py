@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # workers import what is written
 
 from backends import PROCESS_BACKENDS, BuiltIn
 
-from wsync.testing import WorkerPool
+import wsync
+from wsync.testing import WorkerGroup, WorkerPool
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +23,18 @@ def pool() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def workers(pool: WorkerPool) -> Iterator[WorkerGroup]:
+    with pool.group(2) as workers:
+        yield workers
+
+
+@pytest.fixture(params=[wsync.MultiProcessWeightSyncScheme, wsync.SharedMemWeightSyncScheme])
+def make(request: pytest.FixtureRequest) -> Any:
+    """The schemes that take the pipes of the older API."""
+    return request.param
 
 
 @pytest.fixture(params=["shared_mem-published", "multiprocess", "distributed-gloo"])

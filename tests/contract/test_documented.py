@@ -9,7 +9,6 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wsync
-from wsync.testing import WorkerError, WorkerPool, commands
+from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 
@@ -96,6 +95,8 @@ def test_options_may_be_given_by_position() -> None:
     assert (copying.strategy, copying.sync) == ("state_dict", False)
     shared = wsync.SharedMemWeightSyncScheme({"policy": TensorDict()}, "state_dict", False)
     assert (shared.strategy, shared.auto_register) == ("state_dict", False)
+    grouped = wsync.DistributedWeightSyncScheme("gloo", False, 3.0)
+    assert (grouped.backend, grouped.sync, grouped.timeout) == ("gloo", False, 3.0)
 
 
 def test_init_communicates_nothing_and_the_scheme_can_be_pickled_after_it(backend: BuiltIn) -> None:
@@ -283,27 +284,11 @@ def test_nothing_travels_at_the_connect_of_rpc() -> None:
 
 
 def test_buffers_may_be_given_to_the_constructor(pool: WorkerPool) -> None:
-    buffers = TensorDict({"weight": torch.ones(4)})
-    scheme = wsync.SharedMemWeightSyncScheme({"policy": buffers}, auto_register=False, timeout=TIMEOUT)
-    with pool.group(1) as workers, scheme:
-        scheme.init_on_sender("policy", num_workers=1)
-        workers[0].start(commands.join, scheme, Small, 0, "policy")
-        scheme.connect()
-        workers[0].result()
-        scheme.send(fill(Small(), 3))
-        assert workers[0].call(commands.output)[0] == buffers["weight"][0] == 3
-
-
-def test_without_auto_register_a_model_needs_its_buffers(pool: WorkerPool) -> None:
-    scheme = wsync.SharedMemWeightSyncScheme(auto_register=False, timeout=TIMEOUT)
-    with pool.group(1) as workers:
-        with scheme, pytest.raises(wsync.NotConnected, match="register_shared_weights"):
-            scheme.init_on_sender("policy", num_workers=1)
-            workers[0].start(commands.join, scheme, Small, 0, "policy")
-            scheme.connect()
-            scheme.send(fill(Small(), 2))
-        with suppress(WorkerError):
-            workers[0].result()
+    SharedMemory.pool = pool
+    weights = {"policy": TensorDict({"weight": torch.ones(4)})}
+    with SharedMemory().connected(1, init={}, policy_weights=weights, auto_register=False) as session:
+        session.send(3)
+        assert session.outputs()[0] == weights["policy"]["weight"][0] == 3
 
 
 def test_devices_say_how_many_workers_there_are() -> None:

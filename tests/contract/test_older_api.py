@@ -7,7 +7,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
@@ -15,32 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import policy_of
 from stopping import wait_until_asleep
 from tensordict import TensorDict
 from torch import nn
 
 import wsync
-from wsync.testing import WorkerError, WorkerGroup, WorkerPool, commands
+from wsync.testing import WorkerError, WorkerGroup, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 
 Make = Callable[..., Any]
-PIPED = [wsync.MultiProcessWeightSyncScheme, wsync.SharedMemWeightSyncScheme]
 
 
 TIMEOUT = 60.0
 """Seconds for what takes milliseconds."""
-
-
-@pytest.fixture
-def workers(pool: WorkerPool) -> Iterator[WorkerGroup]:
-    with pool.group(2) as workers:
-        yield workers
-
-
-@pytest.fixture(params=PIPED)
-def make(request: pytest.FixtureRequest) -> Make:
-    return request.param
 
 
 def pipes_to(workers: WorkerGroup) -> tuple[list[Any], list[Any]]:
@@ -73,10 +62,6 @@ def received(state: WorkerState, timeout: float | None) -> bool:
 def acted(state: WorkerState, model_id: str = "policy") -> list[float]:
     with torch.no_grad():
         return state.models[model_id](torch.ones(4)).tolist()
-
-
-def policy_of(value: float) -> Any:
-    return fill(nn.Linear(4, 2), value)
 
 
 def test_state_dicts_through_pipes(workers: WorkerGroup) -> None:
@@ -239,10 +224,11 @@ def test_a_pipe_without_the_senders_message_is_an_error_at_the_timeout(make: Mak
         worker.init_on_worker("policy", pipe=theirs, model=nn.Linear(4, 2))
 
 
-@pytest.mark.parametrize("other", [None, 3, "text", [1]])
+@pytest.mark.parametrize("other", [None, 3, "text", [1], ["tokenize"]])
 def test_an_attribute_of_a_context_that_is_no_pipes(make: Make, other: Any) -> None:
     with make() as sender:
-        sender.init_on_sender("policy", SimpleNamespace(pipes=other, policy=nn.Linear(4, 2)), num_workers=1)
+        sender.init_on_sender("policy", SimpleNamespace(pipes=other, policy=nn.Linear(4, 2)), num_workers=2)
+        assert sender.num_workers == 2
 
 
 def test_a_full_pipe_is_an_error_at_the_timeout(make: Make) -> None:

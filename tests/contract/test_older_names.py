@@ -5,37 +5,22 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from backends import Distributed
+from small_models import policy_of
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 import wsync
 from wsync.testing import WorkerError, WorkerGroup, WorkerPool
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import fill
 
 TIMEOUT = 60.0
 """Seconds for what takes milliseconds."""
-
-
-@pytest.fixture
-def workers(pool: WorkerPool) -> Iterator[WorkerGroup]:
-    with pool.group(2) as workers:
-        yield workers
-
-
-@pytest.fixture(params=[wsync.MultiProcessWeightSyncScheme, wsync.SharedMemWeightSyncScheme])
-def make(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    return request.param
-
-
-def policy_of(value: float) -> Any:
-    return fill(nn.Linear(4, 2), value)
 
 
 def register(state: WorkerState, make: Callable[..., Any], pipe: Any) -> bool:

@@ -1,10 +1,9 @@
-"""Other processes: forked workers and children, workers of workers, workers that a context lists, other connections."""
+"""Other processes: forked workers and children, workers that a context lists, other connections."""
 
 from __future__ import annotations
 
 import gc
 import os
-import pickle
 import random
 import select
 import signal
@@ -17,11 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from backends import BuiltIn, SharedMemoryPublished
-from torch import nn
+from backends import BuiltIn
+from listening import LOOPBACK, listening_tcp, own_sockets
 
 import wsync
-from wsync.testing import ProcessWorker, WorkerError, WorkerGroup, WorkerPool, commands
+from wsync.testing import ProcessWorker, WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import EveryTensorKind, Small, digest, fill, scramble
 
@@ -179,82 +178,6 @@ def test_the_death_of_a_trainer_is_noticed_although_its_child_lives(backend: Bui
             os.kill(child, signal.SIGKILL)
 
 
-# --- workers of workers ---
-
-
-class CascadingContext:
-    """A worker's context that sends each update on to workers of its own."""
-
-    def __init__(self, model: nn.Module, scheme: wsync.WeightSyncScheme) -> None:
-        self.policy = model
-        self.scheme = scheme
-        self.broken = False
-
-    def cascade_weights(self, model_id: str) -> None:
-        if self.broken:
-            raise ArithmeticError("the cascade is broken")
-        self.scheme.send()
-
-
-def become_middle(state: WorkerState, upper: wsync.WeightSyncScheme, lower: wsync.WeightSyncScheme) -> None:
-    """Follow ``upper``, and pass its updates on to two forked workers by ``lower``."""
-    model = fill(Small(), -1)
-    workers = WorkerGroup(ForkedPool(), 2)
-    lower.init_on_sender("policy", model=model, num_workers=2)
-    for index, worker in enumerate(workers):
-        worker.start(commands.join, lower, Small, index, "policy")
-    lower.connect()
-    workers.results()
-    context = CascadingContext(model, lower)
-    state.kept |= {"workers": workers, "context": context}
-    state.models["policy"], state.schemes["policy"], state.schemes["lower"] = model, upper, lower
-    upper.init_on_receiver("policy", context, worker_idx=0)
-    upper.connect()
-
-
-def outputs_below(state: WorkerState) -> list[float]:
-    return [output[0] for output in state.kept["workers"].call(commands.output)]
-
-
-def break_cascade(state: WorkerState, broken: bool) -> None:
-    state.kept["context"].broken = broken
-
-
-def end_workers_below(state: WorkerState) -> None:
-    for worker in state.kept["workers"]:
-        worker.close()
-
-
-def test_an_update_cascades_to_workers_of_a_worker(backend: BuiltIn) -> None:
-    if not backend.acknowledged:
-        pytest.skip("a scheme with sends that wait for no acknowledgement is refused: see below")
-    model = fill(Small(), 1)
-    with backend.workers(1) as workers, backend.make_scheme(timeout=30.0) as upper:
-        upper.init_on_sender("policy", model=model, num_workers=1)
-        workers[0].start(become_middle, upper, backend.make_scheme(timeout=30.0))
-        upper.connect()
-        workers[0].result()
-        assert workers[0].call(outputs_below) == [1, 1]
-        for value in range(2, 6):
-            upper.send(fill(model, value))
-            assert workers[0].call(outputs_below) == [value, value]
-        workers[0].call(break_cascade, True)
-        with pytest.raises(wsync.WorkerFailed, match=r"(?s)cascade_weights.*the cascade is broken"):
-            upper.send(fill(model, 9))
-        workers[0].call(break_cascade, False)
-        upper.send(fill(model, 10))
-        assert workers[0].call(outputs_below) == [10, 10]
-        workers[0].call(end_workers_below)
-
-
-def test_without_acknowledgements_nothing_cascades() -> None:
-    with SharedMemoryPublished().make_scheme() as upper:
-        upper.init_on_sender("policy", model=Small(), num_workers=1)
-        below = pickle.loads(pickle.dumps(upper))
-        with pytest.raises(ValueError, match="acknowledge='installed'"):
-            below.init_on_receiver("policy", CascadingContext(Small(), upper), worker_idx=0)
-
-
 # --- joining ---
 
 
@@ -298,13 +221,10 @@ def test_a_shutdown_refuses_workers_that_wait_to_join(backend: BuiltIn) -> None:
 
 def listening_sockets() -> set[tuple[int, int, Any]]:
     """The sockets on which this process listens: descriptor, family and address."""
-    mine = {path.readlink().name: int(path.name) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
-    found = set[tuple[int, int, Any]]()
-    for row in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        columns = row.split()
-        fd = mine.get(f"socket:[{columns[9]}]")
-        if columns[3] == "0A" and fd is not None:
-            found.add((fd, socket.AF_INET, ("127.0.0.1", int(columns[1].split(":")[1], 16))))
+    mine, found = own_sockets(), set[tuple[int, int, Any]]()
+    for fd, address, port in listening_tcp():
+        if len(address) == len(LOOPBACK):
+            found.add((fd, socket.AF_INET, ("127.0.0.1", port)))
     for row in Path("/proc/net/unix").read_text().splitlines()[1:]:
         columns = row.split()
         fd = mine.get(f"socket:[{columns[6]}]")

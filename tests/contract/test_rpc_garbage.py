@@ -7,9 +7,9 @@ import random
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from listening import listening_tcp
 from rpc_workers import Rpc, RpcWorkerPool
 
 import wsync
@@ -26,14 +26,7 @@ def rpc() -> Iterator[Rpc]:
 
 def ports(state: WorkerState | None = None) -> list[int]:
     """The TCP ports on which this process listens."""
-    found: list[int] = []
-    mine = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
-    for table in ("tcp", "tcp6"):
-        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            columns = row.split()
-            if columns[3] == "0A" and f"socket:[{columns[9]}]" in mine:
-                found.append(int(columns[1].split(":")[1], 16))
-    return found
+    return [port for _, _, port in listening_tcp()]
 
 
 def send_to(port: int, data: bytes, seconds: float = 0.5) -> None:

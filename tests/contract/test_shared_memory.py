@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from backends import MIB, Multiprocess, SharedMemory, SharedMemoryPublished, no_file_beyond
+from small_models import TwoWeights
 from striking import struck_at
 from tensordict import TensorDict
 from torch import nn
@@ -38,14 +39,6 @@ def shared(pool: WorkerPool) -> SharedMemory:
 def published(pool: WorkerPool) -> SharedMemoryPublished:
     SharedMemoryPublished.pool = pool
     return SharedMemoryPublished()
-
-
-class TwoWeights(Small):
-    """Two parameters, of which the first is the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Parameter(torch.zeros(4))
 
 
 class TiedWeights(TwoWeights):
@@ -499,20 +492,15 @@ def leave_autocast(state: WorkerState) -> None:
 def test_registered_weights_that_are_trained_in_place_are_seen_in_one_autocast_context(shared: SharedMemory) -> None:
     model = fill(TwoProducts(), 1)
     weights = TensorDict.from_module(model).data.share_memory_()
-    with shared.workers(1) as workers, shared.make_scheme(auto_register=False, timeout=30.0) as scheme:
-        assert isinstance(scheme, wsync.SharedMemWeightSyncScheme)
-        scheme.register_shared_weights("policy", weights)
-        scheme.init_on_sender("policy", num_workers=1)
-        workers[0].start(commands.join, scheme, TwoProducts, 0, "policy")
-        scheme.connect()
-        workers[0].result()
-        workers[0].call(enter_autocast)
+    with shared.connected(1, TwoProducts, init={}, policy_weights={"policy": weights}, auto_register=False) as session:
+        (worker,) = session.workers
+        worker.call(enter_autocast)
         try:
             for value in (1.0, 2.0, 3.0):
                 fill(model, value)
-                assert workers[0].call(commands.output) == [value, value]
+                assert worker.call(commands.output) == [value, value]
         finally:
-            workers[0].call(leave_autocast)
+            worker.call(leave_autocast)
 
 
 def apply_own_weights(state: WorkerState, value: float) -> float:
@@ -537,42 +525,30 @@ def test_weights_that_are_changed_on_the_way_leave_the_buffers_as_they_are(share
     transposed = {"weight": weights["weight"].t()}
     options = {"send_transform": lambda _: transposed} if where == "send_transform" else {}
     init = {"device_map_fn": lambda *_: transposed} if where == "device_map_fn" else {}
-    with shared.workers(1) as workers, shared.make_scheme(timeout=30.0, **options) as scheme:
-        assert isinstance(scheme, wsync.SharedMemWeightSyncScheme)
-        scheme.register_shared_weights("policy", weights)
-        scheme.init_on_sender("policy", num_workers=1, **init)
-        workers[0].start(commands.join, scheme, Square, 0, "policy")
-        scheme.connect()
-        workers[0].result()
+    with shared.connected(1, Square, init=init, policy_weights={"policy": weights}, **options) as session:
         for _ in range(2):
-            assert workers[0].call(commands.output) == values.t().flatten().tolist()
+            assert session.workers[0].call(commands.output) == values.t().flatten().tolist()
             assert weights["weight"].equal(values)
             values += 1
             weights["weight"].add_(1)
-            scheme.send()
+            session.scheme.send()
 
 
-def test_no_forward_is_torn_by_sends_while_buffers_are_registered(shared: SharedMemory) -> None:
+def test_no_forward_is_torn_by_sends_while_buffers_are_registered(published: SharedMemoryPublished) -> None:
     weights = TensorDict.from_module(fill(TwoReads(), 1)).data.share_memory_()
-    with shared.workers(1) as workers, shared.make_scheme(acknowledge="published", timeout=30.0) as scheme:
-        assert isinstance(scheme, wsync.SharedMemWeightSyncScheme)
-        scheme.register_shared_weights("policy", weights)
-        scheme.init_on_sender("policy", num_workers=1)
-        workers[0].start(commands.join, scheme, TwoReads, 0, "policy")
-        scheme.connect()
-        workers[0].result()
-        workers[0].start(count_torn, 100)
-        model, done = TwoReads(), threading.Event()
+    with published.connected(1, TwoReads, init={}, policy_weights={"policy": weights}) as session:
+        session.workers[0].start(count_torn, 100)
+        done = threading.Event()
 
         def send() -> None:
             for value in count(2):
-                scheme.send(fill(model, value))
+                session.send(value)
                 if done.is_set():
                     return
 
         trainer = threading.Thread(target=send)
         trainer.start()
-        torn = workers[0].result()
+        torn = session.workers[0].result()
         done.set()
         trainer.join()
         assert torn == 0

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BuiltIn, Multiprocess
+from small_models import TwoWeights
 from tensordict import TensorDict
 from torch import nn
 
@@ -21,14 +22,6 @@ from wsync.testing import WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, WithExtraState, digest, fill, scramble
 from wsync.testing.unlike import join_with_tensors, loaded
-
-
-class TwoWeights(Small):
-    """Two parameters, of which the first is the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Parameter(torch.zeros(4))
 
 
 class Frozen(Small):

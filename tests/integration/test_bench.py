@@ -6,7 +6,6 @@ import json
 import os
 import re
 import runpy
-import select
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import pytest
 import typer
 from programs import run_program
 from rich.console import Console
+from stopping import ends
 
 import wsync
 
@@ -238,15 +238,3 @@ def descendants(pid: int, depth: int = 1) -> dict[int, int]:
             for child in map(int, task.read_text().split()):
                 found |= {child: depth} | descendants(child, depth + 1)
     return found
-
-
-def ends(pid: int, timeout: float = 15.0) -> bool:
-    """Whether the process ends in time."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], timeout)[0])
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""A worker with a context that has only ``update_policy_weights_``: each installed update is passed on to it."""
+"""A worker whose context has workers of its own: each installed update is passed on to it."""
 
 import multiprocessing
 import pickle
@@ -52,6 +52,11 @@ class Bare(Relay):
         self._pass_on(self.policy.weight.item(), "policy")
 
 
+class Cascade(Relay):
+    def cascade_weights(self, model_id):
+        self._pass_on(self.policy.weight.item(), model_id)
+
+
 class Odd(Relay):
     def update_policy_weights_(self, one, two, three):
         raise AssertionError
@@ -76,18 +81,20 @@ def started(kind, scheme, fails_at=None):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "strategy"),
+    ("kind", "name", "options"),
     [
-        (Newest, "shared_mem", "tensordict"),
-        (Newest, "multiprocess", "state_dict"),
-        (Newest, "distributed", "tensordict"),
-        (Keywords, "shared_mem", "state_dict"),
-        (OnlyWeights, "shared_mem", "tensordict"),
-        (Bare, "shared_mem", "tensordict"),
+        (Newest, "shared_mem", {}),
+        (Newest, "multiprocess", {"strategy": "state_dict"}),
+        (Newest, "distributed", {}),
+        (Keywords, "shared_mem", {"strategy": "state_dict"}),
+        (OnlyWeights, "shared_mem", {}),
+        (Bare, "shared_mem", {}),
+        (Cascade, "multiprocess", {}),
+        (Cascade, "distributed", {"shared_memory": False}),
     ],
 )
-def test_each_installed_update_is_passed_on_before_it_is_acknowledged(kind, name, strategy):
-    with wsync.WeightSyncScheme.from_backend(name, strategy=strategy) as scheme:
+def test_each_installed_update_is_passed_on_before_it_is_acknowledged(kind, name, options):
+    with wsync.WeightSyncScheme.from_backend(name, **options) as scheme:
         process, mine = started(kind, scheme)
         scheme.connect()
         for value in (1.0, 2.0, 3.0):
@@ -99,11 +106,19 @@ def test_each_installed_update_is_passed_on_before_it_is_acknowledged(kind, name
     assert process.exitcode == 0
 
 
-def test_an_update_that_cannot_be_passed_on_is_an_error_of_the_send():
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        process, mine = started(Newest, scheme, fails_at=2.0)
+@pytest.mark.parametrize(
+    ("kind", "name", "options", "method"),
+    [
+        (Newest, "shared_mem", {}, "update_policy_weights_"),
+        (Cascade, "multiprocess", {}, "cascade_weights"),
+        (Cascade, "distributed", {"shared_memory": False}, "cascade_weights"),
+    ],
+)
+def test_an_update_that_cannot_be_passed_on_is_an_error_of_the_send(kind, name, options, method):
+    with wsync.WeightSyncScheme.from_backend(name, **options) as scheme:
+        process, mine = started(kind, scheme, fails_at=2.0)
         scheme.connect()
-        with pytest.raises(wsync.WorkerFailed, match="the workers below are on strike"):
+        with pytest.raises(wsync.WorkerFailed, match=f"(?s){method}.*the workers below are on strike"):
             scheme.send(linear(2.0))
         scheme.send(linear(3.0))
         assert [mine.recv()[0], mine.recv()[0]] == [1.0, 3.0]
@@ -118,12 +133,13 @@ def test_what_cannot_be_called_is_refused_where_it_is_given():
             own.init_on_receiver("policy", context=Odd(None), worker_idx=0)
 
 
-def test_a_published_send_cannot_promise_anything_for_workers_below():
+@pytest.mark.parametrize("kind", [Newest, Cascade])
+def test_a_published_send_cannot_promise_anything_for_workers_below(kind):
     with wsync.SharedMemWeightSyncScheme(acknowledge="published") as scheme:
         scheme.init_on_sender("policy", model=linear(1.0), num_workers=1)
         own = pickle.loads(pickle.dumps(scheme))
         with pytest.raises(ValueError, match="acknowledge='installed'"):
-            own.init_on_receiver("policy", context=Newest(None), worker_idx=0)
+            own.init_on_receiver("policy", context=kind(None), worker_idx=0)
 
 
 def test_what_is_passed_on_is_a_copy():

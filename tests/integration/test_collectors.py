@@ -18,6 +18,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from collecting import check_calling_conventions, chosen, policy
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -47,22 +48,6 @@ SCHEMES = ["shared_mem", "multiprocess"]
 SCORED = ["action", "action_log_prob"]
 
 
-class Scores(nn.Module):
-    """Chooses action 1 always, or 0 always, by the sign of one weight."""
-
-    def __init__(self, sign: float = 1.0):
-        super().__init__()
-        self.bias = nn.Parameter(torch.tensor([0.0, sign]))
-        self.critic = nn.Linear(4, 1)
-
-    def forward(self, observation):
-        return self.bias.expand(*observation.shape[:-1], 2)
-
-
-def policy(sign: float = 1.0) -> TensorDictModule:
-    return TensorDictModule(Scores(sign), in_keys=["observation"], out_keys=["action"])
-
-
 def cartpole(num_envs: int = 2):
     return lambda: GymEnv("CartPole-v1", num_envs)
 
@@ -81,10 +66,6 @@ def multi(cls=MultiSyncCollector, *, workers=2, scheme="shared_mem", trained=Non
     return cls([cartpole()] * workers, policy() if trained is None else trained, **options)
 
 
-def chosen(batch) -> float:
-    return batch["action"].float().argmax(-1).float().mean().item()
-
-
 def flipped(trained) -> TensorDict:
     return TensorDict.from_module(policy(-1.0)).data.clone()
 
@@ -93,27 +74,7 @@ def flipped(trained) -> TensorDict:
 def test_every_calling_convention_reaches_every_worker(scheme):
     trained = policy(1.0)
     with multi(scheme=scheme, trained=trained) as collector:
-        assert chosen(next(collector)) == 1.0
-        with torch.no_grad():
-            trained.module.bias.neg_()
-        assert chosen(next(collector)) == 1.0, "training alone must reach no worker"
-        collector.update_policy_weights_()
-        assert chosen(next(collector)) == 0.0
-        calls = [
-            lambda other: collector.update_policy_weights_(other),
-            lambda other: collector.update_policy_weights_(other.state_dict()),
-            lambda other: collector.update_policy_weights_(TensorDict.from_module(other)),
-            lambda other: collector.update_policy_weights_(policy=other),
-            lambda other: collector.update_policy_weights_(weights=other.state_dict(), model_id="policy"),
-            lambda other: collector.update_policy_weights_(weights_dict={"policy": other}),
-        ]
-        for number, call in enumerate(calls, start=3):
-            action = float(number % 2 == 1)
-            with torch.no_grad():  # the collector's own policy has the opposite sign of what is sent
-                trained.module.bias.copy_(policy(1.0 - 2.0 * action).module.bias)
-            call(policy(2.0 * action - 1.0))
-            batch = next(collector)
-            assert chosen(batch) == action and batch["policy_version"].unique().tolist() == [number]
+        check_calling_conventions(collector, trained)
 
 
 @pytest.mark.filterwarnings("ignore:.*of the older API:DeprecationWarning")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,6 @@ from wsync.transforms import Delta
 
 pytest.importorskip("zstandard", reason="the extra [delta] is not installed")
 WHOLE = sum(parameter.nbytes for parameter in Wide().parameters())
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("checksum", [None, False])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +82,6 @@ def reference(trained: Any) -> Tensor:
         copy = bfloat16_gpt2()
         copy.load_state_dict(trained.state_dict())
         return copy(torch.arange(32)[None]).logits.float()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool()
-    yield pool
-    pool.close()
 
 
 def lora_bytes(model: nn.Module) -> int:

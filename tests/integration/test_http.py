@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -19,13 +19,6 @@ from wsync.testing import WorkerPool
 from wsync.testing.asgi import serve
 from wsync.testing.models import EveryTensorKind, Small, fill, scramble
 from wsync.transforms import Cast, Dequantize, Exclude, QuantizeInt8
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("pause", [None, "abort", "wait", "keep"])

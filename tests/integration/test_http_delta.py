@@ -66,13 +66,6 @@ def loaded(state: WorkerState) -> str:
         return digest(state.kept["loaded"])
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool()
-    yield pool
-    pool.close()
-
-
 @contextmanager
 def sender(urls: Any, model: nn.Module, **options: Any) -> Iterator[wsync.HTTPWeightSyncScheme]:
     with trainer(urls, model, send_transform=[Cast("bfloat16"), Delta()], **options) as scheme:

@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,13 +20,6 @@ import wsync
 from wsync.testing import WorkerPool
 from wsync.testing.asgi import serve
 from wsync.testing.models import Small, WithExtraState, fill, longer
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool()
-    yield pool
-    pool.close()
 
 
 def test_a_killed_engine_is_an_error_at_once_and_another_takes_its_place(pool: WorkerPool) -> None:

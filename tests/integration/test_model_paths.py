@@ -4,7 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
+from stepping import policy
 from torch import nn
 
 import wsync
@@ -29,10 +29,6 @@ def scaled(value: float) -> Scaled:
     model = Scaled()
     nn.init.constant_(model.weight, value)
     return model
-
-
-def policy() -> TensorDictModule:
-    return TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"])
 
 
 def cartpole():

@@ -7,13 +7,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from stopping import left_of
 
 from collectors import GymEnv, MultiAsyncCollector, MultiSyncCollector
 from collectors.chaos import Monkey
@@ -30,18 +30,8 @@ def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
         cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as process:  # fmt: skip
         told, complaint = process.communicate(timeout=250)
-    assert left_of(process.pid) == []
+    assert left_of(process.pid, kind="sid") == []
     return subprocess.CompletedProcess(process.args, process.returncode, told, complaint)
-
-
-def left_of(session: int, within: float = 10.0) -> list[str]:
-    """Processes of the session that are still there after so many seconds."""
-    deadline = time.monotonic() + within
-    while True:
-        listed = subprocess.run(["ps", "-eo", "sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
-        left = [line for line in listed.splitlines() if line.split()[0] == str(session) and "Z" not in line.split()[1]]
-        if not left or time.monotonic() > deadline:
-            return left
 
 
 def summary(folder: Path) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 import torch
+from collecting import Scores, cartpole, chosen, policy
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torch import nn
 
 import wsync
@@ -26,26 +26,11 @@ from collectors.distributed import DistributedCollector, RPCCollector
 EVERY = [Collector, MultiSyncCollector, MultiAsyncCollector]
 
 
-class Scores(nn.Module):
-    """Chooses action 1 always, or 0 always, by the sign of one weight."""
-
-    def __init__(self, sign: float = 1.0):
-        super().__init__()
-        self.bias = nn.Parameter(torch.tensor([0.0, sign]))
-
-    def forward(self, observation):
-        return self.bias.expand(*observation.shape[:-1], 2)
-
-
 class OfTensorDict(Scores):
     """The same as a function of a TensorDict, which it does not declare."""
 
     def forward(self, given):
         return given.set("action", super().forward(given["observation"]))
-
-
-def policy(sign: float = 1.0) -> TensorDictModule:
-    return TensorDictModule(Scores(sign), in_keys=["observation"], out_keys=["action"])
 
 
 def rule(given):
@@ -58,17 +43,9 @@ def scoring_rule(given):
     return given.set("action", nn.functional.one_hot(rule(given)["action"], 2).float())
 
 
-def cartpole():
-    return GymEnv("CartPole-v1", 2)
-
-
 def collect_with(cls, acting=None, *, workers=2, **options):
     makers = [cartpole] * (1 if cls is Collector else workers)
     return cls(makers, acting, frames_per_batch=8 * len(makers), **options)
-
-
-def chosen(batch) -> float:
-    return batch["action"].float().argmax(-1).float().mean().item()
 
 
 def when(collector, version: int):

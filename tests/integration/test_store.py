@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import resource
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 from programs import run_program
 from safetensors.torch import load_file
+from stores import reader, trainer
 from tensordict import TensorDict
 from torch import nn
 
@@ -28,26 +27,11 @@ from wsync.testing.pull import catch_up
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool()
-    yield pool
-    pool.close()
-
-
 def test_the_older_way_to_connect_is_refused(tmp_path: Path) -> None:
     with wsync.StoreWeightSyncScheme(str(tmp_path)) as scheme:
         with pytest.raises(ValueError, match="call init_on_receiver\\(\\) and connect\\(\\)"):
             scheme.init_on_worker("policy", model=Small(), worker_idx=0)
         scheme.init_on_receiver("policy", model=Small(), worker_idx=0)  # as if nothing had happened
-
-
-@contextmanager
-def trainer(url: object, model: Any = None, **options: Any) -> Iterator[wsync.StoreWeightSyncScheme]:
-    with wsync.StoreWeightSyncScheme(str(url), **{"timeout": 30.0, **options}) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 1) if model is None else model, num_workers=1)
-        scheme.connect()
-        yield scheme
 
 
 def folder(url: Path) -> Path:
@@ -68,13 +52,6 @@ def wait_for(state: WorkerState, version: int) -> list[float]:
 
 def pull(state: WorkerState) -> int:
     return state.schemes["policy"].pull(30.0)
-
-
-def try_read(url: Path, **options: Any) -> wsync.StoreWeightSyncScheme:
-    scheme = wsync.StoreWeightSyncScheme(str(url), timeout=0.2, **options)
-    scheme.init_on_receiver("policy", model=Small(), worker_idx=0)
-    scheme.connect()
-    return scheme
 
 
 def test_every_version_arrives(tmp_path: Path, pool: WorkerPool) -> None:
@@ -114,13 +91,13 @@ def test_versions_can_be_read_by_those_who_can_read_the_manifest(tmp_path: Path,
 
 
 def test_a_version_that_does_not_fit_is_received_again(tmp_path: Path) -> None:
-    model, reader = nn.Linear(2, 2), wsync.StoreTransport(tmp_path)
+    model, receiver = nn.Linear(2, 2), wsync.StoreTransport(tmp_path)
     sender = wsync.StoreTransport(tmp_path)
     sender.setup_connection_and_weights_on_sender()
     sender.send_weights(model)
     with pytest.raises(wsync.LayoutMismatch):
-        reader.receive_weights(0.0, model=nn.Linear(3, 3))
-    assert reader.receive_weights(0.0, model=(other := nn.Linear(2, 2))) is not None
+        receiver.receive_weights(0.0, model=nn.Linear(3, 3))
+    assert receiver.receive_weights(0.0, model=(other := nn.Linear(2, 2))) is not None
     assert torch.equal(other.weight, model.weight)
 
 
@@ -188,12 +165,12 @@ def test_old_versions_are_deleted(tmp_path: Path) -> None:
 
 
 def test_in_memory() -> None:
-    with trainer("memory://store-test") as scheme, wsync.StoreWeightSyncScheme("memory://store-test") as reader:
+    with trainer("memory://store-test") as scheme, wsync.StoreWeightSyncScheme("memory://store-test") as receiver:
         model = Small()
-        reader.init_on_receiver("policy", model=model, worker_idx=0)
-        reader.connect()
+        receiver.init_on_receiver("policy", model=model, worker_idx=0)
+        receiver.connect()
         scheme.send(fill(Small(), 2))
-        assert reader.receive(30.0) is not None
+        assert receiver.receive(30.0) is not None
         assert model()[0] == 2
 
 
@@ -210,8 +187,8 @@ def test_a_trainer_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     killed.join(30.0)
     (unfinished,) = {*folder(tmp_path).iterdir()} - whole
     assert killed.exitcode == -signal.SIGXFSZ and unfinished.stat().st_size == 1000
-    with try_read(tmp_path) as reader:
-        assert reader.version == 2
+    with reader(tmp_path, timeout=0.2) as receiver:
+        assert receiver.version == 2
     transport = wsync.StoreTransport(folder(tmp_path))
     transport.setup_connection_and_weights_on_sender()
     assert {*folder(tmp_path).iterdir()} == whole
@@ -251,9 +228,9 @@ def test_a_killed_trainer_in_a_process_of_its_own(tmp_path: Path) -> None:
     finally:
         worker.alive = False
         worker.close()
-    with try_read(tmp_path) as reader:
-        assert reader.version >= 20
-        assert len({float(value) for value in reader.model().detach()}) == 1
+    with reader(tmp_path, timeout=0.2) as receiver:
+        assert receiver.version >= 20
+        assert len({float(value) for value in receiver.model().detach()}) == 1
 
 
 def publish_many(state: WorkerState, url: str, count: int) -> None:
@@ -263,27 +240,27 @@ def publish_many(state: WorkerState, url: str, count: int) -> None:
 
 
 def test_a_corrupt_file(tmp_path: Path) -> None:
-    with trainer(tmp_path) as scheme, try_read(tmp_path, initiator="receiver") as reader:
+    with trainer(tmp_path) as scheme, reader(tmp_path, initiator="receiver", timeout=0.2) as receiver:
         scheme.send(fill(Small(), 2))
         (newest,) = folder(tmp_path).glob("v00000002-*")
         content = bytearray(newest.read_bytes())
         content[-1] ^= 0x40
         newest.write_bytes(content)
         with pytest.raises(wsync.WeightSyncError, match=r"version 2 of the store .* corrupt"):
-            reader.pull()
-        assert reader.version == 1 and reader.model()[0] == 1
+            receiver.pull()
+        assert receiver.version == 1 and receiver.model()[0] == 1
         newest.write_bytes(content[:20])
         with pytest.raises(wsync.WeightSyncError, match=r"version 2 of the store .* cannot be read"):
-            try_read(tmp_path)
+            reader(tmp_path, timeout=0.2)
         scheme.send(fill(Small(), 3))
-        assert reader.pull() == 3 and reader.model()[0] == 3
+        assert receiver.pull() == 3 and receiver.model()[0] == 3
 
 
 def test_a_corrupt_manifest(tmp_path: Path) -> None:
     with trainer(tmp_path):
         (folder(tmp_path) / "manifest.json").write_text('{"version": 1}')
         with pytest.raises(wsync.WeightSyncError, match=r"manifest .* is damaged"):
-            try_read(tmp_path)
+            reader(tmp_path, timeout=0.2)
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
@@ -318,7 +295,7 @@ def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(wsync.NotConnected, match="nosuchprotocol"):
         scheme.init_on_sender("policy", model=Small(), num_workers=1)
     with pytest.raises(wsync.SyncTimeout, match="has no version 1 yet"):
-        try_read(tmp_path)
+        reader(tmp_path, timeout=0.2)
 
 
 def test_extra_state_is_refused(tmp_path: Path) -> None:
@@ -343,7 +320,7 @@ def test_models_cannot_be_switched_together(tmp_path: Path) -> None:
 
 def test_other_weights_than_the_readers_model(tmp_path: Path) -> None:
     with trainer(tmp_path, longer()), pytest.raises(wsync.LayoutMismatch, match="weight"):
-        try_read(tmp_path)
+        reader(tmp_path, timeout=0.2)
 
 
 @pytest.mark.slow

@@ -7,13 +7,14 @@ import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stores import reader, replace, trainer
 
 import wsync
 from wsync.testing.models import Small, fill
@@ -21,29 +22,8 @@ from wsync.testing.models import Small, fill
 Fields = dict[str, Any]
 
 
-@contextmanager
-def trainer(url: Path, **options: Any) -> Iterator[wsync.StoreWeightSyncScheme]:
-    with wsync.StoreWeightSyncScheme(str(url), timeout=30.0, **options) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
-        scheme.connect()
-        yield scheme
-
-
-def reader(url: Path, model: Small, **options: Any) -> wsync.StoreWeightSyncScheme:
-    scheme = wsync.StoreWeightSyncScheme(str(url), timeout=30.0, **options)
-    scheme.init_on_receiver("policy", model=model, worker_idx=0)
-    scheme.connect()
-    return scheme
-
-
 def manifest_of(url: Path) -> Path:
     return url / "policy" / "manifest.json"
-
-
-def replace(path: Path, content: bytes) -> None:
-    other = path.with_name("other")
-    other.write_bytes(content)
-    other.replace(path)
 
 
 def with_layout(change: Callable[[list[Any]], None]) -> Callable[[Fields], None]:

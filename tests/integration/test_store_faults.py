@@ -6,33 +6,16 @@ import multiprocessing
 import pickle
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forking import ForkingTransform
+from stores import reader, replace, trainer
 
 import wsync
 from wsync.testing.models import Small, fill
-
-
-@contextmanager
-def trainer(url: object, **options: Any) -> Iterator[wsync.StoreWeightSyncScheme]:
-    with wsync.StoreWeightSyncScheme(str(url), timeout=30.0, **options) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=2)
-        scheme.connect()
-        yield scheme
-
-
-@contextmanager
-def reader(url: object, model: Small, **options: Any) -> Iterator[wsync.StoreWeightSyncScheme]:
-    with wsync.StoreWeightSyncScheme(str(url), timeout=30.0, **options) as scheme:
-        scheme.init_on_receiver("policy", model=model, worker_idx=0)
-        scheme.connect()
-        yield scheme
 
 
 def doubled(worker: int, weights: Any) -> Any:
@@ -165,12 +148,6 @@ def test_a_watch_survives_whatever_reading_the_manifest_raises(
         assert receiver.receive(30.0) is not None
         assert model()[0] == 2
     assert len([record for record in caplog.records if "damaged" in record.message]) == 1
-
-
-def replace(path: Path, content: bytes) -> None:
-    other = path.with_name("other")
-    other.write_bytes(content)
-    other.replace(path)
 
 
 def test_a_reader_does_not_go_back_to_the_version_of_an_obsolete_trainer(tmp_path: Path) -> None:

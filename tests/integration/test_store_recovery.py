@@ -11,7 +11,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from stores import reader, trainer
 from torch import nn
 
 import wsync
@@ -84,22 +84,6 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Exception]]:
     Failing.clear_instance_cache()
     yield fails
     MemoryFileSystem.store.clear()
-
-
-@contextmanager
-def trainer(url: object, model: Small | None = None, **options: Any) -> Iterator[wsync.StoreWeightSyncScheme]:
-    with wsync.StoreWeightSyncScheme(str(url), timeout=30.0, **options) as scheme:
-        scheme.init_on_sender("policy", model=model or fill(Small(), 1), num_workers=1)
-        scheme.connect()
-        yield scheme
-
-
-@contextmanager
-def reader(url: object, **options: Any) -> Iterator[wsync.StoreWeightSyncScheme]:
-    with wsync.StoreWeightSyncScheme(str(url), **{"timeout": 30.0, **options}) as scheme:
-        scheme.init_on_receiver("policy", model=Small(), worker_idx=0)
-        scheme.connect()
-        yield scheme
 
 
 def descriptors() -> int:

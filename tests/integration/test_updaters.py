@@ -4,14 +4,15 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import wait
 
+import collecting
 import numpy as np
 import pytest
 import torch
+from collecting import chosen
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
-from torch import nn
 
 import wsync
 from collectors import (
@@ -27,6 +28,7 @@ from collectors import (
 from collectors.distributed import DistributedWeightUpdater, RPCWeightUpdater
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the older API:DeprecationWarning")
+policy = partial(collecting.policy, critic=False)
 READY_MADE = [
     VanillaWeightUpdater,
     MultiProcessedWeightUpdater,
@@ -34,21 +36,6 @@ READY_MADE = [
     RPCWeightUpdater,
     DistributedWeightUpdater,
 ]
-
-
-class Scores(nn.Module):
-    """Chooses action 1 always, or 0 always, by the sign of one weight."""
-
-    def __init__(self, sign: float = 1.0):
-        super().__init__()
-        self.bias = nn.Parameter(torch.tensor([0.0, sign]))
-
-    def forward(self, observation):
-        return self.bias.expand(*observation.shape[:-1], 2)
-
-
-def policy(sign: float = 1.0) -> TensorDictModule:
-    return TensorDictModule(Scores(sign), in_keys=["observation"], out_keys=["action"])
 
 
 def weights(sign: float) -> TensorDict:
@@ -65,10 +52,6 @@ def single(updater, trained=None, scheme=None, **options) -> Collector:
 def multi(updater, cls=MultiSyncCollector, **options):
     makers = [lambda: GymEnv("CartPole-v1")] * 2
     return cls(makers, options.pop("trained", policy()), frames_per_batch=8, weight_updater=updater, **options)
-
-
-def chosen(batch) -> float:
-    return batch["action"].float().argmax(-1).float().mean().item()
 
 
 def versions(batch) -> list[int]:

@@ -336,27 +336,6 @@ def test_hooks_are_called(kind: str, late: bool) -> None:
     same(batch["action_log_prob"], log_probs(policy, batch))
 
 
-def test_making_a_buffer_draws_no_random_number() -> None:
-    env = GymEnv("CartPole-v1", 2)
-    rollout = Rollout(env, CategoricalPolicy(nn.Sequential(nn.Linear(4, 2), nn.Dropout())))
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    rollout.buffer(4)
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_seeds() -> None:
-    def run(seed: int) -> TensorDict:
-        env = GymEnv("Pendulum-v1", 2)
-        rollout = Rollout(env, policy_for(env))
-        rollout.seed(seed)
-        return collected(rollout, 10, 20)
-
-    assert bool((run(1) == run(1)).all())
-    assert not torch.equal(run(1)["action"], run(2)["action"])
-
-
 def test_an_error_in_the_network_comes_out_and_the_next_batch_is_whole() -> None:
     env = GymEnv("CartPole-v1", 2, seed=0)
     policy = policy_for(env)

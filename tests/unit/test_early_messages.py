@@ -9,20 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
+from memory_transport import FromMemory, Scheme
 from stopping import wait_until_asleep
 from torch import nn
 
 import wsync
-from wsync.backends.none import NoTransport
 from wsync.testing.models import Small, fill
 
 TIMEOUT = 20.0
 
 
-class Slow(NoTransport):
-    """Carries weights from one thread to another; one end's set-up waits until it is let go."""
+class Slow(FromMemory):
+    """One end's set-up waits until it is let go."""
 
-    weights: ClassVar[list[Any]] = [None]
     wait_for: ClassVar[dict[str, threading.Event]] = {}
 
     def setup_connection_and_weights_on_sender(self) -> None:
@@ -30,22 +29,6 @@ class Slow(NoTransport):
 
     def setup_connection_and_weights_on_receiver(self, **_: Any) -> None:
         assert self.wait_for["receiver"].wait(TIMEOUT)
-
-    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
-        self.weights[0] = {name: tensor.clone() for name, tensor in weights.items()}
-
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any:
-        return self.weights[0]
-
-
-class Scheme(wsync.WeightSyncScheme):
-    name = "slow set-up"
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__("state_dict", timeout=TIMEOUT, **options)
-
-    def create_transport(self, worker_idx: int | None = None) -> Any:
-        return Slow()
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +48,7 @@ def joining(sender: wsync.WeightSyncScheme, model: nn.Module) -> wsync.WeightSyn
 def test_an_update_that_is_sent_while_the_worker_sets_up_is_installed() -> None:
     Slow.wait_for["receiver"].clear()
     model = Small()
-    with ThreadPoolExecutor() as pool, Scheme() as sender:
+    with ThreadPoolExecutor() as pool, Scheme(Slow, timeout=TIMEOUT) as sender:
         sender.init_on_sender("policy", num_workers=1)
         with joining(sender, model) as worker:
             connected = pool.submit(worker.connect)
@@ -82,7 +65,7 @@ def test_an_update_that_is_sent_while_the_worker_sets_up_is_installed() -> None:
 def test_a_request_that_comes_while_the_sender_sets_up_is_answered() -> None:
     Slow.wait_for["sender"].clear()
     model, pulled = Small(), list[Any]()
-    with ThreadPoolExecutor() as pool, Scheme(initiator="receiver") as sender:
+    with ThreadPoolExecutor() as pool, Scheme(Slow, initiator="receiver", timeout=TIMEOUT) as sender:
         sender.init_on_sender("policy", num_workers=1)
         with joining(sender, model) as worker:
             connecting = pool.submit(sender.connect)

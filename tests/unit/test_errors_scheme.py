@@ -40,11 +40,6 @@ def test_from_backend(name: str) -> None:
     scheme.shutdown()
 
 
-def test_positional_options_are_in_the_documented_order() -> None:
-    scheme = wsync.DistributedWeightSyncScheme("gloo", False, 3.0)
-    assert (scheme.backend, scheme.sync, scheme.timeout) == ("gloo", False, 3.0)
-
-
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match=r"distributed, http, multiprocess, none, ray, .*rpc, shared_mem"):
         wsync.WeightSyncScheme.from_backend("carrier_pigeon")
@@ -70,13 +65,18 @@ def test_a_timeout_that_is_set_on_the_sender_is_not_that_of_a_replacement() -> N
         assert scheme.timeout == 1.0 and pickle.loads(pickle.dumps(scheme)).timeout == 30.0
 
 
-def test_none_carries_nothing() -> None:
+@pytest.mark.parametrize("model", [None, Small()])
+def test_none_carries_nothing(model: Any) -> None:
     scheme = wsync.NoWeightSyncScheme()
-    scheme.init_on_sender("policy")
+    scheme.init_on_sender("policy", model=model)
     scheme.connect()
-    scheme.send()
+    scheme.continue_from(7)
+    assert scheme.send() is None and scheme.version == 0
     assert scheme.receive() is None
     assert wsync.synchronize({scheme: nn.Linear(1, 1)}) == {}
+    with wsync.NoWeightSyncScheme() as receiver:
+        receiver.init_on_receiver("policy", model=Small())
+        assert receiver.pull() == 0
 
 
 @pytest.mark.parametrize(

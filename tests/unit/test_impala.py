@@ -1,58 +1,17 @@
 from __future__ import annotations
 
-import copy
 import math
-from typing import Any
+from functools import partial
 
+import bandit
 import pytest
 import torch
-from tensordict import TensorDict
+from bandit import batch_of
 
-from collectors.environments.specs import Spec
-from learning import IMPALA, make_critic, make_policy
+from learning import IMPALA
 from learning.actor_critic import UnusableBatch
 
-CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
-TORQUES = Spec(torch.Size([2]), torch.float32, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 10.0]))
-
-
-def learner_of(spec: Spec = CHOICE, seed: int = 0, **options: Any) -> IMPALA:
-    torch.manual_seed(seed)
-    return IMPALA(make_policy(4, spec, (8, 8)), make_critic(4, (8, 8)), **options)
-
-
-def batch_of(acting: Any, *batch: int, seed: int = 0) -> TensorDict:
-    """Experience of a bandit: the larger the action, the better."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        td = acting(TensorDict({"observation": torch.randn(*batch, 4)}, batch_size=batch))
-    end = torch.ones(*batch, 1, dtype=torch.bool)
-    outcome = {
-        "observation": torch.randn(*batch, 4),
-        "reward": td["action"].float().reshape(*batch, -1).sum(-1, keepdim=True),
-        "terminated": end,
-        "truncated": ~end,
-        "done": end.clone(),
-    }
-    return td.set("next", TensorDict(outcome, batch_size=batch))
-
-
-@pytest.mark.parametrize("spec", [CHOICE, TORQUES], ids=["discrete", "continuous"])
-@pytest.mark.parametrize("behind", [0, 4])
-def test_learns_a_bandit_from_a_policy_several_versions_behind(spec: Spec, behind: int) -> None:
-    learner = learner_of(spec, minibatch_size=64, lr=1e-2)
-    versions, rewards, stats = [copy.deepcopy(learner.policy)] * (behind + 1), [], {}
-    for i in range(25):
-        batch = batch_of(versions[-behind - 1], 4, 64, seed=i)
-        rewards.append(batch["next", "reward"].mean().item())
-        stats = learner.update(batch)
-        versions.append(copy.deepcopy(learner.policy))
-    assert rewards[-1] > rewards[0] + 0.5
-    assert set(stats) == {
-        *("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_norm"),
-        *("explained_variance", "value", "epochs", "lr"),
-    }
-    assert all(type(x) is float for x in stats.values())
+learner_of = partial(bandit.learner_of, IMPALA)
 
 
 def test_without_staleness_the_policys_gradient_is_that_of_an_actor_critic() -> None:
@@ -89,26 +48,6 @@ def test_minibatches_are_whole_trajectories() -> None:
     assert sizes == [3, 3]
 
 
-@pytest.mark.parametrize("spec", [CHOICE, TORQUES], ids=["discrete", "continuous"])
-def test_masked_entries_of_a_batch_are_not_learnt_from(spec: Spec) -> None:
-    results = []
-    for content in (0.0, 1e6, math.nan):
-        learner = learner_of(spec)
-        batch = batch_of(learner.policy, 4, 8)
-        mask = torch.ones(4, 8, dtype=torch.bool)
-        mask[:, 3] = False
-        batch["mask"] = mask
-        batch["next", "reward"][:, 3] = 0.0 if math.isnan(content) else content
-        batch["observation"][:, 3] = batch["action_log_prob"][:, 3] = content
-        if spec is TORQUES:
-            batch["action"][:, 3] = content
-        batch["next", "done"][:, 3] = batch["next", "terminated"][:, 3] = False
-        torch.manual_seed(1)
-        results.append(learner.update(batch))
-        assert learner.frames == 28
-    assert results[0] == results[1] == results[2]
-
-
 def test_a_minibatch_without_a_frame_is_left_out() -> None:
     learner = learner_of(minibatch_size=1)
     batch = batch_of(learner.policy, 4, 1)
@@ -120,20 +59,6 @@ def test_a_batch_of_one_environment_has_no_leading_dimension() -> None:
     learner = learner_of()
     learner.update(batch_of(learner.policy, 16))
     assert learner.frames == 16
-
-
-def test_resumes_where_it_was(tmp_path: Any) -> None:
-    options: dict[str, Any] = {"lr_end_factor": 0.0, "anneal_frames": 512, "minibatch_size": 32}
-    first = learner_of(**options)
-    first.update(batch_of(first.policy, 8, 16))
-    torch.save(first.state_dict(), tmp_path / "learner.pt")
-    second = learner_of(**options, seed=1)
-    second.load_state_dict(torch.load(tmp_path / "learner.pt", weights_only=True))
-    batch, stats = batch_of(first.policy, 8, 16, seed=3), []
-    for learner in (first, second):
-        torch.manual_seed(7)
-        stats.append(learner.update(copy.deepcopy(batch)))
-    assert stats[0] == stats[1] and stats[0]["lr"] == 0.75 * learner_of().lr
 
 
 def test_a_kl_divergence_without_bound_does_not_end_a_run() -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from test_send_loop import FromMemory
+from memory_transport import FromMemory
 from torch import Tensor
 from workers_here import connect, make_worker, model_of, weights_of
 

@@ -56,6 +56,14 @@ def test_partly_overlapping_tensors_are_refused_at_either_end(kind: Any, make: A
             scheme.init_in_process("policy", model, source)
     with pytest.raises(LayoutMismatch, match=problem):
         WeightStrategy().apply_weights(make(), apart(make()))
+    weights = apart(make())
+    model = Pair(*apart(make()).values())
+    with kind(timeout=5.0) as scheme:
+        scheme.init_in_process("policy", model)
+        with pytest.raises(LayoutMismatch, match=problem):
+            scheme.send(make())
+        scheme.send({name: tensor + 3 for name, tensor in weights.items()})
+        assert model.first.eq(3).all() and model.second.eq(3).all()
 
 
 def interleaved() -> Pair:

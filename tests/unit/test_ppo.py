@@ -1,46 +1,24 @@
 from __future__ import annotations
 
 import copy
-import math
+from functools import partial
 from typing import Any
 
+import bandit
 import pytest
 import torch
+from bandit import CHOICE, TORQUES, batch_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
 
 from collectors.environments.specs import Spec
-from learning import PPO, CategoricalPolicy, make_critic, make_policy
+from learning import PPO, CategoricalPolicy
 from learning.actor_critic import Diverged, UnusableBatch
 from learning.ppo import Frames
 
-CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
-TORQUES = Spec(torch.Size([2]), torch.float32, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 10.0]))
-
-
-def learner_of(spec: Spec = CHOICE, seed: int = 0, **options: Any) -> PPO:
-    torch.manual_seed(seed)
-    return PPO(make_policy(4, spec, (8, 8)), make_critic(4, (8, 8)), **options)
-
-
-def batch_of(learner: PPO, *batch: int, seed: int = 0) -> TensorDict:
-    """Experience of a bandit: the larger the action, the better."""
-    torch.manual_seed(seed)
-    observation = torch.randn(*batch, 4)
-    with torch.no_grad():
-        td = learner.policy(TensorDict({"observation": observation}, batch_size=batch))
-    reward = td["action"].float().reshape(*batch, -1).sum(-1, keepdim=True)
-    end = torch.ones(*batch, 1, dtype=torch.bool)
-    outcome = {
-        "observation": torch.randn(*batch, 4),
-        "reward": reward,
-        "terminated": end,
-        "truncated": ~end,
-        "done": end,
-    }
-    return td.set("next", TensorDict(outcome, batch_size=batch))
+learner_of = partial(bandit.learner_of, PPO)
 
 
 def textbook_loss(learner: PPO, frames: Frames, clip: float) -> torch.Tensor:
@@ -86,25 +64,9 @@ def test_a_gradient_step_is_that_of_the_textbook_loss(
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("spec", [CHOICE, TORQUES], ids=["discrete", "continuous"])
-def test_learns_a_bandit(spec: Spec) -> None:
-    learner = learner_of(spec, epochs=4, minibatch_size=64, lr=1e-2)
-    rewards, stats = [], {}
-    for i in range(15):
-        batch = batch_of(learner, 2, 4, 32, seed=i)
-        rewards.append(batch["next", "reward"].mean().item())
-        stats = learner.update(batch)
-    assert rewards[-1] > rewards[0] + 0.5
-    assert set(stats) == {
-        *("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_norm"),
-        *("explained_variance", "value", "epochs", "lr", "clip", "kl_acted"),
-    }
-    assert all(type(x) is float for x in stats.values())
-
-
 def test_the_decoupled_objective_is_that_of_ppo_for_experience_of_the_newest_policy() -> None:
     learners = [learner_of(epochs=2, minibatch_size=16, decoupled=decoupled) for decoupled in (True, False)]
-    batch = batch_of(learners[0], 4, 16)
+    batch = batch_of(learners[0].policy, 4, 16)
     stats = []
     for learner in learners:
         torch.manual_seed(1)
@@ -117,7 +79,7 @@ def test_the_decoupled_objective_is_that_of_ppo_for_experience_of_the_newest_pol
 
 def test_experience_of_an_older_policy_is_clipped_around_the_newest_one_and_weighted() -> None:
     older = learner_of()
-    batch = batch_of(older, 4, 16)
+    batch = batch_of(older.policy, 4, 16)
     newer = copy.deepcopy(older.policy)
     with torch.no_grad():
         for parameter in newer.parameters():
@@ -136,13 +98,13 @@ def test_experience_of_an_older_policy_is_clipped_around_the_newest_one_and_weig
 def test_minibatches_of_a_pass_differ_by_one_frame_at_most() -> None:
     learner, sizes = learner_of(epochs=1, minibatch_size=16, decoupled=False), []
     learner.critic.register_forward_hook(lambda *call: sizes.append(len(call[-1])) if torch.is_grad_enabled() else None)
-    learner.update(batch_of(learner, 2, 17))
+    learner.update(batch_of(learner.policy, 2, 17))
     assert sizes == [11, 11, 12]
 
 
 def test_update_does_not_modify_the_batch() -> None:
     learner = learner_of(epochs=2, minibatch_size=10)
-    batch = batch_of(learner, 4, 8)
+    batch = batch_of(learner.policy, 4, 8)
     before = batch.clone()
     learner.update(batch)
     assert (batch == before).all()
@@ -162,28 +124,10 @@ def test_a_trunk_shared_by_policy_and_critic_is_one_parameter() -> None:
     assert moved == pytest.approx(1e-3, rel=0.01)  # a first step of Adam is as long as its learning rate
 
 
-def test_masked_entries_of_a_batch_are_not_learnt_from() -> None:
-    """A reset step of a vector environment follows the end of an episode; its content has no effect."""
-    results = []
-    for content in (0.0, 1e6, math.nan):
-        learner = learner_of(epochs=1, minibatch_size=64)
-        batch = batch_of(learner, 4, 8)
-        mask = torch.ones(4, 8, dtype=torch.bool)
-        mask[:, 3] = False
-        batch["mask"] = mask
-        batch["next", "reward"][:, 3] = 0.0 if math.isnan(content) else content
-        batch["observation"][:, 3] = batch["action_log_prob"][:, 3] = content
-        batch["next", "done"][:, 3] = batch["next", "terminated"][:, 3] = False
-        torch.manual_seed(1)
-        results.append(learner.update(batch))
-        assert learner.frames == 28
-    assert results[0] == results[1] == results[2]
-
-
 def test_schedules_fall_on_a_line_and_stay() -> None:
     schedules: dict[str, Any] = {"lr": 1e-2, "lr_end_factor": 0.0, "clip": 0.3, "clip_final": 0.1, "epochs": 3}
     learner = learner_of(**schedules, epochs_final=1, anneal_frames=64, minibatch_size=16)
-    rows = [learner.update(batch_of(learner, 32, 1)) for _ in range(4)]
+    rows = [learner.update(batch_of(learner.policy, 32, 1)) for _ in range(4)]
     assert [row["lr"] for row in rows] == [1e-2, 5e-3, 0.0, 0.0]
     assert [round(row["clip"], 6) for row in rows] == [0.3, 0.2, 0.1, 0.1]
     assert [row["epochs"] for row in rows] == [3.0, 2.0, 1.0, 1.0]
@@ -192,39 +136,19 @@ def test_schedules_fall_on_a_line_and_stay() -> None:
 def test_the_kl_stop_ends_the_passes() -> None:
     options: dict[str, Any] = {"epochs": 10, "minibatch_size": 16, "lr": 5e-2}
     free, stopped = learner_of(**options), learner_of(**options, target_kl=0.01)
-    assert free.update(batch_of(free, 8, 16))["epochs"] == 10
-    assert stopped.update(batch_of(stopped, 8, 16))["epochs"] < 10
+    assert free.update(batch_of(free.policy, 8, 16))["epochs"] == 10
+    assert stopped.update(batch_of(stopped.policy, 8, 16))["epochs"] < 10
 
 
 def test_the_kl_stop_comes_before_the_step_that_would_follow() -> None:
     options: dict[str, Any] = {"epochs": 10, "minibatch_size": 128, "lr": 5e-2}  # one minibatch in a pass
     one, stopped = learner_of(**options), learner_of(**options, target_kl=1e-9)
     one.epochs = one.epochs_final = 1
-    batch = batch_of(one, 8, 16)
+    batch = batch_of(one.policy, 8, 16)
     for learner in (one, stopped):
         torch.manual_seed(7)
         learner.update(copy.deepcopy(batch))
     for p, q in zip(one.parameters, stopped.parameters, strict=True):
-        assert torch.equal(p, q)
-
-
-def test_resumes_where_it_was(tmp_path: Any) -> None:
-    options: dict[str, Any] = {"lr_end_factor": 0.0, "anneal_frames": 512, "epochs": 2, "minibatch_size": 32}
-    first = learner_of(**options)
-    first.update(batch_of(first, 8, 16))
-    torch.save(first.state_dict(), tmp_path / "learner.pt")
-    other = learner_of(**options, adam_eps=1e-3)
-    other.load_state_dict(first.state_dict())
-    assert other.optimizer.param_groups[0]["eps"] == 1e-3
-    second = learner_of(**options, seed=1)
-    second.load_state_dict(torch.load(tmp_path / "learner.pt", weights_only=True))
-    batch = batch_of(first, 8, 16, seed=3)
-    stats = []
-    for learner in (first, second):
-        torch.manual_seed(7)
-        stats.append(learner.update(copy.deepcopy(batch)))
-    assert stats[0] == stats[1]
-    for p, q in zip(first.parameters, second.parameters, strict=True):
         assert torch.equal(p, q)
 
 
@@ -233,7 +157,7 @@ def test_invalid_counts_and_a_reward_of_nan_are_errors() -> None:
         with pytest.raises(ValueError, match="at least 1"):
             learner_of(CHOICE, 0, **{name: 0})
     learner = learner_of()
-    batch = batch_of(learner, 4, 4)
+    batch = batch_of(learner.policy, 4, 4)
     batch["next", "reward"][0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"reward is not finite at row 0, step 0"):
         learner.update(batch)
@@ -246,7 +170,7 @@ def test_invalid_counts_and_a_reward_of_nan_are_errors() -> None:
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_input_that_is_not_finite_is_named_and_changes_nothing(key: Any, what: str, number: float) -> None:
     learner = learner_of()
-    batch = batch_of(learner, 2, 8)
+    batch = batch_of(learner.policy, 2, 8)
     batch["next", "terminated"][0, 3] = batch["next", "done"][0, 3] = False
     batch[key][0, 3] = number
     before = [p.clone() for p in learner.parameters]
@@ -258,7 +182,7 @@ def test_input_that_is_not_finite_is_named_and_changes_nothing(key: Any, what: s
 def test_divergence_on_finite_input_advises_a_smaller_learning_rate() -> None:
     learner = learner_of(lr=1e30, lr_end_factor=0.0, anneal_frames=1000)
     learner.frames = 900
-    batch = batch_of(learner, 2, 8)
+    batch = batch_of(learner.policy, 2, 8)
     batch["next", "observation"][0, 3] = float("nan")  # after a terminated episode: not used
     with pytest.raises(Diverged, match=r"with a learning rate \(algorithm.lr\) below 1e\+30"):
         learner.update(batch)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import linear
 from torch import nn
 
 from wsync import MPTransport, MultiProcessWeightSyncScheme, SyncTimeout, WorkerFailed
@@ -27,13 +28,6 @@ def work(weights: Any, answers: Any, said: Any) -> None:
         said.put(f"{type(error).__name__}, and still {model.weight.sum().item()}")
 
 
-def ones(value: float) -> nn.Linear:
-    model = nn.Linear(2, 2)
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, value)
-    return model
-
-
 def test_a_worker_answers_what_it_has_applied() -> None:
     context = multiprocessing.get_context("forkserver")
     weights, answers, said = context.Queue(), context.Queue(), context.Queue()
@@ -42,9 +36,9 @@ def test_a_worker_answers_what_it_has_applied() -> None:
     try:
         line = MPTransport(weights, answers, timeout=60.0)
         line.setup_connection_and_weights_on_sender()
-        line.send_weights(ones(1.0))
+        line.send_weights(linear(1.0))
         assert said.get(timeout=60.0) == 4.0
-        line.send_weights(ones(2.0).state_dict())
+        line.send_weights(linear(2.0).state_dict())
         assert said.get(timeout=60.0) == [2.0, 2.0]
         with pytest.raises(WorkerFailed, match="LayoutMismatch"):
             line.send_weights(nn.Linear(3, 2))
@@ -60,8 +54,12 @@ def test_a_scheme_makes_a_line_over_queues() -> None:
     line = MultiProcessWeightSyncScheme(timeout=0.05).create_transport(weight_queue=weights, ack_queue=queue.Queue())
     assert isinstance(line, MPTransport)
     with pytest.raises(SyncTimeout, match=r"within 0\.05 s"):
-        line.send_weights(ones(1.0))
+        line.send_weights(linear(1.0))
     assert torch.equal(weights.get(timeout=1.0)[1]["bias"], torch.ones(2))
+    scheme, copy = MultiProcessWeightSyncScheme(), nn.Linear(2, 2)
+    scheme.create_transport(weight_queue=weights).send_weights(linear(2.0))
+    assert scheme.create_transport(weight_queue=weights).receive_weights(timeout=1.0, model=copy) is not None
+    assert torch.equal(copy.weight, linear(2.0).weight)
 
 
 def test_a_send_without_an_answer_ends_at_its_deadline() -> None:

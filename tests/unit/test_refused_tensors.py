@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,15 +17,8 @@ from wsync import LayoutMismatch, MultiProcessWeightSyncScheme, SharedMemWeightS
 from wsync.transforms import Cast, Fuse, QuantizeInt8, Rename, Select, Split
 from wsync.transforms.chain import compose
 
+pytestmark = pytest.mark.usefixtures("group")
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    """A group of one rank, for sharded models."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Policy(nn.Module):

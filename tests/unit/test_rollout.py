@@ -20,7 +20,7 @@ from torch import nn
 
 from collectors import GymEnv, ModuleTransform
 from collectors.rollouts.rollout import NO_VERSION, Rollout
-from learning import CategoricalPolicy
+from learning import CategoricalPolicy, Policy, make_policy
 
 
 class Categorical:
@@ -393,20 +393,33 @@ def test_learning_what_a_policy_writes_leaves_its_statistics_alone(in_parts: boo
     assert network[0].num_batches_tracked.item() == 5
 
 
-def test_seeds() -> None:
+def in_parts(env: GymEnv) -> Policy:
+    torch.manual_seed(0)
+    return make_policy(env.observation_spec["observation"], env.action_spec, (16,))
+
+
+@pytest.mark.parametrize(
+    ("env_id", "make", "steps"), [("CartPole-v1", Categorical, [30]), ("Pendulum-v1", in_parts, [10, 20])]
+)
+def test_seeds(env_id: str, make: Callable[[GymEnv], Any], steps: list[int]) -> None:
     def run(seed: int) -> TensorDict:
-        env = GymEnv("CartPole-v1", 2)
-        rollout = Rollout(env, Categorical(env))
+        env = GymEnv(env_id, 2)
+        rollout = Rollout(env, make(env))
         rollout.seed(seed)
-        return collected(rollout, 30)
+        return collected(rollout, *steps)
 
     assert bool((run(1) == run(1)).all())
     assert not torch.equal(run(1)["action"], run(2)["action"])
 
 
-def test_making_a_buffer_draws_no_random_number() -> None:
+def with_dropout(env: GymEnv) -> Policy:
+    return CategoricalPolicy(nn.Sequential(nn.Linear(4, 2), nn.Dropout()))
+
+
+@pytest.mark.parametrize("make", [Categorical, with_dropout])
+def test_making_a_buffer_draws_no_random_number(make: Callable[[GymEnv], Any]) -> None:
     env = GymEnv("CartPole-v1", 2)
-    rollout = Rollout(env, Categorical(env))
+    rollout = Rollout(env, make(env))
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)

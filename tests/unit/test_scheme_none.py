@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from programs import run_program
-from torch import nn
 
 import wsync
 from wsync.testing.models import Small, fill
@@ -94,23 +93,6 @@ def test_what_is_registered_is_the_import_string_of_a_scheme(monkeypatch: pytest
         wsync.WeightSyncScheme.from_backend("mine")
 
 
-def test_the_calls_of_any_loop_are_harmless() -> None:
-    with wsync.NoWeightSyncScheme() as scheme:
-        scheme.init_on_sender("policy", model=Small())
-        scheme.continue_from(7)
-        assert scheme.send() is None and scheme.version == 0
-    with wsync.NoWeightSyncScheme() as scheme:
-        scheme.init_on_receiver("policy", model=Small())
-        assert scheme.pull() == 0
-
-
-def test_an_attribute_of_a_context_that_is_no_list_of_pipes_is_ignored() -> None:
-    context = SimpleNamespace(policy=Small(), pipes=["tokenize"])
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_on_sender("policy", context=context, num_workers=2)
-        assert scheme.num_workers == 2
-
-
 @pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "distributed", "rpc", "ray", "none"])
 def test_create_transport_comes_before_init(name: str) -> None:
     with wsync.WeightSyncScheme.from_backend(name) as scheme:
@@ -124,14 +106,3 @@ def test_a_strategy_is_equal_to_its_name(name: str) -> None:
         assert scheme.strategy == name and name == scheme.strategy and scheme.strategy != "json"
         assert scheme.strategy == wsync.WeightStrategy(scheme.strategy.extract_as) and scheme.strategy != 3
         assert {scheme.strategy: 1}[wsync.WeightStrategy(scheme.strategy.extract_as)] == 1
-
-
-def test_an_mp_transport_is_made_of_the_queues_that_are_given() -> None:
-    from queue import Queue
-
-    weights, model = Queue(), nn.Linear(2, 2)
-    scheme = wsync.MultiProcessWeightSyncScheme()
-    scheme.create_transport(weight_queue=weights).send_weights(model)
-    copy = nn.Linear(2, 2)
-    assert scheme.create_transport(weight_queue=weights).receive_weights(timeout=1.0, model=copy) is not None
-    assert torch.equal(copy.weight, model.weight)

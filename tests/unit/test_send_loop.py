@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from memory_transport import FromMemory, Scheme
+from small_models import linear
 from stopping import wait_until_asleep
 from torch import nn
 
@@ -58,21 +60,6 @@ def test_the_send_loop_starts_again_after_an_error(caplog: pytest.LogCaptureFixt
     os.close(connections.arrived)
 
 
-class FromMemory(NoTransport):
-    """Carries weights from one thread of this process to another."""
-
-    # Not an attribute of the class itself: reading one while another thread replaces it may crash CPython 3.11, because
-    # its cache of attributes is not invalidated before the old value, whose deallocation releases the GIL, is freed.
-    weights: ClassVar[list[Any]] = [None]
-    refused: ClassVar = False
-
-    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
-        self.weights[0] = {name: tensor.clone() for name, tensor in weights.items()}
-
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any:
-        return self.weights[0]
-
-
 class Interrupting(FromMemory):
     """The trainer is interrupted while ``send_weights`` runs, which returns when the trainer has aborted."""
 
@@ -87,17 +74,6 @@ class Interrupting(FromMemory):
             self.aborted.wait()
 
 
-class Scheme(wsync.WeightSyncScheme):
-    name = "interrupting"
-
-    def __init__(self, transport: Callable[[], Any], **options: Any) -> None:
-        super().__init__("state_dict", **{"timeout": 30.0, **options})
-        self.transport = transport
-
-    def create_transport(self, worker_idx: int | None = None) -> Any:
-        return self.transport()
-
-
 def connected(sender: wsync.WeightSyncScheme, model: nn.Module) -> wsync.WeightSyncScheme:
     """A worker in this process."""
     worker = pickle.loads(pickle.dumps(sender))
@@ -110,13 +86,6 @@ def connected(sender: wsync.WeightSyncScheme, model: nn.Module) -> wsync.WeightS
         sender.connect()
     joining.join()
     return worker
-
-
-def model_of(value: float) -> nn.Linear:
-    model = nn.Linear(2, 2)
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, value)
-    return model
 
 
 class Raising(FromMemory):
@@ -134,7 +103,7 @@ class Raising(FromMemory):
 def test_an_error_of_the_first_send_weights_is_the_trainers_and_the_worker_stays() -> None:
     model = nn.Linear(2, 2)
     with Scheme(Raising) as sender:
-        sender.init_on_sender("policy", model=model_of(1.0), num_workers=1)
+        sender.init_on_sender("policy", model=linear(1.0), num_workers=1)
         with pickle.loads(pickle.dumps(sender)) as worker:
             worker.init_on_receiver("policy", model=model, worker_idx=0)
             joining = threading.Thread(target=worker.connect)
@@ -143,7 +112,7 @@ def test_an_error_of_the_first_send_weights_is_the_trainers_and_the_worker_stays
                 sender.connect()
             joining.join()
             assert worker.version == 0
-            sender.send(model_of(2.0))
+            sender.send(linear(2.0))
             assert worker.version == 2 and torch.all(model.weight == 2.0)
 
 
@@ -162,7 +131,7 @@ class EndingTogether(FromMemory):
 def test_updates_that_nobody_waits_for_reach_all_workers_when_their_transfers_end_together() -> None:
     count = EndingTogether.end.parties
     with Scheme(EndingTogether) as sender, ExitStack() as stack, ThreadPoolExecutor() as pool:
-        sender.init_on_sender("policy", model=model_of(0.0), num_workers=count)
+        sender.init_on_sender("policy", model=linear(0.0), num_workers=count)
         workers = [stack.enter_context(pickle.loads(pickle.dumps(sender))) for _ in range(count)]
         for index, worker in enumerate(workers):
             worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=index)
@@ -172,7 +141,7 @@ def test_updates_that_nobody_waits_for_reach_all_workers_when_their_transfers_en
             one.result()
         EndingTogether.connected.set()
         for value in range(1, 100):
-            sender.send_async(model_of(value))
+            sender.send_async(linear(value))
             assert all(worker.receive(30.0) is not None for worker in workers)
             assert all((worker.model.weight == value).all() for worker in workers)
 
@@ -197,7 +166,7 @@ class Returning(FromMemory):
 def test_what_receive_weights_has_returned_is_in_the_error(returned: Any, message: str) -> None:
     Returning.returned[0] = returned
     with Scheme(Returning) as sender, ThreadPoolExecutor() as pool:
-        sender.init_on_sender("policy", model=model_of(1.0), num_workers=1)
+        sender.init_on_sender("policy", model=linear(1.0), num_workers=1)
         with pickle.loads(pickle.dumps(sender)) as worker:
             worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=0)
             joining = pool.submit(worker.connect)
@@ -210,14 +179,14 @@ def test_what_receive_weights_has_returned_is_in_the_error(returned: Any, messag
 def test_an_update_that_is_aborted_while_it_is_sent_is_dropped_by_the_worker() -> None:
     model = nn.Linear(2, 2)
     with Scheme(Interrupting) as sender:
-        sender.init_on_sender("policy", model=model_of(1.0), num_workers=1)
+        sender.init_on_sender("policy", model=linear(1.0), num_workers=1)
         with connected(sender, model):
             Interrupting.wanted = True
             with pytest.raises(KeyboardInterrupt):
-                wsync.synchronize({sender: model_of(2.0)})
+                wsync.synchronize({sender: linear(2.0)})
             Interrupting.wanted = False
             Interrupting.aborted.set()
-            sender.send(model_of(3.0))
+            sender.send(linear(3.0))
             assert torch.all(model.weight == 3.0)
             assert prepared_updates.updates_by_transaction == {}
 
@@ -226,15 +195,15 @@ def test_an_update_that_is_aborted_while_it_is_sent_is_dropped_by_the_worker() -
 def test_a_partial_update_may_follow_a_transaction(kind: Callable[[], Any]) -> None:
     model = nn.Linear(2, 2)
     with kind() as sender:
-        sender.init_on_sender("policy", model=model_of(1.0), num_workers=1)
+        sender.init_on_sender("policy", model=linear(1.0), num_workers=1)
         with connected(sender, model):
-            wsync.synchronize({sender: model_of(2.0)})
+            wsync.synchronize({sender: linear(2.0)})
             sender.send({"bias": torch.full((2,), 3.0)}, partial=True)
             assert model.weight.eq(2.0).all() and model.bias.eq(3.0).all()
 
 
 def test_a_transform_runs_once_for_each_send() -> None:
-    model, source, calls = nn.Linear(2, 2), model_of(1.0), list[int]()
+    model, source, calls = nn.Linear(2, 2), linear(1.0), list[int]()
 
     def transform(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         calls.append(1)
@@ -249,12 +218,16 @@ def test_a_transform_runs_once_for_each_send() -> None:
                 assert len(calls) == 1
 
 
-def first_fails() -> FromMemory:
-    """A worker's transport; the first one that the trainer, the main thread, makes cannot be created."""
-    if threading.current_thread() is threading.main_thread() and not FromMemory.refused:
-        FromMemory.refused = True
-        raise ArithmeticError("no transport")
-    return FromMemory()
+class RefusedOnce(FromMemory):
+    """The first one that the trainer, the main thread, makes cannot be created."""
+
+    refused: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        if threading.current_thread() is threading.main_thread() and not self.refused:
+            self.refused.append(1)
+            raise ArithmeticError("no transport")
 
 
 class Full(FromMemory):
@@ -270,15 +243,15 @@ class Full(FromMemory):
 
 def test_a_request_ends_when_the_requested_version_could_not_be_sent() -> None:
     with Scheme(Full, initiator="receiver", timeout=None) as sender, ThreadPoolExecutor() as pool:
-        sender.init_on_sender("policy", model=model_of(1.0), num_workers=1)
+        sender.init_on_sender("policy", model=linear(1.0), num_workers=1)
         with connected(sender, nn.Linear(2, 2)) as worker:
             Full.full = True
-            sender.send(model_of(2.0))
+            sender.send(linear(2.0))
             with pytest.raises(wsync.WeightSyncError, match=r"version 2 could not be installed(?s:.)*send_weights"):
                 pool.submit(worker.pull).result(30.0)
             Full.full = False
             with pytest.raises(wsync.WorkerFailed, match="no room"):
-                sender.send(model_of(3.0))
+                sender.send(linear(3.0))
             assert worker.pull() == 3 and worker.model.weight.eq(3.0).all()
 
 
@@ -299,7 +272,7 @@ class OfWorkers(Scheme):
 
 def test_a_death_is_reported_after_the_replacement_could_not_join_during_another_readmit() -> None:
     with OfWorkers(FromMemory) as sender, ExitStack() as stack, ThreadPoolExecutor() as pool:
-        sender.init_on_sender("policy", model=model_of(1.0), num_workers=3)
+        sender.init_on_sender("policy", model=linear(1.0), num_workers=3)
 
         def start(index: int) -> tuple[wsync.WeightSyncScheme, Any]:
             worker = pickle.loads(pickle.dumps(sender))
@@ -328,13 +301,13 @@ def test_a_death_is_reported_after_the_replacement_could_not_join_during_another
         sender.readmit(0)
         stack.enter_context(started_later.result())
         with pytest.raises(wsync.WorkerDied, match="worker 1: process"):
-            sender.send(model_of(2.0))
-        assert sender.send(model_of(3.0)).workers.keys() == {0, 2}
+            sender.send(linear(2.0))
+        assert sender.send(linear(3.0)).workers.keys() == {0, 2}
 
 
 def test_a_worker_whose_transport_cannot_be_created_is_disconnected() -> None:
-    with Scheme(first_fails) as sender:
-        sender.init_on_sender("policy", model=model_of(1.0), num_workers=1)
+    with Scheme(RefusedOnce) as sender:
+        sender.init_on_sender("policy", model=linear(1.0), num_workers=1)
         worker = pickle.loads(pickle.dumps(sender))
         worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=0)
         with ThreadPoolExecutor() as pool, worker:
@@ -345,7 +318,7 @@ def test_a_worker_whose_transport_cannot_be_created_is_disconnected() -> None:
                 refused.result()
         model = nn.Linear(2, 2)
         with connected(sender, model):
-            sender.send(model_of(2.0))
+            sender.send(linear(2.0))
             assert model.weight.eq(2.0).all()
 
 
@@ -391,8 +364,8 @@ class Counted:
 
 def test_a_transform_is_not_copied_at_every_send() -> None:
     with wsync.SharedMemWeightSyncScheme(send_transform=Counted()) as scheme:
-        scheme.init_in_process("policy", nn.Linear(2, 2), model_of(1.0))
+        scheme.init_in_process("policy", nn.Linear(2, 2), linear(1.0))
         copies = Counted.copies
         for value in (2.0, 3.0, 4.0):
-            scheme.send(model_of(value))
+            scheme.send(linear(value))
         assert Counted.copies == copies
