@@ -18,14 +18,6 @@ def cluster() -> None:
     start_cluster()
 
 
-@pytest.fixture(scope="module")
-def no_cluster() -> None:
-    """The tests of the file start clusters of their own."""
-    import ray
-
-    ray.shutdown()
-
-
 @pytest.fixture(autouse=True)
 def needs_a_cluster(request: pytest.FixtureRequest) -> None:
     """Collectors with workers in Ray join the cluster; a trainer in a process of its own starts another one."""

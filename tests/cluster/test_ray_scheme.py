@@ -21,7 +21,13 @@ from torch import nn
 
 import wsync
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_cluster")]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_cluster() -> None:
+    """The tests of this file start clusters of their own."""
+    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

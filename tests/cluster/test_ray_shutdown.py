@@ -20,7 +20,13 @@ from collectors import GymEnv, RayModuleTransform
 from collectors.distributed import RayCollector
 from collectors.distributed.ray_cluster import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_cluster")]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_cluster() -> None:
+    """The tests of this file start clusters of their own."""
+    ray.shutdown()
 
 
 def actor() -> Any:

@@ -14,8 +14,8 @@ import cloudpickle
 import pytest
 import ray
 import torch
-from stepping import policy
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 import wsync
@@ -133,6 +133,10 @@ def scaled(value: float) -> Scaled:
     model = Scaled()
     nn.init.constant_(model.weight, value)
     return model
+
+
+def policy() -> TensorDictModule:
+    return TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"])
 
 
 def collector_with(cls: Any, path: str, transforms: list[Any], **options: Any) -> Any:

@@ -1,0 +1,37 @@
+"""Small learners, and experience of a bandit for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from tensordict import TensorDict
+
+from collectors.environments.specs import Spec
+from learning import make_critic, make_policy
+
+CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
+TORQUES = Spec(torch.Size([2]), torch.float32, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 10.0]))
+L = TypeVar("L")
+
+
+def learner_of(kind: Callable[..., L], spec: Spec = CHOICE, seed: int = 0, **options: Any) -> L:
+    torch.manual_seed(seed)
+    return kind(make_policy(4, spec, (8, 8)), make_critic(4, (8, 8)), **options)
+
+
+def batch_of(acting: Any, *batch: int, seed: int = 0) -> TensorDict:
+    """Experience of a policy: the larger the action, the better."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        td = acting(TensorDict({"observation": torch.randn(*batch, 4)}, batch_size=batch))
+    end = torch.ones(*batch, 1, dtype=torch.bool)
+    outcome = {
+        "observation": torch.randn(*batch, 4),
+        "reward": td["action"].float().reshape(*batch, -1).sum(-1, keepdim=True),
+        "terminated": end,
+        "truncated": ~end,
+        "done": end.clone(),
+    }
+    return td.set("next", TensorDict(outcome, batch_size=batch))

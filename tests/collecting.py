@@ -1,0 +1,68 @@
+"""Policies whose actions tell their weights, and what every collector does with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+
+from collectors import GymEnv
+
+
+class Scores(nn.Module):
+    """Chooses action 1 always, or 0 always, by the sign of one weight; unless asked not to, it has a critic."""
+
+    def __init__(self, sign: float = 1.0, *, critic: bool = True) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor([0.0, sign]))
+        if critic:
+            self.critic = nn.Linear(4, 1)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.bias.expand(*observation.shape[:-1], 2)
+
+
+def policy(sign: float = 1.0, *, critic: bool = True) -> TensorDictModule:
+    return TensorDictModule(Scores(sign, critic=critic), in_keys=["observation"], out_keys=["action"])
+
+
+def cartpole() -> GymEnv:
+    return GymEnv("CartPole-v1", 2)
+
+
+def chosen(batch: TensorDictBase) -> float:
+    return batch["action"].float().argmax(-1).float().mean().item()
+
+
+def check_calling_conventions(collector: Any, trained: Any, **others: nn.Module) -> None:
+    """Each call of ``update_policy_weights_`` reaches all workers; in the end they choose 0.
+
+    Args:
+        collector: it has just been made for the policy.
+        trained: this policy, which chooses 1.
+        others: weights of other models, for the call that has weights of all models.
+    """
+    assert chosen(next(collector)) == 1.0
+    with torch.no_grad():
+        trained.module.bias.neg_()
+    assert chosen(next(collector)) == 1.0, "training alone must reach no worker"
+    collector.update_policy_weights_()
+    assert chosen(next(collector)) == 0.0
+    calls = [
+        lambda other: collector.update_policy_weights_(other),
+        lambda other: collector.update_policy_weights_(other.state_dict()),
+        lambda other: collector.update_policy_weights_(TensorDict.from_module(other)),
+        lambda other: collector.update_policy_weights_(policy=other),
+        lambda other: collector.update_policy_weights_(weights=other.state_dict(), model_id="policy"),
+        lambda other: collector.update_policy_weights_(weights_dict={"policy": other, **others}),
+    ]
+    for number, call in enumerate(calls, start=3):
+        action = float(number % 2 == 1)
+        with torch.no_grad():  # the collector's own policy has the opposite sign of what is sent
+            trained.module.bias.copy_(policy(1.0 - 2.0 * action).module.bias)
+        call(policy(2.0 * action - 1.0))
+        batch = next(collector)
+        assert chosen(batch) == action and batch["policy_version"].unique().tolist() == [number]

@@ -1,0 +1,26 @@
+"""Models of several tests: workers import them by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from wsync.testing.models import Small, fill
+
+
+class TwoWeights(Small):
+    """Two parameters, of which the first is the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.zeros(4))
+
+
+def linear(value: float) -> nn.Linear:
+    """Two inputs and two outputs; all parameters have this value."""
+    return fill(nn.Linear(2, 2), value)
+
+
+def policy_of(value: float) -> nn.Linear:
+    """The same with four inputs."""
+    return fill(nn.Linear(4, 2), value)
