@@ -31,6 +31,11 @@ OURS = "train.py"
 Results = Mapping[str, Sequence[Outcome]]
 
 
+def in_digits(value: float | np.floating) -> str:
+    """Return a return for the table: with one decimal if it is below 10, as on Atari."""
+    return f"{value:.1f}" if abs(value) < 10 else f"{value:.0f}"
+
+
 def table(results: Results, title: str, last: int) -> Table:
     """Return a table of all contenders."""
     shown = Table("", "return", "(each)", "seconds", "(each)", "frames/s", box=None, title=title)
@@ -40,8 +45,8 @@ def table(results: Results, title: str, last: int) -> Table:
         rate = statistics.median(one["frames"] / one["seconds"] for one in outcomes)
         shown.add_row(
             name,
-            f"{np.mean(means):.0f} ± {np.std(means):.0f}",
-            " ".join(f"{mean:.0f}" for mean in means),
+            f"{in_digits(np.mean(means))} ± {in_digits(np.std(means))}",
+            " ".join(map(in_digits, means)),
             f"{statistics.median(seconds):.0f}",
             " ".join(f"{one:.0f}" for one in seconds),
             f"{rate:,.0f}",
@@ -80,7 +85,7 @@ def main(
         for (seed, name), outcome in zip(runs, (one.result() for one in pending), strict=True):
             results[name].append(outcome)
             mean = last_mean(outcome["returns"], outcome["frames"], last)
-            console.print(f"{name}, seed {seed}: return {mean:.0f} in {outcome['seconds']:.0f} s", highlight=False)
+            console.print(f"{name}, seed {seed}: return {in_digits(mean)} in {outcome['seconds']:.0f} s", highlight=False)
             if out is not None:
                 out.mkdir(parents=True, exist_ok=True)
                 (out / "results.json").write_text(json.dumps(results))
