@@ -85,7 +85,9 @@ def main(
         for (seed, name), outcome in zip(runs, (one.result() for one in pending), strict=True):
             results[name].append(outcome)
             mean = last_mean(outcome["returns"], outcome["frames"], last)
-            console.print(f"{name}, seed {seed}: return {in_digits(mean)} in {outcome['seconds']:.0f} s", highlight=False)
+            console.print(
+                f"{name}, seed {seed}: return {in_digits(mean)} in {outcome['seconds']:.0f} s", highlight=False
+            )
             if out is not None:
                 out.mkdir(parents=True, exist_ok=True)
                 (out / "results.json").write_text(json.dumps(results))
