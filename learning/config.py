@@ -79,7 +79,7 @@ class RunFolders(Callback):
         folder = Path(config.hydra.sweep.dir)
         refused = _used(f"hydra.sweep.dir={folder} has runs already", "leave it out for a new folder")
         self._claim(folder, "*/**/metrics.jsonl", refused)
-        interrupt_by_signals()
+        interrupt_by_signals(folder, wait_for_runs="joblib" in config.hydra.launcher._target_)
         self._pending.append(folder)
 
     @classmethod

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -23,6 +24,7 @@ from learning.reporting.files import METRICS
 
 CLAIM = ".claim"
 """A file in the folder of a run or sweep, which its process keeps locked until it ends."""
+_RUNS_END = 60.0  # seconds in which the runs of a sweep have to end after Ctrl-C
 
 log = logging.getLogger(__name__)
 TRACEBACKS = "HYDRA_FULL_ERROR" in os.environ  # set by the user; `run_hydra` sets it for Hydra afterwards
@@ -66,19 +68,49 @@ def run_command(
     sys.exit(0)
 
 
-def interrupt_by_signals() -> None:
+def interrupt_by_signals(sweep: Path, *, wait_for_runs: bool) -> None:
     """Have SIGTERM and SIGHUP raise ``KeyboardInterrupt``, as Ctrl-C does, unless they are ignored or caught already.
 
-    For a sweep: a launcher that runs jobs in processes of its own (joblib) ends them after a ``KeyboardInterrupt``; a
+    For a sweep: a launcher that runs jobs in processes of its own (joblib) kills them after a ``KeyboardInterrupt``; a
     signal that ends this process at once would leave them running.
+
+    Args:
+        sweep: the folder of the sweep.
+        wait_for_runs: whether the first SIGINT raises only when all runs in `sweep` have ended, or after a minute. The
+            terminal sends it to their processes as well, and each ends in order.
     """
 
     def interrupt(number: int, _: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one raises at once
+        if number == signal.SIGINT:
+            _wait_for_runs(sweep)
         raise KeyboardInterrupt(number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, interrupt)
+    if wait_for_runs and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _wait_for_runs(sweep: Path) -> None:
+    """Wait until no run in `sweep` has its folder locked (``own_folder``), but not longer than a minute."""
+    claims, deadline = [claim for claim in sweep.rglob(CLAIM) if claim.parent != sweep], time.monotonic() + _RUNS_END
+    if any(map(_is_locked, claims)):
+        os.write(2, b"waiting for the runs to end; Ctrl-C again ends them at once\n")  # print() is not re-entrant
+    while any(map(_is_locked, claims)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _is_locked(claim: Path) -> bool:
+    try:
+        with claim.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # the run has ended and removed it, or the file system has no locks
+        return False
+    return False
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def test_of_two_runs_or_sweeps_that_begin_at_once_in_one_folder_the_second_is_re
     (tmp_path / "run" / "metrics.jsonl").unlink()
     config.resume = None
     callback.on_run_start(config)
-    monkeypatch.setattr("learning.config.interrupt_by_signals", lambda: None)
+    monkeypatch.setattr("learning.config.interrupt_by_signals", lambda *_, **__: None)
     monkeypatch.setattr(RunFolders, "_pending", [])
     callback.on_multirun_start(config)
     with pytest.raises(SystemExit, match="sweep has runs already"):
@@ -177,6 +177,44 @@ def test_sigterm_ends_the_jobs_of_joblib_as_well(tmp_path: Path) -> None:
         sweep.terminate()
         sweep.communicate(timeout=250)  # until every process has closed its output
     assert sweep.returncode == 128 + signal.SIGTERM
+
+
+SLOW = """
+import time
+from learning.reporting import Reporter
+
+class Slow(Reporter):
+    def begin(self, folder, config):
+        self.seconds = 2.0 if config["seed"] == 0 else 0.0
+
+    def update(self, row):
+        time.sleep(self.seconds)
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_each_run_of_joblib_in_order(tmp_path: Path) -> None:
+    """Also the run that is in the middle of a long update when the other one has ended."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs pip install -e '.[sweep]'")
+    (tmp_path / "slow.py").write_text(SLOW)
+    endless = ["total_frames=1000000000", "stop_when_solved=false", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    where = ["callbacks=[{_target_: slow.Slow}]", f"hydra.sweep.dir={tmp_path}/sweep", "seed=0,1", "-m"]
+    sweep = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *SHORT[:-1], *endless, *where], cwd=tmp_path, text=True,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        while sum(path.stat().st_size > 0 for path in tmp_path.glob("sweep/*/metrics.jsonl")) < 2:
+            with pytest.raises(subprocess.TimeoutExpired):  # it goes on
+                sweep.wait(0.1)
+        os.killpg(sweep.pid, signal.SIGINT)  # as the terminal does
+        output, _ = sweep.communicate(timeout=120)
+        told = [json.loads(path.read_text()) for path in tmp_path.glob("sweep/*/summary.json")]
+        assert [one["status"] for one in told] == ["interrupted"] * 2, output
+        assert sweep.returncode == 128 + signal.SIGINT and "2 runs" in output
+    finally:
+        if left_of(sweep.pid, 0.0):
+            os.killpg(sweep.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
