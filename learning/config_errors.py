@@ -91,7 +91,8 @@ def one_line(
         scheme, name = found.groups()
         if scheme == "Env":
             return f"env={(chosen or {}).get('env', 'gym')} needs an id of Gymnasium: env.{name}=MountainCar-v0"
-        return f"{scheme} needs a value for {name!r}: weight_sync.{name}=…"
+        example = " (a folder, or s3://bucket/run)" if name == "url" else ""
+        return f"{scheme} needs a value for {name!r}: weight_sync.{name}=…{example}"
     if found := re.match(r"While dereferencing interpolation '(.+)': (.+)\n\s+full_key: (\S+)", text):
         return f"{found[3]}={found[1]}: {found[2]}"
     lines = [line.strip() for line in f"{text}\n{reason}".splitlines()]

@@ -45,6 +45,8 @@ def make_actor_critic(
     if isinstance(trunk, RecurrentNetwork):
         critic_trunk = trunk if shared else make_network(observation_spec)
         assert isinstance(critic_trunk, RecurrentNetwork)
+        if not isinstance(getattr(trunk, "state_size", None), int):
+            raise ValueError(f"{type(trunk).__name__} needs the attribute state_size, an int: the length of its state")
         return _recurrent(trunk, critic_trunk, observation_spec, action_spec, initial_std, normalizer)
     size = feature_size(trunk, observation_spec)
     policy = policy_for(

@@ -99,6 +99,17 @@ class Stepwise(RecurrentNetwork):
         return self.inner(observation, state)
 
 
+class NoSize(Stepwise):
+    def __init__(self) -> None:
+        super().__init__(RNN(SPEC, "gru", 8))
+        del self.state_size
+
+
+def test_a_network_without_the_size_of_its_state_is_refused() -> None:
+    with pytest.raises(ValueError, match="NoSize needs the attribute state_size"):
+        make_actor_critic(lambda spec: NoSize(), SPEC, CHOICE)
+
+
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_a_sequence_is_what_its_steps_are(cell: str) -> None:
     torch.manual_seed(0)
