@@ -127,7 +127,7 @@ class ConsoleReporter(Reporter):
         self.console.print(Text.assemble(self.prefix, line), soft_wrap=True)
 
     def _render(self) -> Group:
-        line = Text("starting the workers …", style="dim")
+        line = Text("starting the workers, and collecting the first batch …", style="dim")
         if self._latest:
             self._bar.update(self._task, completed=min(self._latest.frames, self.total_frames))
             line = Text("   ").join(
