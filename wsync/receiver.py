@@ -238,7 +238,7 @@ class Receiver:
             raise RuntimeError("call pull() outside any forward and any wsync.gate() block")
         deadline, pause = deadline_in(timeout), _FIRST_PAUSE
         self._fetch(timeout)
-        while not self._state.newest_attempted:
+        while not self._state.last_attempted_version:
             left = remaining(deadline)
             if left == 0.0:
                 raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")

@@ -111,7 +111,7 @@ class WeightSyncScheme(SchemeBase):
             ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
                 of its own, if ``send`` awaits no acknowledgements.
         """
-        self._release_inherited_end()
+        self._release_inherited_end()  # a forked child's copy of its parent's; refuses an initialised scheme
         if self._sender_model_id not in (None, model_id):
             raise ValueError(f"the sender of this scheme sends '{self._sender_model_id}', not '{model_id}'")
         model, receiver = assembly.make_receiver(self, model_id, context, model, load, chunk_bytes)
@@ -257,7 +257,7 @@ class WeightSyncScheme(SchemeBase):
             NotConnected: before ``connect``; the connection ended before the first version; or the sender died or has
                 disconnected this worker, and an earlier call has returned the last version.
             SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
-            WeightSyncError: the newest version was refused or not sent, until a newer one comes; a store is unreadable.
+            WeightSyncError: the newest version failed to install, or send_weights raised; or a store is unreadable.
             RuntimeError: called inside a forward, or ``wsync.gate()``.
         """
         return self._role.as_receiver("pull").receiver.pull(timeout)

@@ -145,7 +145,7 @@ class Outbox:
 
         Any thread may call it, also in a finalizer or a signal handler.
         """
-        thread = self._thread  # without the lock: its holder may be waiting for the calling thread
+        thread = self._thread  # without the lock: put() may hold it while it waits for the calling thread to start
         # No join in the background thread itself, nor inside ``put``: the background thread may wait for the lock.
         if thread is not None and thread is not threading.current_thread() and self._putter != threading.get_ident():
             thread.join()

@@ -90,7 +90,7 @@ class WorkerConnections:
         self._given_up.clear()
         for worker in workers:
             self.early_joins.discard(worker)
-        missing, accepting = set(workers) - self._connections.keys(), True
+        missing, progressing = set(workers) - self._connections.keys(), True
         while missing:
             if self._listener.fileno() < 0:
                 raise NotConnected("the scheme was shut down while it connected")
@@ -99,13 +99,13 @@ class WorkerConnections:
             ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # give_up() makes none readable
             if given_up := dict.fromkeys(missing & self._given_up, "disconnect() was called before it had connected"):
                 raise WorkerDied(f"worker(s) {join_indices(given_up)}: disconnect() was called", given_up)
-            if remaining(deadline) == 0.0 and not (accepting and self._listener.fileno() in ready):
+            if remaining(deadline) == 0.0 and not (progressing and self._listener.fileno() in ready):
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(why_not_connected(missing, watched), dict.fromkeys(missing, "did not connect"))
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)
             if self._listener.fileno() in ready:
-                accepting = (worker := self._accept(workers, deadline)) in missing  # else the deadline counts
+                progressing = (worker := self._accept(workers, deadline)) in missing  # if so, go on past the deadline
                 missing.discard(worker)
             # Workers that answered before they died are left out: wait_acks returns the answer, usually a traceback.
             lost = set(workers) - {*missing, *self._connections, *self._answers}
@@ -255,7 +255,7 @@ class WorkerConnections:
             while self._ready:
                 self._process(self._ready.pop())
         finally:
-            # If a callback raised, a fast update may read what is left in `_ready`: the next call has to poll again.
+            # After an error in a callback, a fast update may receive the messages of these descriptors: poll again.
             self._ready.clear()
         return True
 
@@ -290,7 +290,7 @@ class WorkerConnections:
         with ExitStack() as steps:  # all are done, even if a signal handler raises in one
             steps.callback(self._listener.close)
             steps.callback(self._callback_of.clear)
-            for worker in list(self._connections):  # not disconnect: deaths end an interrupted wait
+            for worker in list(self._connections):  # not disconnect(): these deaths end a wait_acks() in progress
                 steps.callback(self.mark_dead, worker, "the scheme was shut down")
             for worker in list(self._connections) if finished else ():
                 self.send(worker, Message(Kind.LEAVE, worker, 1))

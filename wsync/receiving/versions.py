@@ -86,7 +86,7 @@ class VersionState:
         return self._updater.in_forward
 
     @property
-    def newest_attempted(self) -> int:
+    def last_attempted_version(self) -> int:
         """The newest version that was installed, or could not be."""
         return max(self.version, self.failed_version)
 
