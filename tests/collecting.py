@@ -1,4 +1,4 @@
-"""Policies whose actions tell their weights, and what every collector does with them."""
+"""Policies that choose one action always, by the sign of a weight, and a check of every collector with them."""
 
 from __future__ import annotations
 

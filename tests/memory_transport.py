@@ -13,7 +13,7 @@ class FromMemory(NoTransport):
     """Carries weights from one thread of this process to another."""
 
     # Not an attribute of the class itself: reading one while another thread replaces it may crash CPython 3.11, because
-    # its cache of attributes is not invalidated before the old value, whose deallocation releases the GIL, is freed.
+    # its cache of attributes is invalidated only after the old value is freed, which releases the GIL.
     weights: ClassVar[list[Any]] = [None]
 
     def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""A worker whose context has workers of its own: each installed update is passed on to it."""
+"""The context of a worker has workers of its own: each installed update is passed on to it."""
 
 import multiprocessing
 import pickle
