@@ -143,17 +143,18 @@ def test_a_used_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # each job imports everything anew
 @pytest.mark.parametrize(
-    ("plugin", "extra", "settings"),
+    ("plugin", "package", "settings"),
     [
-        ("joblib", "sweep", ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "collector=multi_sync"]),
-        ("submitit", "slurm", ["hydra/launcher=submitit_local"]),  # with workers: the test of Ctrl-C below
+        ("joblib", "-e '.[sweep]'", ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "collector=multi_sync"]),
+        ("submitit", "-e '.[slurm]'", ["hydra/launcher=submitit_local"]),  # with workers: the test of Ctrl-C below
+        ("ray", "hydra-ray-launcher 'cloudpickle<3'", ["hydra/launcher=ray", "collector=multi_sync"]),
     ],
-    ids=["joblib", "submitit"],
+    ids=["joblib", "submitit", "ray"],
 )
 def test_a_launcher_runs_jobs_and_the_sweep_is_reported(
-    tmp_path: Path, plugin: str, extra: str, settings: list[str]
+    tmp_path: Path, plugin: str, package: str, settings: list[str]
 ) -> None:
-    pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher", reason=f"needs pip install -e '.[{extra}]'")
+    pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher", reason=f"needs pip install {package}")
     where = f"hydra.sweep.dir={tmp_path}/sweep"
     done = run_in_an_interpreter(tmp_path, *settings, "seed=0,1", where, "-m")
     assert done.returncode == 0, done.stderr
