@@ -99,7 +99,7 @@ def _wait_for_runs(sweep: Path) -> None:
     if any(map(_is_locked, claims)):
         os.write(2, b"waiting for the runs to end; Ctrl-C again ends them at once\n")  # print() is not re-entrant
     while any(map(_is_locked, claims)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.05)  # a blocking flock() would have no deadline
 
 
 def _is_locked(claim: Path) -> bool:

@@ -8,26 +8,12 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+from small_models import Refusing
 from torch import nn
 
 import wsync
 from wsync.receiving.prepared_updates import updates_by_transaction
 from wsync.sending.transactions import Transaction
-
-
-class Refusing(nn.Linear):
-    """Refuses every extra state but zero."""
-
-    def __init__(self, state: int = 0) -> None:
-        super().__init__(2, 2)
-        self.state = state
-
-    def get_extra_state(self) -> int:
-        return self.state
-
-    def set_extra_state(self, state: int) -> None:
-        if state:
-            raise OSError(f"no room for {state}")
 
 
 class Pair(nn.Module):

@@ -9,14 +9,15 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from memory_transport import FromMemory, Scheme
+from small_models import Refusing
 from stopping import wait_until_asleep
 from torch import Tensor, nn
 
 import wsync
-from wsync.backends.none import NoTransport
 from wsync.control import Connection, Kind, Message
 from wsync.receiving import prepared_updates
 from wsync.sending.channel import SenderSideChannel
@@ -24,25 +25,6 @@ from wsync.shm.arena import WorkerArena
 from wsync.testing.models import fill
 
 TIMEOUT = 20.0
-
-
-class FromMemory(NoTransport):
-    """Carries weights from one thread of this process to another."""
-
-    weights: ClassVar[list[Any]] = [None]
-
-    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
-        self.weights[0] = {name: tensor.clone() for name, tensor in weights.items()}
-
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any:
-        return self.weights[0]
-
-
-class MemoryScheme(wsync.WeightSyncScheme):
-    name = "from_memory"
-
-    def create_transport(self, worker_idx: int | None = None) -> FromMemory:
-        return FromMemory()
 
 
 def model_of(value: float) -> nn.Linear:
@@ -128,7 +110,7 @@ def test_a_decided_transaction_reaches_all_workers_and_models(monkeypatch: pytes
 def test_a_decision_that_is_interrupted_in_the_first_model(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
     kind = Kind.ABORT if refused else Kind.COMMIT
     with ExitStack() as stack:
-        senders, workers = join_two_models(stack, lambda: MemoryScheme("state_dict", timeout=TIMEOUT), 1)
+        senders, workers = join_two_models(stack, lambda: Scheme(FromMemory, timeout=TIMEOUT), 1)
         given: dict[wsync.WeightSyncScheme, nn.Module] = {senders[0]: model_of(2)}
         given[senders[1]] = nn.Linear(3, 1) if refused else model_of(2)
         interrupt(monkeypatch, "send", lambda message: message.kind is kind)
@@ -141,21 +123,6 @@ def test_a_decision_that_is_interrupted_in_the_first_model(monkeypatch: pytest.M
         for sender in senders:
             assert isinstance(channel := sender.sender.channel, SenderSideChannel)
             assert channel.fast_calls(acknowledge=True) is not None, "no buffer is left reserved"
-
-
-class Refusing(nn.Linear):
-    """Has extra state, and refuses all but 0."""
-
-    def __init__(self, state: int = 0) -> None:
-        super().__init__(2, 1)
-        self.state = state
-
-    def get_extra_state(self) -> int:
-        return self.state
-
-    def set_extra_state(self, state: int) -> None:
-        if state:
-            raise OSError(f"no room for {state}")
 
 
 def test_a_refusal_that_comes_after_its_transaction_was_aborted_is_not_reported_again() -> None:
@@ -182,7 +149,7 @@ def test_a_request_that_is_lost_in_the_trainer_is_made_again(monkeypatch: pytest
         return message
 
     with ExitStack() as stack:
-        sender = stack.enter_context(MemoryScheme("state_dict", initiator="receiver", timeout=TIMEOUT))
+        sender = stack.enter_context(Scheme(FromMemory, initiator="receiver", timeout=TIMEOUT))
         sender.init_on_sender("policy", model=model_of(1), num_workers=1)
         (worker,) = join(stack, sender, 1)
         monkeypatch.setattr(Connection, "receive", receive)
@@ -221,7 +188,7 @@ def test_a_commit_that_is_published_over_before_the_worker_sees_it(monkeypatch: 
 
 def test_the_end_of_a_send_weights_is_noticed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
-        sender = stack.enter_context(MemoryScheme("state_dict", timeout=TIMEOUT))
+        sender = stack.enter_context(Scheme(FromMemory, timeout=TIMEOUT))
         sender.init_on_sender("policy", model=model_of(1), num_workers=1)
         (worker,) = join(stack, sender, 1)
         interrupt(monkeypatch, "send", lambda message: message.kind is Kind.UPDATE)
@@ -269,7 +236,7 @@ def test_an_install_on_request_is_finished_by_the_next_forward() -> None:
 
 def test_a_wait_for_what_was_sent_goes_on_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
-        sender = stack.enter_context(MemoryScheme("state_dict", timeout=TIMEOUT))
+        sender = stack.enter_context(Scheme(FromMemory, timeout=TIMEOUT))
         sender.init_on_sender("policy", model=model_of(1), num_workers=1)
         (worker,) = join(stack, sender, 1)
         with wsync.gate():  # the worker cannot install it yet
@@ -357,7 +324,7 @@ def test_an_update_that_is_interrupted_before_it_is_published_does_not_count_as_
         raise KeyboardInterrupt
 
     with ExitStack() as stack:
-        sender = stack.enter_context(MemoryScheme("state_dict", timeout=TIMEOUT))
+        sender = stack.enter_context(Scheme(FromMemory, timeout=TIMEOUT))
         sender.init_on_sender("policy", model=model_of(1), num_workers=1)
         (worker,) = join(stack, sender, 1)
         sender.send(model_of(2))

@@ -37,7 +37,7 @@ class EarlyJoins:
             self.add(worker, version)
 
     def add(self, worker: int, version: int) -> None:
-        """Record an early join. ``version``: the version whose acknowledgement is outstanding; 0 if none is."""
+        """Record an early join. ``version``: the version that is not acknowledged yet; 0 if there is none."""
         self._versions[worker] = version
 
     def set_answered(self, worker: int) -> None:
