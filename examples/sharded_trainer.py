@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node 2 examples/sharded_trainer.py
 """
 
 import os
+import sys
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 
@@ -81,13 +82,16 @@ def main() -> None:
                 report = scheme.send(weights)
                 print(report)
     if RANK == 0:  # at the end of the block the scheme was shut down: receive() returns None in the workers
-        for pipe, _ in pipes:
+        for worker, (pipe, _) in zip(workers, pipes, strict=True):
             version, own = pipe.recv()
             assert version == report.version
             assert all(torch.equal(weights[name], torch.from_numpy(own[name])) for name in weights)
+            worker.join()
         print(f"version {report.version}, {report.bytes} bytes: both workers have the gathered weights")
 
 
 if __name__ == "__main__":
     main()
     dist.destroy_process_group()  # when the sharded model is gone
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may abort the end of the interpreter: https://github.com/pytorch/pytorch/issues/190489
