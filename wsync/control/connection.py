@@ -31,9 +31,9 @@ from wsync.errors import NotConnected
 STALL_TIMEOUT = struct.pack("ll", 5, 0)
 _MAX_PAYLOAD = 1 << 30  # bytes
 _CHUNK = 1 << 20  # bytes; payloads are read in chunks, so that a false length in a header does not allocate memory
-# Plain numbers, computed once: ``|`` of two flags is slow Python code.
+# Plain numbers, computed once: ``|`` and ``&`` of two flags are slow Python code.
 _WAIT, _NO_WAIT = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
-_FD_SPACE = socket.CMSG_SPACE(4 * 4)  # for four descriptors
+_FD_SPACE, _FDS_LOST = socket.CMSG_SPACE(4 * 4), int(socket.MSG_CTRUNC)  # space for four descriptors
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 4),  # seconds without data before the first probe
     (socket.TCP_KEEPINTVL, 2),  # seconds between probes
@@ -243,7 +243,7 @@ class Connection:
             data, attached, flags = self._recv(min(missing, _CHUNK))
             for fd in attached:
                 os.close(fd) if fds is None else fds.append(fd)
-            if flags & socket.MSG_CTRUNC:
+            if flags & _FDS_LOST:
                 self._close_received_fds()
                 raise NotConnected(f"cannot receive files from {self.peer_name}: too many open files in this process")
             if not data:

@@ -16,7 +16,7 @@ from wsync.control.settings import SenderSettings, layout_in
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.receiving.arena_reader import ArenaReader
 from wsync.receiving.blocking_reader import BlockingReader
-from wsync.receiving.events import CheckLayout, Closed, Decision, Dropped, Event, Newest, Published
+from wsync.receiving.events import CheckLayout, Closed, Decision, Event, Failed, Newest, Published
 from wsync.receiving.flat_reader import FlatReader
 from wsync.receiving.handshake import ReaderFactory, settings_in, wait_accepted, wait_first_update
 from wsync.receiving.transport_reader import TransportReader
@@ -203,7 +203,8 @@ class WorkerSideChannel:
         if kind in (Kind.COMMIT, Kind.ABORT):  # a prepared slot of the arena is committed by the published word alone
             commit = kind is Kind.COMMIT
             if isinstance(reader, TransportReader) and reader.on_decision(message.version, commit):
-                return Dropped(message.version)
+                error = "it did not arrive: send_weights has raised on the sender"
+                return Failed(message.version, error, known=True)
             return Decision(message.version, commit)
         if kind is Kind.CHECK_LAYOUT:
             return CheckLayout(message.version, layout_in(message.payload))

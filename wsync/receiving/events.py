@@ -52,17 +52,17 @@ class Newest:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A version did not arrive: acknowledge it with the error."""
+    """A version did not arrive.
+
+    Attributes:
+        version: its number.
+        error: why.
+        known: whether the sender knows it; otherwise the version is acknowledged with the error.
+    """
 
     version: int
     error: str
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A version will not arrive: the transport's ``send_weights`` has raised, which the sender reports itself."""
-
-    version: int
+    known: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +76,4 @@ class Closed:
     finished: bool = False
 
 
-Event = Published | Prepare | Decision | CheckLayout | Newest | Failed | Dropped | Closed
+Event = Published | Prepare | Decision | CheckLayout | Newest | Failed | Closed

@@ -19,7 +19,7 @@ from wsync.errors import WeightSyncError, error_of
 from wsync.gate import MixedWeightsGuard, entered_for_forward_of, process_gate
 from wsync.receiving import prepared_updates
 from wsync.receiving.cascade import Cascade
-from wsync.receiving.events import CheckLayout, Closed, Decision, Dropped, Event, Failed, Newest, Prepare
+from wsync.receiving.events import CheckLayout, Closed, Decision, Event, Failed, Newest, Prepare
 from wsync.receiving.install_policy import InstallOnArrival, InstallOnRequest
 from wsync.receiving.protocols import ReceiveChannel
 from wsync.receiving.versions import VersionState
@@ -119,16 +119,15 @@ class ModelUpdater:
         if arena is not None and binding is not None and not (self.error or update.extra or self._cascade):
             arena.enable_fast_path(binding)
         self.announced_at = 0.0
-        if self.error:
-            self.state.set_failed(update.version, self.error)
-        else:
-            self.state.set_version(update.version)
-            if self._cascade is not None:
+        self.state.record(update.version, self.error)
+        try:
+            if self._cascade is not None and not self.error:
                 self._cascade.add(update)
-                return
-        if update.acknowledge or self.error:
-            apply = time.perf_counter() - started
-            self._channel.answer(Ack(self.worker_idx, update.version, self.error, wait=wait, apply=apply))
+            elif update.acknowledge or self.error:
+                apply = time.perf_counter() - started
+                self._channel.answer(Ack(self.worker_idx, update.version, self.error, wait=wait, apply=apply))
+        finally:  # also after a signal handler has raised
+            self.state.notify()
 
     def _update_guard(self, version: int, error: str) -> None:
         if not error:
@@ -248,11 +247,11 @@ class ModelUpdater:
             self._answer_check(event.version, error_of(self._check_layout, event.layout))
         elif isinstance(event, Newest):
             self.install_policy.on_newest(event.version, event.request)
-        elif isinstance(event, Dropped):
-            self.state.set_failed(event.version, "it did not arrive: send_weights has raised on the sender")
         elif isinstance(event, Failed):
-            self.state.set_failed(event.version, event.error)
-            self._channel.answer(Ack(self.worker_idx, event.version, event.error))
+            self.state.record(event.version, event.error)
+            if not event.known:
+                self._channel.answer(Ack(self.worker_idx, event.version, event.error))
+            self.state.notify()
         # If the acting thread has installed this update already, this must not count in the wait of the next one.
         self.announced_at = 0.0
 

@@ -31,7 +31,7 @@ class VersionState:
     Which thread calls a method, and where:
 
     - ``begin``, ``set_open`` and ``wake_only_for_receive``: the thread that connects, outside the gate.
-    - ``set_version`` and ``set_failed``: the thread that has installed, inside the gate.
+    - ``record`` and ``notify``: the thread that has installed, inside the gate.
     - ``close``: the receiver thread, or the thread that shuts down, outside the gate.
     - ``wait_next``: the worker's own threads, outside the gate.
     - ``close_in_forked_child``: the fork hook in ``receiving/gated_models.py``, before the child's own code runs.
@@ -95,20 +95,20 @@ class VersionState:
         """Whether ``failed_version`` is newer than what is installed."""
         return self.failed_version > (0 if self._in_order else self.version)
 
-    def set_version(self, version: int) -> None:
-        """Record that the model has ``version``."""
-        self._updater.version = version
-        if self._in_order:
-            self.failed_version = 0  # it was read earlier; a trainer that begins again uses lower numbers
-        self._notify()
+    def record(self, version: int, failure: str = "") -> None:
+        """Record that the model has ``version``; or why it could not be installed, or did not arrive.
 
-    def set_failed(self, version: int, failure: str) -> None:
-        """Record that ``version`` could not be installed, or did not arrive, and why."""
-        if self._in_order or version >= self.failed_version:
+        ``notify`` follows.
+        """
+        if not failure:
+            self._updater.version = version
+            if self._in_order:
+                self.failed_version = 0  # it was read earlier; a trainer that begins again uses lower numbers
+        elif self._in_order or version >= self.failed_version:
             self.failed_version, self.failure = version, failure
-        self._notify()
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wake the threads that wait for a change. Called after the answer to the sender, which they would delay."""
         with self._guard:
             self._changed.notify_all()
         self.on_change()
@@ -156,7 +156,7 @@ class VersionState:
         with self._guard:
             if not self.closed:
                 self.phase = Phase.FINISHED if finished else Phase.LOST
-        self._notify()
+        self.notify()
 
     def close_in_forked_child(self) -> None:
         """Close in a forked child. The lock may be held by a thread that does not exist there."""
