@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from argparse import ArgumentParser
@@ -24,6 +25,7 @@ from learning.options import TrainConfig
 from learning.reporting import Reporter
 from learning.reporting.files import reading, relative_path, replace_file, writing
 
+_log = logging.getLogger(__name__)
 _SETTINGS = "resume"  # with .yaml, in the folder .hydra of a run; see ``SettingsFiles``
 
 
@@ -96,7 +98,7 @@ def with_earlier_overrides(argv: Sequence[str]) -> list[str]:
     """Return the command line `argv` with the overrides of the run that it resumes (``resume=<folder>``) inserted.
 
     They stand before those in `argv`, which take precedence. The groups that the earlier run chose are chosen again.
-    The earlier settings of a group are left out if its option is another one now.
+    The earlier settings of a group are left out, with a warning, if its option is another one now.
 
     Raises:
         ConfigError: the folder is not that of a run; or that run had a config folder, and `argv` has none; or a group
@@ -125,7 +127,11 @@ def with_earlier_overrides(argv: Sequence[str]) -> list[str]:
     kept = [one for one in earlier if override_name(one) not in (replaced | twice if one[0] == "~" else replaced)]
     chosen = [one for one in (*kept, *given) if override_name(one) in groups]
     changed = _changed_groups(folder, chosen, config_folders(argv))
-    kept = [one for one in kept if one in chosen or override_name(one).partition(".")[0] not in changed]
+    dropped = [one for one in kept if one not in chosen and override_name(one).partition(".")[0] in changed]
+    if dropped:
+        what = "not kept, because another option of the group is chosen now (to keep one, give it again):"
+        _log.warning("resume=%s: %s %s", folder, what, shlex.join(dropped))
+    kept = [one for one in kept if one not in dropped]
     first = next(i for i, argument in enumerate(argv) if is_override(argument))
     return [*argv[:first], *kept, *argv[first:]]
 

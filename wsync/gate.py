@@ -78,8 +78,8 @@ class Gate:
                 yield
             finally:
                 self._blocks -= 1
-                # Blocks of two coroutines may overlap without being nested: then the depth is that of the open blocks,
-                # so that the gate is held until the last one has ended.
+                # The blocks of two coroutines may overlap without being nested: A begins (depth 1), B begins (2), A
+                # ends. The depth is then 1, not that before A, so that the gate is held until B has ended.
                 if entered and gate_state.depth != depth_before + 1:
                     depth_before = self._depth_before + self._blocks
                 gate_state.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
@@ -91,7 +91,7 @@ class Gate:
             return self.call(function, *args, **kwargs)
 
     def call_for(self, subject: object, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call ``function`` inside the gate, as a forward that uses the model ``subject`` alone; None: any model."""
+        """Call ``function`` inside the gate, for a model (None: any): hooks of others raise no error, nor wait."""
         return self.gate_state.call_model(lambda _: function(*args, **kwargs), subject)
 
     def call_with_deadline(
@@ -189,7 +189,7 @@ class MixedWeightsGuard:
 
     def poll_update(self) -> bool:
         """See ``GateHook``. Raises WeightSyncError if the weights are mixed."""
-        # It is also called if an earlier hook of this pass has just detached it; ``why`` is then empty.
+        # If the hook that was called before this one has detached it, it is called all the same; ``why`` is then empty.
         if self.why and entered_for_forward_of(self._model):
             raise WeightSyncError(self.why)
         return False

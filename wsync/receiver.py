@@ -62,8 +62,8 @@ class Receiver:
         self._strategy = strategy
         self._channel = channel
         self._store_channel = channel if isinstance(channel, ReadsStore) else None
-        # Handles messages and installs updates: with the arena a ``WorkerSlot``, which calls the updater; otherwise the
-        # updater itself.
+        # Handles messages and installs updates: with the arena a ``WorkerSlot`` (the worker's part in the arena), which
+        # calls the updater; otherwise the updater itself.
         self._handler: ModelUpdater | WorkerSlot = self.updater
         # The hooks that are attached to the gate: that of the install policy and, if there are registered weights
         # (``shm/registered.py``), a ``RegisteredBinder``.
@@ -146,14 +146,14 @@ class Receiver:
             self._hooks.append(RegisteredBinder(registered, self.updater))
         for hook in self._hooks:
             process_gate().attach(hook)
-        # So that a thread that waits in `receive` already does not return the first weights.
+        # A thread that waits in `receive` already (older API) must not return the first weights.
         self._state.last_returned = self._channel.first_version
         policy.install_now()
-        # Only an error of the first weights is raised here. If the sender had none, `install_now` may have installed a
-        # later update: its error was sent as the answer to that update.
+        # `install_now` installs the newest version, which may be later than the first weights. If the sender had no
+        # first weights, an error belongs to such a version: it was sent as the answer to that, and is not raised here.
         error = self.updater.error if self._channel.first_version else ""
         self.updater.acknowledge_after_cascade()
-        # Not above the installed version. If a later version was installed meanwhile, `receive` returns it.
+        # `receive` returns a later version that is installed. After an error, nothing may be installed.
         self._state.last_returned = min(self.version, self._channel.first_version)
         if error:
             raise WeightSyncError(f"worker {self.worker_idx} could not install its first weights:\n{error}")
@@ -242,14 +242,15 @@ class Receiver:
             left = remaining(deadline)
             if left == 0.0:
                 raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
-            if self._state.wait_next(pause if left is None else min(pause, left), lambda: True) is None:
-                if self.finished:
+            if not self._state.wait_first(pause if left is None else min(pause, left)):
+                if self._state.closed:
                     raise self._state.ended()
                 self._fetch(remaining(deadline))
             pause = min(2 * pause, _LONGEST_PAUSE)
-        return process_gate().call_without_forward(self._take_version)
+        return process_gate().call_without_forward(self._return_version)
 
-    def _take_version(self) -> int:
+    def _return_version(self) -> int:
+        """Return the installed version, which counts as returned; or raise why a newer one is not installed."""
         state = self._state
         if state.refused:
             raise WeightSyncError(
@@ -258,7 +259,7 @@ class Receiver:
             )
         if state.phase is Phase.LOST and state.version <= state.last_returned:
             raise state.ended()
-        return state.take_version()
+        return state.return_version()
 
     def _fetch(self, timeout: float | None) -> None:
         """Install the newest version that there is now.

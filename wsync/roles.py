@@ -207,13 +207,13 @@ class ReceiverRole(Role):
     """A scheme that was initialised on a receiver.
 
     Attributes:
-        given_idx: the worker's index, if init was given it.
+        index: the worker's index, if init was given it.
         background_connect: the connection that ``init_on_worker`` has begun, which the receiver thread completes.
     """
 
     side: Literal["sender", "receiver", ""] = "receiver"
     receiver: Receiver
-    given_idx: int | None = None
+    index: int | None = None
     background_connect: BackgroundConnect | None = None
 
     def as_receiver(self, what: str) -> ReceiverRole:
@@ -226,12 +226,12 @@ class ReceiverRole(Role):
 
         ``timeout``: seconds; None for no limit. ``acknowledges``: whether the sender awaits acknowledgements.
         """
-        index = self.given_idx if worker_idx is None else worker_idx
+        index = self.index if worker_idx is None else worker_idx
         if index is None:
             raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
         if (joining := self.background_connect) is not None and joining.pending:
-            if index != self.given_idx:
-                raise ValueError(f"init_on_worker() has begun to connect worker {self.given_idx}, not {index}")
+            if index != self.index:
+                raise ValueError(f"init_on_worker() has begun to connect worker {self.index}, not {index}")
             joining.finish(timeout)
             if self.receiver.connected:
                 return
@@ -242,7 +242,7 @@ class ReceiverRole(Role):
     @property
     def worker_idx(self) -> int | None:
         """See ``Role``."""
-        return self.receiver.worker_idx if self.receiver.worker_idx >= 0 else self.given_idx
+        return self.receiver.worker_idx if self.receiver.worker_idx >= 0 else self.index
 
     @property
     def version(self) -> int:

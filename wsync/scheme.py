@@ -69,16 +69,17 @@ class WeightSyncScheme(SchemeBase):
             TypeError, ValueError: an argument has a wrong type; or arguments contradict one another.
         """
         self._role.require_uninitialised()
-        model, default = assembly.model_and_weights(context, model_id, model, weights, params_map)
+        model, source_weights = assembly.model_and_weights(context, model_id, model, weights, params_map)
         pipes = pipes_of(context, pipes)
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        options = {**self._workers_by_option(), **({"pipes": len(pipes)} if pipes else {})}
-        count = agreed_count(num_workers, devices, params_map, workers, options)
+        count_by_option = {**self._workers_by_option(), **({"pipes": len(pipes)} if pipes else {})}
+        count = agreed_count(num_workers, devices, params_map, workers, count_by_option)
         sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
-        sender = self._open_sender(model_id, self._make_source(model_id, default, device_map_fn), count)
+        sender = self._open_sender(model_id, self._make_source(model_id, source_weights, device_map_fn), count)
         self._role = SenderRole(model_id=model_id, context=context, model=model, sender=sender, sentinels=sentinels)
         close_when_abandoned(self._role)  # closes the channel if shutdown() is never called
-        self._pipes[:] = pipes or self._pipes  # the same list object: transports of the older API refer to it
+        if pipes:
+            self._pipes[:] = pipes  # the same list object: transports of the older API refer to it
         invite_all(self, pipes)  # send each worker the address through its pipe
 
     def init_on_receiver(
@@ -111,13 +112,11 @@ class WeightSyncScheme(SchemeBase):
             ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
                 of its own, if ``send`` awaits no acknowledgements.
         """
-        self._release_inherited_end()  # a forked child's copy of its parent's; refuses an initialised scheme
+        self._require_uninitialised()
         if self._sender_model_id not in (None, model_id):
             raise ValueError(f"the sender of this scheme sends '{self._sender_model_id}', not '{model_id}'")
         model, receiver = assembly.make_receiver(self, model_id, context, model, load, chunk_bytes)
-        self._role = ReceiverRole(
-            model_id=model_id, context=context, model=model, receiver=receiver, given_idx=worker_idx
-        )
+        self._role = ReceiverRole(model_id=model_id, context=context, model=model, receiver=receiver, index=worker_idx)
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process.
@@ -135,7 +134,7 @@ class WeightSyncScheme(SchemeBase):
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
     ) -> None:
-        """Wait until the other end calls this too (for Ray actors the sender does); then deliver first weights, if any.
+        """Wait until the other end calls ``connect`` too (in Ray actors, the sender does that); deliver first weights.
 
         A sender may call it again: it accepts late workers and replacements, and delivers to all.
 
@@ -177,9 +176,9 @@ class WeightSyncScheme(SchemeBase):
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
-        It gets the newest update that was sent to this index. If it has connected in an earlier ``readmit`` (of another
-        worker, or that timed out or was interrupted), that connection is used, unless ``process`` was started after it
-        or has ended. Any other worker with this index is disconnected. ``timeout``: seconds, None for the scheme's.
+        The replacement gets the newest update that was sent to this index. One that has connected during an earlier
+        ``readmit`` is used, unless ``process`` is another one: it has ended, or was started later. Any other worker
+        with this index is disconnected. ``timeout``: seconds, None for the scheme's.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
@@ -251,11 +250,11 @@ class WeightSyncScheme(SchemeBase):
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
         With ``initiator="receiver"`` it waits at most ``timeout`` seconds (None: no limit) for that version; otherwise
-        only if there is none yet. It also waits, without a limit, until a running forward ends or a store is read.
+        only while no version has arrived at all. It also waits until a running forward has ended or a store is read.
 
         Raises:
             NotConnected: before ``connect``; the connection ended before the first version; or the sender died or has
-                disconnected this worker, and an earlier call has returned the last version.
+                disconnected this worker, and ``connect``, ``receive`` or ``pull`` has delivered the last version.
             SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
             WeightSyncError: the newest version failed to install, or send_weights raised; or a store is unreadable.
             RuntimeError: called inside a forward, or ``wsync.gate()``.

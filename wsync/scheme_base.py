@@ -269,8 +269,8 @@ class SchemeBase(ABC):
 
     # --- local calls ---
 
-    def _release_inherited_end(self) -> None:
-        """Release the trainer's end that a forked child has inherited; require that the scheme is not initialised."""
+    def _require_uninitialised(self) -> None:
+        """Raise RuntimeError if this end is set up already. A forked child first releases its copy of the trainer's."""
         if isinstance(self._role, SenderRole) and self._role.inherited:
             self._role.sender.close()
             self._role = Role()

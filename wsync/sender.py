@@ -132,16 +132,20 @@ class Sender:
         worker = single_worker(worker, self.num_workers)
         try:
             while not self._lock.acquire(timeout=_PATIENCE):
-                self.channel.give_up(worker)
+                self.channel.give_up(worker)  # the lock's holder may wait for this worker, and may do so again
             with self.exclusive():  # takes the lock again: it also disables the fast path
-                self._updates.unawaited.stop_waiting_for([worker])
-                self._members.remove([worker])  # first: a signal handler may raise in the next call
-                self.channel.disconnect(worker)
+                self._disconnect(worker)
         finally:
             try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
                 self._lock.release()
-            except RuntimeError:  # a signal handler has raised in acquire()
+            except RuntimeError:  # a signal handler has raised before the lock was acquired
                 pass
+
+    def _disconnect(self, worker: int) -> None:
+        """Disconnect a worker, and await no more answers from it."""
+        self._updates.unawaited.stop_waiting_for([worker])
+        self._members.remove([worker])  # before disconnect(), in which a signal handler may raise
+        self.channel.disconnect(worker)
 
     def readmit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """Accept a replacement for a dead worker. The replacement gets the newest update sent to this index.
@@ -156,14 +160,13 @@ class Sender:
         """
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            # early_version: None if the replacement is not connected yet; 0 if no answer is outstanding; else the
-            # version in its ACCEPTED message, which it has not answered. If a newer version was sent since, this call
-            # does not wait: the send of that version does (after `send_async`: `wait`).
+            newest = self._members.expected_version.get(worker, 0)  # sent to this index; 0 for none
+            # None: not connected yet; 0: it owes no answer; else: it owes the answer to this version. If a newer one
+            # was sent since, this call awaits none: the send of that one does (after `send_async`: `wait`).
             early_version = self.channel.pop_early_join(worker, sentinel)
-            expected = self._members.expected_version.get(worker, 0)
-            unanswered = expected if early_version in (None, expected) else 0
+            unanswered = newest if early_version in (None, newest) else 0
             if early_version is None:
-                self.disconnect(worker)
+                self._disconnect(worker)
             try:
                 if early_version is None:
                     self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
@@ -247,18 +250,16 @@ class Sender:
     def _enable_fast(self, weights: object) -> None:
         """Enable the fast path for sends like this one, which went to all workers, unless a condition forbids it."""
         channel, layout, members = self.channel, self.layout, self._members
-        if not isinstance(channel, SenderSideChannel) or layout is None:
-            return
-        if self._updates.unawaited.updates or members.absent or members.extra_states:
+        prevented = self._updates.unawaited.updates or members.absent or members.extra_states
+        if prevented or layout is None or not isinstance(channel, SenderSideChannel):
             return
         fast = channel.fast_calls(acknowledge=self._acknowledges)
-        finder = None if fast is None else self.source.finder(weights, layout)
-        if finder is not None:
+        if fast is not None and (finder := self.source.finder(weights, layout)) is not None:
             self._finders.add(weights, finder)
             self._fast = fast
 
     def _finish_fast(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
-        """Finish a fast update after a death, an error, the deadline, a mutex that was held, or another message."""
+        """Finish an update that the fast path has sent, but not finished: a worker has not simply acknowledged it."""
         self._disable_fast()
         workers, timeout, version = self._members.present, self.timeout, self.version
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
@@ -278,7 +279,7 @@ class Sender:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the sender's lock; disable the fast path: a ``send`` to all enables it. NotConnected: forked child."""
+        """Hold the sender's lock; disable the fast path until the next ``send``. NotConnected: in a forked child."""
         if self._in_forked_child:
             raise forked_child_error()
         with self._lock:

@@ -197,6 +197,24 @@ def test_nothing_is_received_before_connect() -> None:
         worker.shutdown()
 
 
+def test_receive_returns_none_once_after_a_pull_has_raised() -> None:
+    """The trainer shuts down before its first version."""
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", num_workers=1)
+        worker = pickle.loads(pickle.dumps(scheme))
+        worker.init_on_receiver("policy", model=Small(), worker_idx=0)
+        connecting = threading.Thread(target=worker.connect)
+        connecting.start()
+        scheme.connect()
+        connecting.join()
+    with pytest.raises(wsync.NotConnected):
+        worker.pull()
+    assert worker.receive() is None
+    with pytest.raises(wsync.NotConnected):
+        worker.receive()
+    worker.shutdown()
+
+
 def test_a_worker_that_a_newer_send_leaves_out_is_waited_for(backend: BuiltIn) -> None:
     with backend.connected() as session:
         session.scheme.timeout = 0.5

@@ -653,7 +653,7 @@ def test_an_option_that_a_resumed_run_chooses_anew_brings_along_what_belongs_to_
 
 
 def test_an_option_that_a_resumed_run_chooses_anew_has_none_of_the_earlier_settings_of_its_group(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ray, cartpole, mountain = (tmp_path / name for name in ("ray", "cartpole", "mountain"))
     for folder in (ray, cartpole, mountain):
@@ -661,7 +661,11 @@ def test_an_option_that_a_resumed_run_chooses_anew_has_none_of_the_earlier_setti
     stored_run(ray, "weight_sync=ray", "weight_sync.transport=object_store", "collector.max_staleness=3", "seed=5")
     shared = resumed(f"resume={ray}", "weight_sync=multiprocess")
     assert (shared.collector._target_, shared.seed) == ("collectors.MultiSyncCollector", 5)
+    [warning] = caplog.messages
+    assert warning.endswith(": weight_sync.transport=object_store collector.max_staleness=3")
+    caplog.clear()
     again = resumed(f"resume={ray}", "weight_sync=ray", "seed=6")
+    assert not caplog.messages
     assert (again.weight_sync.transport, again.collector.max_staleness, again.seed) == ("object_store", 3, 6)
 
     stored_run(cartpole, "algorithm.lr=0.01", "collector.max_restarts=3")

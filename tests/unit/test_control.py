@@ -119,6 +119,14 @@ def test_the_payload_of_connect_arrives_with_the_greeting(host: str | None) -> N
         assert (hello.worker, hello.payload) == (5, b"payload")
 
 
+def test_a_worker_that_is_queued_is_accepted_at_once() -> None:
+    """So ``readmit(timeout=0)`` finds a replacement that waits already."""
+    with closing(Listener()) as listener, closing(connect(listener.address, 5, None)):
+        accepted = listener.accept()
+        assert accepted is not None
+        accepted[0].close()
+
+
 def test_a_connection_without_the_token_is_closed() -> None:
     with closing(Listener("127.0.0.1")) as listener:
         address = listener.address
@@ -193,15 +201,16 @@ def test_a_worker_that_has_sent_its_greeting_waits_as_long_as_the_listener_is_bu
 ) -> None:
     """The trainer sets up other workers meanwhile, which takes longer than an attempt has for its greeting."""
     monkeypatch.setattr("wsync.control.listener._AUTH_TIMEOUT", 0.2)
-    with closing(Listener("127.0.0.1")) as listener:
-        worker = connect(listener.address, 3, time.monotonic() + SECONDS)
-        with closing(worker):
-            select.select([listener], [], [], SECONDS)
-            assert listener.accept() is None  # it has only been registered
-            threading.Event().wait(0.4)
-            accepted = listener.accept()
-            assert accepted is not None and accepted[1].worker == 3
-            accepted[0].close()
+    address = Address("127.0.0.1", free_port(), os.urandom(16))
+    greeting = greeting_for(address)
+    with closing(Listener(address.host, int(address.port), address.token)) as listener, open_socket(address) as worker:
+        select.select([listener], [], [], SECONDS)
+        assert listener.accept() is None  # it has only been registered
+        worker.send(greeting)
+        threading.Event().wait(0.4)
+        accepted = listener.accept()
+        assert accepted is not None
+        accepted[0].close()
 
 
 def test_two_hundred_workers_can_connect_before_the_first_is_accepted() -> None:

@@ -48,7 +48,6 @@ class ConnectionCallbacks(Protocol):
     def on_disconnected(self, worker: int) -> None:
         """Release what the worker used, e.g. its slot in shared memory.
 
-        Called once per connection for which ``accepted_message`` has returned, when this side has closed it; also if
-        ``on_accepted`` has raised, or was not called.
+        Called when this side has closed a connection for which ``accepted_message`` was called; perhaps twice.
         """
         ...

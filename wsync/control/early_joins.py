@@ -23,7 +23,7 @@ class EarlyJoins:
 
     Attributes:
         connected_at: when each worker's last connection was accepted, in seconds of CLOCK_BOOTTIME (the clock of the
-            start times in /proc). Entries are never removed.
+            start times in /proc). Entries are never removed: an index without one was never connected.
     """
 
     def __init__(self) -> None:
@@ -52,18 +52,22 @@ class EarlyJoins:
     def pop(self, worker: int, sentinel: int | None) -> int | None:
         """Return a worker's version, and forget the worker.
 
-        0: no acknowledgement is outstanding. None: it is not recorded; or it is not the process of ``sentinel`` (a
-        descriptor that is readable when that process has ended), because the process of ``sentinel`` has ended, or was
-        started after the worker connected.
+        Args:
+            worker: its index.
+            sentinel: readable when the replacement's process has ended; None if that process is not known.
+
+        Returns:
+            The version; 0 if no acknowledgement is outstanding. None if the worker is not recorded, or is another
+            process than the one of ``sentinel``: that one has ended, or was started after the worker had connected.
         """
         version = self._versions.pop(worker, None)
-        if version is None or (sentinel is not None and _cannot_be(sentinel, self.connected_at[worker])):
+        if version is None or (sentinel is not None and _is_another_process(sentinel, self.connected_at[worker])):
             return None
         return version
 
 
-def _cannot_be(sentinel: int, connected_at: float) -> bool:
-    """Return whether a process has ended, or was started after ``connected_at``: it is not the one that connected.
+def _is_another_process(sentinel: int, connected_at: float) -> bool:
+    """Return whether the process of ``sentinel`` is not the one that connected: it has ended, or was started later.
 
     False if ``sentinel`` is no pidfd and is not readable: the time of the start is then not known.
     """
@@ -71,7 +75,7 @@ def _cannot_be(sentinel: int, connected_at: float) -> bool:
         return True
     try:
         fields = dict(line.split(":", 1) for line in Path(f"/proc/self/fdinfo/{sentinel}").read_text().splitlines())
-        stat = Path(f"/proc/{int(fields['Pid'])}/stat").read_text()
+        stat = Path(f"/proc/{int(fields['Pid'])}/stat").read_text(errors="replace")
     except (KeyError, OSError):  # no pidfd; or the process ends now
         return False
     started = int(stat.rsplit(")", 1)[1].split()[19]) / _TICKS  # starttime in proc(5): rounded down, so never too late

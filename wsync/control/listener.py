@@ -118,12 +118,15 @@ class Listener:
             if (accepted := self._read(fd)) is not None:
                 return accepted
         if own in ready:  # last: a new attempt may reuse the descriptor number of one closed just now
-            self._add_pending()
+            fd = self._add_pending()
+            if fd >= 0 and (accepted := self._read(fd)) is not None:  # its HELLO has usually arrived as well
+                return accepted
         for fd in [fd for fd, pending in self._pending.items() if pending.until < time.monotonic()]:
             self._drop(fd)
         return None
 
-    def _add_pending(self) -> None:
+    def _add_pending(self) -> int:
+        """Accept a connection attempt; return its descriptor, -1 if it has ended already."""
         if len(self._pending) == _MAX_PENDING:
             self._drop(next(iter(self._pending)))  # the oldest
         try:
@@ -131,10 +134,11 @@ class Listener:
         except OSError as error:
             if error.errno in EXHAUSTED:
                 raise
-            return  # an error of the network, or the client has disconnected already: see accept(2)
+            return -1  # an error of the network, or the client has disconnected already: see accept(2)
         sock.setblocking(False)
         self._pending[sock.fileno()] = _Pending(sock, time.monotonic() + _AUTH_TIMEOUT)
         self._epoll.register(sock.fileno(), select.EPOLLIN)
+        return sock.fileno()
 
     def _read(self, fd: int) -> tuple[Connection, Message] | None:
         try:

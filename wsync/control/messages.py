@@ -43,7 +43,7 @@ class Kind(IntEnum):
     BEGIN_RECEIVE = 10  # begin to receive a version, before its UPDATE or PREPARE; payload: checksum and extra state
     # The weights as a difference to the worker's, in this message instead of by the transport; see transforms/delta.py.
     DELTA = 11  # before the UPDATE or PREPARE of the version; payload: the difference
-    NEWEST = 12  # with initiator="receiver": names the newest version; payload: the REQUEST it answers, 0 if unasked
+    NEWEST = 12  # with initiator="receiver": names the newest version; payload: the number of the REQUEST, 0 if unasked
     # from a worker to the sender
     HELLO = 16  # the first message; version: PROTOCOL; payload: credentials, own_identity(), what connect() was given
     ACK = 17  # a version is installed

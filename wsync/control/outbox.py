@@ -13,7 +13,8 @@ from wsync.deadlines import remaining
 
 _CHUNK = 1 << 20  # bytes that are sent at once
 _DROP_FROM = 1000  # with this many messages queued, a message that may be dropped is dropped
-# Bytes. The kernel accepts a message of at most this size completely or not at all, unless a TCP buffer is almost full.
+# Bytes. The kernel accepts a message of at most this size completely or not at all. (If a TCP buffer is almost full, it
+# may accept a part: an interrupt in the same microseconds would leave half a message. This is accepted.)
 _SENT_WHOLE = 4096
 
 
@@ -145,7 +146,9 @@ class Outbox:
 
         Any thread may call it, also in a finalizer or a signal handler.
         """
-        thread = self._thread  # without the lock: put() may hold it while it waits for the calling thread to start
+        # Without the lock: put() may hold it while it waits for the background thread to start, in which a finalizer
+        # may call this method.
+        thread = self._thread
         # No join in the background thread itself, nor inside ``put``: the background thread may wait for the lock.
         if thread is not None and thread is not threading.current_thread() and self._putter != threading.get_ident():
             thread.join()
@@ -155,7 +158,15 @@ class Outbox:
 
 
 def _duplicates(fds: Sequence[int]) -> list[int]:
-    return [os.dup(fd) for fd in fds]
+    """Return new descriptors; ConnectionError if this process has none left."""
+    duplicates: list[int] = []
+    try:
+        for fd in fds:
+            duplicates.append(os.dup(fd))
+    except OSError as error:
+        _close_all(duplicates)
+        raise ConnectionError(f"no descriptor is left to send one: {error}") from error
+    return duplicates
 
 
 def _close_all(fds: Sequence[int]) -> None:

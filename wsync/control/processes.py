@@ -53,7 +53,7 @@ class _Sentinel:
         return self.descriptor
 
 
-_Known = BaseProcess | subprocess.Popen[Any] | HasFileno | _ProcessId
+_Watched = BaseProcess | subprocess.Popen[Any] | HasFileno | _ProcessId
 _EXIT_CODE_TIMEOUT = 1.0  # seconds to wait for the exit code of a process that has ended: some milliseconds are usual
 
 
@@ -61,8 +61,8 @@ _EXIT_CODE_TIMEOUT = 1.0  # seconds to wait for the exit code of a process that 
 def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int, int]]:
     """Yield ``{worker: descriptor}``: each descriptor is readable when the worker's process has ended.
 
-    If the block raises ``WorkerDied``, it is raised again with the exit codes, where known. That of a child that had
-    ended before this call is not known if the child was given by its sentinel: it may have been reaped.
+    If the block raises ``WorkerDied``, it is raised again with the exit codes, where known. The exit code of a child
+    that had ended before this call is not known if the child was given by its sentinel.
 
     Args:
         processes: those to watch; None for none.
@@ -107,12 +107,13 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
     return dict(enumerate(processes))
 
 
-def _as_process(worker: int, process: Process) -> _Known:
+def _as_process(worker: int, process: Process) -> _Watched:
     """Return ``process``, or another object of which the exit code can be read.
 
-    The ``multiprocessing.Process``, which has the exit code, replaces its sentinel, and its id if a fork server has
-    started it. The id of a direct child stays an id: its exit code is read by a pidfd. A ``Popen`` that this process
-    has inherited by a fork is replaced by its id: its ``poll()`` would return 0 while it runs.
+    - The sentinel of a ``multiprocessing.Process``, or the id of one that a fork server has started: the ``Process``,
+      which knows the exit code.
+    - The id of a direct child: the id, since its exit code can be read by a pidfd.
+    - A ``Popen`` that this process has inherited by a fork: its id, since its ``poll()`` returns 0 while it runs.
     """
     if isinstance(process, subprocess.Popen) and process.returncode is None and not _is_child(process.pid):
         return _ProcessId(process.pid)
@@ -156,7 +157,7 @@ def _is_child(pid: int) -> bool:
     return True
 
 
-def _descriptor_of(worker: int, process: _Known, opened: ExitStack) -> int:
+def _descriptor_of(worker: int, process: _Watched, opened: ExitStack) -> int:
     """Return a descriptor that is readable when ``process`` has ended; ``opened`` closes it if it was made here."""
     if isinstance(process, BaseProcess | subprocess.Popen):
         if process.pid is None:
@@ -192,7 +193,7 @@ def _exit_code(process: BaseProcess | subprocess.Popen[Any]) -> int | None:
     return process.exitcode if isinstance(process, BaseProcess) else process.poll()
 
 
-def _describe_end(process: _Known, sentinel: int) -> str:
+def _describe_end(process: _Watched, sentinel: int) -> str:
     """Return how a process has ended, as far as it can be known here; or that it is still running."""
     if isinstance(process, _ProcessId | HasFileno):
         name = f"process {process.pid}" if isinstance(process, _ProcessId) else f"descriptor {sentinel}"

@@ -33,8 +33,8 @@ class SenderSettings:
 
     Attributes:
         layout: the layout of the weights (its fields: see ``Layout``); None until the sender has some.
-        checksum: which updates have a checksum. True: all. None: all but those in the arena. False: only those of a
-            ``TransportBackend``.
+        checksum: which updates have a checksum, as the scheme's option says. True: all. None (by default): all that do
+            not lie in the arena. False: none but those of a ``TransportBackend``, of which it tells the version.
         num_workers: the number of workers.
         connection_number: how many connections were accepted with this index, this one included; 0 where it is not
             used.
@@ -157,13 +157,13 @@ def _check(layout: Layout) -> None:
     """
     entries = list(zip(layout.shapes, layout.strides, layout.dtypes, layout.offsets, strict=True))
     ranges: list[tuple[int, int]] = []
-    leaders = dict(layout.ties)
-    if len(leaders) < len(layout.ties) or leaders.keys() & set(leaders.values()):
+    leader_of = dict(layout.ties)
+    if len(leader_of) < len(layout.ties) or leader_of.keys() & set(leader_of.values()):
         raise ValueError("a tensor must not be tied twice, nor to a tied tensor")
     for index, (shape, strides, dtype, offset) in enumerate(entries):
         name = layout.names[index]
-        if index in leaders:
-            if entries[leaders[index]] != entries[index]:
+        if index in leader_of:
+            if entries[leader_of[index]] != entries[index]:
                 raise ValueError(f"'{name}' is tied to a tensor of another shape, strides, dtype or offset")
             continue
         if len(shape) > 64 or prod(max(size, 1) for size in shape) > _LIMIT or not _is_dense(shape, strides):

@@ -71,6 +71,9 @@ class TcpWatch:
                     self._thread = None
                     return
                 self._check()
+            except BaseException:
+                self._thread = None  # the next ``add`` starts a thread
+                raise
             finally:
                 self._lock.release()
 
@@ -84,8 +87,8 @@ class TcpWatch:
             except OSError:  # it has been closed
                 continue
             self._silent_checks[sock] = checks = checks + 1 if info[_RETRANSMITS] or info[_PROBES] else 0
-            # Whether an answer has come since the first of the last `_CHECKS` checks: at each of them the newest data
-            # may have been sent again, although earlier data was acknowledged in between.
+            # Data may be sent again at each check although the peer answers in between (a busy connection on a network
+            # that loses packets). So the last answer must also be older than the first of these checks.
             answered_since = info[_LAST_ACK] < 1000 * _INTERVAL * (_CHECKS - 1)
             if checks >= _CHECKS and not answered_since:
                 with suppress(OSError):  # the connection has ended

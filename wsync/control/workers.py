@@ -90,25 +90,24 @@ class WorkerConnections:
         self._given_up.clear()
         for worker in workers:
             self.early_joins.discard(worker)
-        missing, progressing = set(workers) - self._connections.keys(), True
+        missing, accepting = set(workers) - self._connections.keys(), True
         while missing:
             if self._listener.fileno() < 0:
                 raise NotConnected("the scheme was shut down while it connected")
             watched = {worker: sentinels[worker] for worker in missing if worker in sentinels}
             descriptors = [self._listener.fileno(), *watched.values(), *self.awaited_descriptors]
-            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # give_up() makes none readable
+            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # 0.1 s: give_up() wakes no wait
             if given_up := dict.fromkeys(missing & self._given_up, "disconnect() was called before it had connected"):
                 raise WorkerDied(f"worker(s) {join_indices(given_up)}: disconnect() was called", given_up)
-            if remaining(deadline) == 0.0 and not (progressing and self._listener.fileno() in ready):
+            if remaining(deadline) == 0.0 and not (accepting and self._listener.fileno() in ready):
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(why_not_connected(missing, watched), dict.fromkeys(missing, "did not connect"))
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)
             if self._listener.fileno() in ready:
-                progressing = (worker := self._accept(workers, deadline)) in missing  # if so, go on past the deadline
+                accepting = (worker := self._accept(workers, deadline)) in missing  # the next may be queued already
                 missing.discard(worker)
-            # Workers that answered before they died are left out: wait_acks returns the answer, usually a traceback.
-            lost = set(workers) - {*missing, *self._connections, *self._answers}
+            lost = set(workers) - {*missing, *self._connections, *self._answers}  # wait_acks returns those answers
             if deaths := {one: death.error for one, death in self._deaths.copy().items() if one in lost}:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(deaths.items()))
                 raise WorkerDied(f"worker(s) {join_indices(deaths)} were lost after they had connected{causes}", deaths)
@@ -164,6 +163,7 @@ class WorkerConnections:
         if death is not None:
             self._deaths.setdefault(worker, death)
         self.disconnect(worker)
+        self._callbacks.on_disconnected(worker)  # again: disconnect() does nothing if it was not registered yet
 
     def disconnect(self, worker: int) -> None:
         """Close the connection to a worker; later messages from it are ignored. Idempotent."""
@@ -255,7 +255,7 @@ class WorkerConnections:
             while self._ready:
                 self._process(self._ready.pop())
         finally:
-            # After an error in a callback, a fast update may receive the messages of these descriptors: poll again.
+            # After an error in a callback, some are left: the fast path may read those, and receive() would then block.
             self._ready.clear()
         return True
 
@@ -287,7 +287,7 @@ class WorkerConnections:
 
     def close(self, *, finished: bool = False) -> None:
         """Close all connections, and accept no more. Idempotent. If ``finished``, send ``LEAVE`` to all first."""
-        with ExitStack() as steps:  # all are done, even if a signal handler raises in one
+        with ExitStack() as steps:  # the steps run last, in reverse order, even if a signal handler raises in one
             steps.callback(self._listener.close)
             steps.callback(self._callback_of.clear)
             for worker in list(self._connections):  # not disconnect(): these deaths end a wait_acks() in progress

@@ -33,7 +33,7 @@ class VersionState:
     - ``begin``, ``set_open`` and ``wake_only_for_receive``: the thread that connects, outside the gate.
     - ``record`` and ``notify``: the thread that has installed, inside the gate.
     - ``close``: the receiver thread, or the thread that shuts down, outside the gate.
-    - ``wait_next``: the worker's own threads, outside the gate.
+    - ``wait_next`` and ``wait_first``: the worker's own threads, outside the gate.
     - ``close_in_forked_child``: the fork hook in ``receiving/gated_models.py``, before the child's own code runs.
     - the rest: any thread.
 
@@ -184,24 +184,39 @@ class VersionState:
         self.require_begun()
         if process_gate().held_here:
             raise RuntimeError("call receive() outside any forward and any wsync.gate() block")
-        deadline, end_returned, waiter = deadline_in(timeout), self._end_returned, object()
-        try:
-            self._set_waiting(waiter, True)
-            with without_forward():
-                process_gate().call_with_deadline(deadline, None, bool)  # a published version is installed on the way
-                while True:
-                    self._wait_for_change(deadline)
-                    taken = process_gate().call_with_deadline(deadline, self._subject, self._take, take)
-                    if taken is not None or self.closed or remaining(deadline) == 0.0:
-                        break  # else another thread has taken that version
-        finally:
-            self._set_waiting(waiter, False)
+        end_returned = self._end_returned
+        taken = self._wait(deadline_in(timeout), lambda: self._take(take))
         with self._guard:
             if taken is None and self.closed and self.version <= self.last_returned:
                 if end_returned or self.phase is Phase.LOST:
                     raise self.ended()
                 self._end_returned = True
         return taken
+
+    def wait_first(self, timeout: float) -> bool:
+        """Wait until there is a version, the connection has ended, or ``timeout`` seconds have passed.
+
+        Returns whether there is a version. It does not count as returned.
+        """
+        return self._wait(deadline_in(timeout), lambda: self.version or None) is not None
+
+    def _wait(self, deadline: float | None, attempt: Callable[[], Any]) -> Any | None:
+        """Wait until ``attempt``, called inside the gate after each change, returns a result; return that.
+
+        Returns None at the deadline, and when the connection has ended.
+        """
+        waiter = object()
+        try:
+            self._set_waiting(waiter, True)
+            with without_forward():
+                process_gate().call_with_deadline(deadline, None, bool)  # a published version is installed on the way
+                while True:
+                    self._wait_for_change(deadline)
+                    result = process_gate().call_with_deadline(deadline, self._subject, attempt)
+                    if result is not None or self.closed or remaining(deadline) == 0.0:
+                        return result  # else another thread has taken that version
+        finally:
+            self._set_waiting(waiter, False)
 
     def require_begun(self) -> None:
         """Check that this process has called ``connect`` or ``begin_connect``: else no version would ever arrive.
@@ -221,7 +236,7 @@ class VersionState:
             "the sender died, ended without shutdown(), or has disconnected this worker: there will be no more weights"
         )
 
-    def take_version(self) -> int:
+    def return_version(self) -> int:
         """Return the version that the model has, which ``wait_next`` does not return afterwards. Called in the gate."""
         self.last_returned = self.version
         return self.version

@@ -21,8 +21,8 @@ forward locks it to read the published word and to record the slot as used. Ther
    forward recorded ``s`` under the same lock, so the second step finds the record as long as the forward runs. A later
    forward reads another slot. (The second step is done without the mutex: ``WorkerSlot.take`` explains why it misses no
    record.)
-3. *A published slot is whole.* No slot is written while a published word names it. This also holds where the worker has
-   already copied the slot, because a replacement of that worker would read the slot.
+3. *A published slot is whole.* No slot is written while a published word names it, not even once the worker has copied
+   it: a replacement of that worker would still read it.
 4. *Three slots are enough* while all workers are sent the same versions: one published, one older one still in use, one
    free. If forwards use two older ones, the arena does not grow: the sender waits for a forward to end, or for its
    worker to die. It grows by one slot for each further version that is published to some workers (``worker_ids``,
@@ -48,7 +48,7 @@ How long a worker uses a slot depends on how its model takes the weights:
 - *An install has failed because the worker changed the structure of its model, and the model does not hold its slot.*
   The model stays bound to the older slot. (Where an install may fail for other reasons, the slot is held: see above.)
 
-As soon as the worker finds out, at the beginning or the end of a forward, it copies its model to memory of its own.
+The worker notices either case at the beginning or the end of a forward. It then copies its model to memory of its own.
 Then it reads the slot's version word. The sender sets that word to 0 before it writes the slot, and a version is never
 used twice. So if the word still has the model's version, the copy is whole, and so were the forwards before: the model
 keeps it. Otherwise this forward and each later one raise an error, and return nothing, until a version is installed.

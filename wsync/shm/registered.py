@@ -41,7 +41,7 @@ from wsync.shm.memory import allocate, write_at
 from wsync.weights.clean_thread import in_clean_thread
 from wsync.weights.layout import Layout
 
-_JSON = EXTRA_END + mmap.PAGESIZE
+_JSON_AT = EXTRA_END + mmap.PAGESIZE  # bytes from the beginning of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class _Mapping:
 
 def _shared_mappings() -> list[_Mapping]:
     found: list[_Mapping] = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")[:-1]:  # a path may have other separators
         addresses, permissions, offset, device, inode, *path = line.split(maxsplit=5)
         if permissions.endswith("s") and inode != "0":
             begin, end = (int(address, 16) for address in addresses.split("-"))
@@ -110,7 +110,7 @@ class RegisteredWeights:
             if described is None:
                 return None
             registered = cls(arena, tensors, opened.pop_all().close)
-            write_at(arena.fds[1], json.dumps(described).encode(), _JSON)
+            write_at(arena.fds[1], json.dumps(described).encode(), _JSON_AT)
             return registered
 
     @staticmethod
@@ -201,9 +201,9 @@ class RegisteredView:
             OSError: there is no descriptor or memory left.
         """
         size = os.fstat(arena.fds[1]).st_size
-        if size <= _JSON:
+        if size <= _JSON_AT:
             return None
-        handle = json.loads(os.pread(arena.fds[1], size - _JSON, _JSON))
+        handle = json.loads(os.pread(arena.fds[1], size - _JSON_AT, _JSON_AT))
         try:
             files = {tuple(file): _map(handle["pid"], fd, file) for file, fd in handle["files"]}
         except OSError as error:  # the sender's process is not visible (another container or user), or has closed it
