@@ -3,6 +3,7 @@
 import os
 import select
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,13 @@ def wait_until_asleep(thread: int, patience: float = 30.0) -> None:
     while state_of(Path(f"/proc/self/task/{thread}")) != "S":
         assert time.monotonic() < deadline, f"thread {thread} did not wait"
         os.sched_yield()
+
+
+def end_of(name: str) -> None:
+    """Wait until this process has no thread ``name``."""
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join()
 
 
 def has_ended(process: int, within: float) -> bool:

@@ -13,10 +13,8 @@ soon as the running forward ends, even if no other forward follows. In shared me
 or ``initiator="receiver"``, the receiver thread is woken only while some thread of the worker waits in ``receive``, or
 if the update has to be acknowledged; otherwise the next forward, or ``pull``, installs it.
 
-Among what bypasses the gate (docs/lifecycle.md has all): ``model.forward(...)`` called directly; a submodule called on
-its own; a copy made by ``torch.jit.trace`` or ``torch.export``, which has the model's parameters, but not its gate; and
-plain reads of parameters or of an output that is a view of one. Such a forward or read may see two versions. Hold the
-gate explicitly for them, and around forward *and* backward in a worker that trains::
+What bypasses the gate, such as ``model.forward(...)``, a submodule called on its own, or a plain read of a parameter
+(docs/lifecycle.md has all), may see two versions. Hold the gate for it, and around forward *and* backward::
 
     with wsync.gate():
         loss = model(x).sum()
@@ -27,6 +25,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 import os
 import threading
 import weakref
@@ -59,7 +58,7 @@ class Gate:
         self.gate_state = loops.GateState(threading.RLock())
         self.call = self.gate_state.call
         self._blocks = 0  # open blocks of ``hold``, in the thread that has the lock
-        self._depth_before = 0  # the depth when the first of these began
+        self._first_depth_before = 0  # the depth when the first of these began
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -67,10 +66,8 @@ class Gate:
         gate_state = self.gate_state
         with gate_state.lock:
             depth_before, entered = gate_state.depth, False
-            # This is the first open block. (At depth 0 that is certain, even if `_blocks` is not 0: a signal handler
-            # may have raised before `try`.)
-            if not depth_before or not self._blocks:
-                self._blocks, self._depth_before = 0, depth_before
+            if not depth_before or not self._blocks:  # the first; `_blocks` may be wrong after a signal handler
+                self._blocks, self._first_depth_before = 0, depth_before
             self._blocks += 1
             try:
                 gate_state.enter(depth_before)
@@ -79,9 +76,9 @@ class Gate:
             finally:
                 self._blocks -= 1
                 # The blocks of two coroutines may overlap without being nested: A begins (depth 1), B begins (2), A
-                # ends. The depth is then 1, not that before A, so that the gate is held until B has ended.
+                # ends. The depth is then 1, since B is open, and not 0 as before A.
                 if entered and gate_state.depth != depth_before + 1:
-                    depth_before = self._depth_before + self._blocks
+                    depth_before = self._first_depth_before + self._blocks
                 gate_state.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
                 gate_state.leave(depth_before)
 
@@ -91,7 +88,7 @@ class Gate:
             return self.call(function, *args, **kwargs)
 
     def call_for(self, subject: object, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call ``function`` inside the gate, for a model (None: any): hooks of others raise no error, nor wait."""
+        """Call ``function`` inside the gate for the model ``subject`` (None: for all): only its hooks raise or wait."""
         return self.gate_state.call_model(lambda _: function(*args, **kwargs), subject)
 
     def call_with_deadline(
@@ -99,9 +96,8 @@ class Gate:
     ) -> Any | None:
         """Wait for the gate's lock until ``deadline``, and do as ``call_for``. None if the lock was not free by then.
 
-        Called by the thread in ``receive()``, and never inside the gate. At the end ``release`` is always called, as a
-        signal handler may raise just after ``acquire``; if the lock was not acquired, the error of ``release`` is
-        ignored.
+        Called by the thread in ``receive()``, never inside the gate. ``release`` is always called, as a signal handler
+        may raise just after ``acquire``; its error is ignored, if the lock was not acquired.
         """
         lock, left = self.gate_state.lock, remaining(deadline)
         try:
@@ -152,7 +148,7 @@ def without_forward() -> Iterator[None]:
 def entered_for_forward_of(model: object) -> bool:
     """Return whether the gate was entered for a forward that may use ``model``, or by ``gate()`` or ``gated()``.
 
-    Called by hooks. A forward may use its own model, the models inside it, and the models that contain it.
+    Called by hooks. A forward may use the parameters of its own model, of models inside it, and of models around it.
     """
     if getattr(_thread_local, "without_forward", False):
         return False
@@ -188,8 +184,7 @@ class MixedWeightsGuard:
             _gate.detach(self)
 
     def poll_update(self) -> bool:
-        """See ``GateHook``. Raises WeightSyncError if the weights are mixed."""
-        # If the hook that was called before this one has detached it, it is called all the same; ``why`` is then empty.
+        """See ``GateHook``; WeightSyncError if weights are mixed. May be called once after another hook detached it."""
         if self.why and entered_for_forward_of(self._model):
             raise WeightSyncError(self.why)
         return False
@@ -222,7 +217,13 @@ def gate() -> Any:
 
 
 def gated(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that calls ``function`` inside ``gate()``; much faster than ``with gate()``."""
+    """Return a function that calls ``function`` inside ``gate()``; much faster than ``with gate()``.
+
+    Raises ``TypeError`` if a call of ``function`` only makes a coroutine or a generator, which would run later.
+    """
+    runs_later = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    if any(test(function) for test in runs_later):
+        raise TypeError(f"gated() takes functions that run when they are called: use gate() inside {function!r}")
 
     @functools.wraps(function)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -239,8 +240,8 @@ _gated_classes: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.M
 def gate_model(module: nn.Module) -> None:
     """Make every call of ``module`` pass through the gate. Called inside the gate, by the thread that connects.
 
-    The module's class is replaced by a subclass of the same name; no attribute is added. A copy or
-    unpickled module has the original class and is not gated.
+    The module's class is replaced by a subclass of the same name; no attribute is added. A copy or unpickled module has
+    the original class, and is not gated (unless a ``__deepcopy__`` of its own has made it).
     """
     original = type(module)
     if _ORIGINAL in vars(original):

@@ -149,11 +149,11 @@ class Receiver:
         # A thread that waits in `receive` already (older API) must not return the first weights.
         self._state.last_returned = self._channel.first_version
         policy.install_now()
-        # `install_now` installs the newest version, which may be later than the first weights. If the sender had no
-        # first weights, an error belongs to such a version: it was sent as the answer to that, and is not raised here.
+        # `install_now` installs the newest version, which may be later than the first weights. If there are no first
+        # weights, an error is that of a later version: the sender was told it already, and it is not raised here.
         error = self.updater.error if self._channel.first_version else ""
         self.updater.acknowledge_after_cascade()
-        # `receive` returns a later version that is installed. After an error, nothing may be installed.
+        # `receive` returns a later version that is installed. (After an error, the model may have no version at all.)
         self._state.last_returned = min(self.version, self._channel.first_version)
         if error:
             raise WeightSyncError(f"worker {self.worker_idx} could not install its first weights:\n{error}")

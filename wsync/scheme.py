@@ -134,7 +134,7 @@ class WeightSyncScheme(SchemeBase):
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
     ) -> None:
-        """Wait until the other end calls ``connect`` too (in Ray actors, the sender does that); deliver first weights.
+        """Wait until the other end calls ``connect`` too (in Ray actors, the sender's does); deliver first weights.
 
         A sender may call it again: it accepts late workers and replacements, and delivers to all.
 
@@ -176,8 +176,8 @@ class WeightSyncScheme(SchemeBase):
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
-        The replacement gets the newest update that was sent to this index. One that has connected during an earlier
-        ``readmit`` is used, unless ``process`` is another one: it has ended, or was started later. Any other worker
+        The replacement gets the newest update that was sent to this index. A replacement that has connected during an
+        earlier ``readmit`` is used, unless ``process`` has ended or was started after that connection. Any other worker
         with this index is disconnected. ``timeout``: seconds, None for the scheme's.
 
         Raises:
@@ -249,12 +249,12 @@ class WeightSyncScheme(SchemeBase):
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
-        With ``initiator="receiver"`` it waits at most ``timeout`` seconds (None: no limit) for that version; otherwise
-        only while no version has arrived at all. It also waits until a running forward has ended or a store is read.
+        It waits at most ``timeout`` seconds (None: no limit): with ``initiator="receiver"`` for that version, with
+        ``"sender"`` only if no version has arrived yet. It also waits until a running forward ends or a store is read.
 
         Raises:
-            NotConnected: before ``connect``; the connection ended before the first version; or the sender died or has
-                disconnected this worker, and ``connect``, ``receive`` or ``pull`` has delivered the last version.
+            NotConnected: before ``connect``; the connection ended before the first version; or it is lost, and the last
+                version was returned already (by ``connect``, ``receive`` or ``pull``).
             SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
             WeightSyncError: the newest version failed to install, or send_weights raised; or a store is unreadable.
             RuntimeError: called inside a forward, or ``wsync.gate()``.

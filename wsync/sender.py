@@ -26,7 +26,7 @@ from wsync.sending.updates import Updates
 from wsync.types import LAST_VERSION, SyncReport
 from wsync.weights.layout import Layout
 
-_PATIENCE = 0.1  # seconds that ``disconnect`` waits for a call of another thread before it ends that call's wait
+_PATIENCE = 0.1  # seconds that ``disconnect`` waits for the lock before it ends the wait of the call that holds it
 
 
 class Sender:
@@ -161,14 +161,14 @@ class Sender:
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
             newest = self._members.expected_version.get(worker, 0)  # sent to this index; 0 for none
-            # None: not connected yet; 0: it owes no answer; else: it owes the answer to this version. If a newer one
-            # was sent since, this call awaits none: the send of that one does (after `send_async`: `wait`).
-            early_version = self.channel.pop_early_join(worker, sentinel)
-            unanswered = newest if early_version in (None, newest) else 0
-            if early_version is None:
+            # None: not connected yet; 0: it owes no answer; else: it owes the answer to this version. An answer to a
+            # version that was sent since is not awaited here, but by its own `send` (after `send_async`: by `wait`).
+            owed_version = self.channel.pop_early_join(worker, sentinel)
+            unanswered = newest if owed_version in (None, newest) else 0
+            if owed_version is None:
                 self._disconnect(worker)
             try:
-                if early_version is None:
+                if owed_version is None:
                     self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
                 if unanswered:
                     self._updates.acks.require([worker], unanswered, deadline)
@@ -259,7 +259,7 @@ class Sender:
             self._fast = fast
 
     def _finish_fast(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
-        """Finish an update that the fast path has sent, but not finished: a worker has not simply acknowledged it."""
+        """Finish an update of the fast path: a worker did not acknowledge it, or was not pointed to it."""
         self._disable_fast()
         workers, timeout, version = self._members.present, self.timeout, self.version
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))

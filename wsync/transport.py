@@ -51,8 +51,8 @@ class TransportBackend(Protocol):
         calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If the call has not
         returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
 
-        After an Exception the worker is disconnected, and ``connect`` in the trainer raises ``WorkerDied`` (after a
-        ``NotConnected``), ``SyncTimeout`` (after one) or ``WorkerFailed``; ``readmit`` of another worker only logs it.
+        If it raises an Exception, the worker is disconnected, and ``connect`` in the trainer raises ``WorkerDied`` (for
+        a ``NotConnected``), ``SyncTimeout`` (for one) or ``WorkerFailed``. ``readmit`` of another worker only logs it.
         """
 
     def setup_connection_and_weights_on_receiver(
@@ -189,8 +189,8 @@ class FlatTransport(Protocol):
             rank: 0 on the sender, 1 in the worker.
             connection_number: 1 for the first connection with this worker's index, more for each later one.
             host: the address of this end by which the other end reaches it.
-            deadline: on ``time.monotonic``'s clock: ten minutes from now; or one second after the deadline for the
-                set-up of this worker, if there is one (the calling thread waits until that, and reports the timeout).
+            deadline: on ``time.monotonic``'s clock: ten minutes from now; or, if the set-up of this worker has a
+                deadline, one second after it, so that the thread in the scheme's ``connect`` reports the timeout first.
 
         Raises:
             RuntimeError: the connection could not be made.

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
@@ -137,6 +137,19 @@ def test_blocks_of_two_coroutines_inside_a_gated_call_leave_its_gate_closed() ->
         gate.call(overlap)
         assert (news.entered, news.left) == (1, 1) and not gate.held_here
         news.entered = news.left = 0
+
+
+async def act_later() -> None: ...
+
+
+def generate_later() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("function", [act_later, generate_later])
+def test_what_would_run_after_the_gate_was_left_is_refused(function: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match=r"use gate\(\) inside"):
+        wsync.gated(function)
 
 
 def test_all_hooks_are_left_if_one_raises() -> None:

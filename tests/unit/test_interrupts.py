@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from memory_transport import FromMemory, Scheme
 from small_models import Refusing
-from stopping import wait_until_asleep
+from stopping import end_of, wait_until_asleep
 from torch import Tensor, nn
 
 import wsync
@@ -241,6 +241,7 @@ def test_a_wait_for_what_was_sent_goes_on_after_an_interruption(monkeypatch: pyt
         (worker,) = join(stack, sender, 1)
         with wsync.gate():  # the worker cannot install it yet
             sender.send_async(model_of(2))
+            end_of("wsync-send-loop")  # it would read the answer
             interrupt(monkeypatch, "receive", lambda *_: threading.current_thread() is threading.main_thread())
         with pytest.raises(KeyboardInterrupt):
             sender.wait_async()

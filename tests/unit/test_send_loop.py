@@ -17,7 +17,7 @@ import pytest
 import torch
 from memory_transport import FromMemory, Scheme
 from small_models import linear
-from stopping import wait_until_asleep
+from stopping import end_of, wait_until_asleep
 from torch import nn
 
 import wsync
@@ -39,13 +39,6 @@ class FailingOnce:
         if self.reads == 1:
             raise ArithmeticError("of a user's transport")
         return True
-
-
-def end_of(name: str) -> None:
-    """Wait until this process has no thread ``name``."""
-    for thread in threading.enumerate():
-        if thread.name == name:
-            thread.join()
 
 
 def test_the_send_loop_starts_again_after_an_error(caplog: pytest.LogCaptureFixture) -> None:

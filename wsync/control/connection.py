@@ -137,8 +137,8 @@ class Connection:
 
         Args:
             message: the message.
-            may_drop: drop the message if the socket has no room, or very many are queued. For an ``UPDATE`` that only
-                wakes the peer, to read the arena: the earlier messages, still unread, wake it as well.
+            may_drop: drop the message if the socket has no room, or very many are queued. Used for an ``UPDATE`` that
+                only wakes the peer to read the arena: the earlier messages, which it has not read yet, wake it as well.
 
         Raises:
             ConnectionError: the peer has disconnected; or this is a forked child of the process that connected.

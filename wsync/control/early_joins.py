@@ -58,7 +58,7 @@ class EarlyJoins:
 
         Returns:
             The version; 0 if no acknowledgement is outstanding. None if the worker is not recorded, or is another
-            process than the one of ``sentinel``: that one has ended, or was started after the worker had connected.
+            process than that of ``sentinel``, which has ended, or was started after the worker had connected.
         """
         version = self._versions.pop(worker, None)
         if version is None or (sentinel is not None and _is_another_process(sentinel, self.connected_at[worker])):

@@ -203,7 +203,7 @@ class Listener:
         return len(received) == HEADER_SIZE + length
 
     def _drop(self, fd: int) -> None:
-        with closing(self._pending.pop(fd).socket), suppress(OSError):  # never registered: a signal handler raised
+        with closing(self._pending.pop(fd).socket), suppress(OSError):  # if a signal handler raised before register()
             self._epoll.unregister(fd)
 
     def close(self) -> None:

@@ -32,8 +32,8 @@ class Kind(IntEnum):
     # with the arena, where both are stored beside the weights.
     UPDATE = 4
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
-    # Drop what was prepared (version: the number of the transaction); or, after a BEGIN_RECEIVE, stop receiving (its
-    # version). They cannot be confused: versions are below LAST_VERSION, numbers of transactions are not.
+    # Drop what was prepared (version: the number of the transaction); or, after a BEGIN_RECEIVE, stop receiving (the
+    # same version). They cannot be confused: versions are below LAST_VERSION, numbers of transactions are not.
     ABORT = 6
     # Install what was prepared; version: the number of the transaction. It is not sent to workers that read the arena:
     # for them the sender publishes the prepared slot.
@@ -50,7 +50,8 @@ class Kind(IntEnum):
     PREPARED = 18  # after PREPARE: the version was checked and kept; after CHECK_LAYOUT: the layout fits
     FAILED = 19  # a version was not installed, or not kept; payload: the traceback
     SLOT_FREED = 20  # a slot of the arena that the sender waits for is free
-    # The answer to an ACCEPTED with an arena_handle; version: 1 if the arena's files could be opened, 0 for a transport
+    # The answer to an ACCEPTED whose SenderSettings have an arena_handle; version: 1 if the arena's files could be
+    # opened, 0 if the worker needs a transport
     ROUTE = 21
     REQUEST = 22  # with initiator="receiver": send the newest version; version: the number of this request
     # both ways

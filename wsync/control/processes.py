@@ -110,10 +110,10 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
 def _as_process(worker: int, process: Process) -> _Watched:
     """Return ``process``, or another object of which the exit code can be read.
 
-    - The sentinel of a ``multiprocessing.Process``, or the id of one that a fork server has started: the ``Process``,
-      which knows the exit code.
-    - The id of a direct child: the id, since its exit code can be read by a pidfd.
-    - A ``Popen`` that this process has inherited by a fork: its id, since its ``poll()`` returns 0 while it runs.
+    - for the sentinel of a ``multiprocessing.Process``, or the id of one that a fork server has started, the
+      ``Process``, which knows the exit code;
+    - for the id of a direct child, a ``_ProcessId``: the exit code can be read by its pidfd;
+    - for a ``Popen`` that this process has inherited by a fork, the same: its ``poll()`` returns 0 while it runs.
     """
     if isinstance(process, subprocess.Popen) and process.returncode is None and not _is_child(process.pid):
         return _ProcessId(process.pid)

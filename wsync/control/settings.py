@@ -34,7 +34,7 @@ class SenderSettings:
     Attributes:
         layout: the layout of the weights (its fields: see ``Layout``); None until the sender has some.
         checksum: which updates have a checksum, as the scheme's option says. True: all. None (by default): all that do
-            not lie in the arena. False: none but those of a ``TransportBackend``, of which it tells the version.
+            not lie in the arena. False: only those by a ``TransportBackend``, where it tells the version.
         num_workers: the number of workers.
         connection_number: how many connections were accepted with this index, this one included; 0 where it is not
             used.

@@ -90,30 +90,30 @@ class WorkerConnections:
         self._given_up.clear()
         for worker in workers:
             self.early_joins.discard(worker)
-        missing, accepting = set(workers) - self._connections.keys(), True
+        missing, accepted = set(workers) - self._connections.keys(), True  # accepted: the newest connection attempt
         while missing:
             if self._listener.fileno() < 0:
                 raise NotConnected("the scheme was shut down while it connected")
             watched = {worker: sentinels[worker] for worker in missing if worker in sentinels}
             descriptors = [self._listener.fileno(), *watched.values(), *self.awaited_descriptors]
-            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # 0.1 s: give_up() wakes no wait
+            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # give_up() does not end this wait
             if given_up := dict.fromkeys(missing & self._given_up, "disconnect() was called before it had connected"):
                 raise WorkerDied(f"worker(s) {join_indices(given_up)}: disconnect() was called", given_up)
-            if remaining(deadline) == 0.0 and not (accepting and self._listener.fileno() in ready):
+            died_early = {worker: "died before it had connected" for worker, fd in watched.items() if fd in ready}
+            if died_early and self._listener.fileno() not in ready:  # it may have connected before it ended
+                raise WorkerDied(f"worker(s) {join_indices(died_early)} died before they had connected", died_early)
+            if remaining(deadline) == 0.0 and not (accepted and self._listener.fileno() in ready):
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(why_not_connected(missing, watched), dict.fromkeys(missing, "did not connect"))
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)
             if self._listener.fileno() in ready:
-                accepting = (worker := self._accept(workers, deadline)) in missing  # the next may be queued already
+                accepted = (worker := self._accept(workers, deadline)) >= 0
                 missing.discard(worker)
-            lost = set(workers) - {*missing, *self._connections, *self._answers}  # wait_acks returns those answers
+            lost = set(workers) - {*missing, *self._connections, *self._answers}  # the caller reads answers later
             if deaths := {one: death.error for one, death in self._deaths.copy().items() if one in lost}:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(deaths.items()))
                 raise WorkerDied(f"worker(s) {join_indices(deaths)} were lost after they had connected{causes}", deaths)
-            died_early = {worker: "died before it had connected" for worker, fd in watched.items() if fd in ready}
-            if died_early and self._listener.fileno() not in ready:  # it may have connected before it ended
-                raise WorkerDied(f"worker(s) {join_indices(died_early)} died before they had connected", died_early)
 
     def _accept(self, awaited: Collection[int], deadline: float | None) -> int:
         """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""

@@ -57,7 +57,7 @@ class _Mapping:
 
 def _shared_mappings() -> list[_Mapping]:
     found: list[_Mapping] = []
-    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")[:-1]:  # a path may have other separators
+    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")[:-1]:  # splitlines() may split a path
         addresses, permissions, offset, device, inode, *path = line.split(maxsplit=5)
         if permissions.endswith("s") and inode != "0":
             begin, end = (int(address, 16) for address in addresses.split("-"))
