@@ -66,7 +66,7 @@ class Gate:
         gate_state = self.gate_state
         with gate_state.lock:
             depth_before, entered = gate_state.depth, False
-            if not depth_before or not self._blocks:  # the first; `_blocks` may be wrong after a signal handler
+            if not depth_before or not self._blocks:  # no block is open; after a signal `_blocks` may be wrong
                 self._blocks, self._first_depth_before = 0, depth_before
             self._blocks += 1
             try:
@@ -97,7 +97,7 @@ class Gate:
         """Wait for the gate's lock until ``deadline``, and do as ``call_for``. None if the lock was not free by then.
 
         Called by the thread in ``receive()``, never inside the gate. ``release`` is always called, as a signal handler
-        may raise just after ``acquire``; its error is ignored, if the lock was not acquired.
+        may raise just after ``acquire``; if the lock was not acquired, ``release`` raises an error, which is ignored.
         """
         lock, left = self.gate_state.lock, remaining(deadline)
         try:

@@ -130,7 +130,7 @@ class Receiver:
             self.updater.require_fit()
             self._gate_model()
         except Exception:
-            # Newer than all versions, so it answers whichever one the sender waits for.
+            # ANY_VERSION is above all versions: it answers whichever one the sender waits for.
             self._channel.answer(Ack(self.updater.worker_idx, ANY_VERSION, traceback.format_exc()))
             raise
 
@@ -153,7 +153,7 @@ class Receiver:
         # weights, an error is that of a later version: the sender was told it already, and it is not raised here.
         error = self.updater.error if self._channel.first_version else ""
         self.updater.acknowledge_after_cascade()
-        # `receive` returns a later version that is installed. (After an error, the model may have no version at all.)
+        # Not above the installed version, which is 0 or an older one after an error. `receive` returns a later one.
         self._state.last_returned = min(self.version, self._channel.first_version)
         if error:
             raise WeightSyncError(f"worker {self.worker_idx} could not install its first weights:\n{error}")

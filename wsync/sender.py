@@ -161,8 +161,8 @@ class Sender:
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
             newest = self._members.expected_version.get(worker, 0)  # sent to this index; 0 for none
-            # None: not connected yet; 0: it owes no answer; else: it owes the answer to this version. An answer to a
-            # version that was sent since is not awaited here, but by its own `send` (after `send_async`: by `wait`).
+            # owed_version: the one that it has to answer, sent as it connected; 0 for none; None: it is not connected,
+            # and will be sent `newest`. If a newer one was sent since, its `send` (or `wait`) awaits that answer.
             owed_version = self.channel.pop_early_join(worker, sentinel)
             unanswered = newest if owed_version in (None, newest) else 0
             if owed_version is None:
@@ -259,7 +259,7 @@ class Sender:
             self._fast = fast
 
     def _finish_fast(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
-        """Finish an update of the fast path: a worker did not acknowledge it, or was not pointed to it."""
+        """Finish an update of the fast path: a worker did not acknowledge it, or it was not published to it."""
         self._disable_fast()
         workers, timeout, version = self._members.present, self.timeout, self.version
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))

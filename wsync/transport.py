@@ -167,7 +167,7 @@ class FlatTransport(Protocol):
 
     It needs no methods of ``TransportBackend``, except for standalone use (without a scheme).
 
-    Attributes (set before ``connect`` is called):
+    Attributes (set by the constructor):
         device: the device on which the packed buffers have to be.
         receives_ahead: whether a worker calls ``begin_receive`` for the next version before the sender announces it:
             directly after it has acknowledged the last version (for the first version: after it got the layout).
@@ -189,8 +189,8 @@ class FlatTransport(Protocol):
             rank: 0 on the sender, 1 in the worker.
             connection_number: 1 for the first connection with this worker's index, more for each later one.
             host: the address of this end by which the other end reaches it.
-            deadline: on ``time.monotonic``'s clock: ten minutes from now; or, if the set-up of this worker has a
-                deadline, one second after it, so that the thread in the scheme's ``connect`` reports the timeout first.
+            deadline: on ``time.monotonic``'s clock: one second after the deadline for the set-up of this worker, so
+                that the thread in the scheme's ``connect`` reports the timeout first; without one, in ten minutes.
 
         Raises:
             RuntimeError: the connection could not be made.

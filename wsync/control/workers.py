@@ -90,13 +90,13 @@ class WorkerConnections:
         self._given_up.clear()
         for worker in workers:
             self.early_joins.discard(worker)
-        missing, accepted = set(workers) - self._connections.keys(), True  # accepted: the newest connection attempt
+        missing, accepted = set(workers) - self._connections.keys(), True  # accepted: whether the last attempt was
         while missing:
             if self._listener.fileno() < 0:
                 raise NotConnected("the scheme was shut down while it connected")
             watched = {worker: sentinels[worker] for worker in missing if worker in sentinels}
             descriptors = [self._listener.fileno(), *watched.values(), *self.awaited_descriptors]
-            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # give_up() does not end this wait
+            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # 0.1 s: give_up() does not end it
             if given_up := dict.fromkeys(missing & self._given_up, "disconnect() was called before it had connected"):
                 raise WorkerDied(f"worker(s) {join_indices(given_up)}: disconnect() was called", given_up)
             died_early = {worker: "died before it had connected" for worker, fd in watched.items() if fd in ready}
@@ -110,7 +110,7 @@ class WorkerConnections:
             if self._listener.fileno() in ready:
                 accepted = (worker := self._accept(workers, deadline)) >= 0
                 missing.discard(worker)
-            lost = set(workers) - {*missing, *self._connections, *self._answers}  # the caller reads answers later
+            lost = set(workers) - {*missing, *self._connections, *self._answers}  # an answer is reported, not the death
             if deaths := {one: death.error for one, death in self._deaths.copy().items() if one in lost}:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(deaths.items()))
                 raise WorkerDied(f"worker(s) {join_indices(deaths)} were lost after they had connected{causes}", deaths)
@@ -187,7 +187,7 @@ class WorkerConnections:
     def mark_dead(self, worker: int, cause: str) -> None:
         """Record that a worker is treated as dead, for the reason ``cause``, and close its connection."""
         _log.debug("worker %d is treated as dead: %s", worker, cause)
-        self._deaths.setdefault(worker, Ack(worker, 0, died=True, error=cause))  # first: disconnect() may end halfway
+        self._deaths.setdefault(worker, Ack(worker, 0, died=True, error=cause))  # before disconnect(), which may raise
         self.disconnect(worker)
 
     def give_up(self, worker: int) -> None:

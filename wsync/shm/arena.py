@@ -37,7 +37,7 @@ How long a worker uses a slot depends on how its model takes the weights:
 - *Copying*: only until the weights are copied out, since the forwards use the copy. Two slots are then enough, or
   three with ``initiator="receiver"``.
 
-**Without protection.** In two cases a model is bound to a slot that the sender may write:
+**Without protection.** In two cases a forward may use a slot that the sender writes:
 
 - *The worker was disconnected while it was alive.* From then on its words belong to its replacement. Before each store
   a worker compares, under the mutex, the number of the connection in its words with its own number; if they differ, it
