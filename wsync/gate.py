@@ -58,7 +58,7 @@ class Gate:
         self.gate_state = loops.GateState(threading.RLock())
         self.call = self.gate_state.call
         self._blocks = 0  # open blocks of ``hold``, in the thread that has the lock
-        self._first_depth_before = 0  # the depth when the first of these began
+        self._depth_before_first = 0  # the depth when the first of these began
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -67,7 +67,7 @@ class Gate:
         with gate_state.lock:
             depth_before, entered = gate_state.depth, False
             if not depth_before or not self._blocks:  # no block is open; after a signal `_blocks` may be wrong
-                self._blocks, self._first_depth_before = 0, depth_before
+                self._blocks, self._depth_before_first = 0, depth_before
             self._blocks += 1
             try:
                 gate_state.enter(depth_before)
@@ -78,7 +78,7 @@ class Gate:
                 # The blocks of two coroutines may overlap without being nested: A begins (depth 1), B begins (2), A
                 # ends. The depth is then 1, since B is open, and not 0 as before A.
                 if entered and gate_state.depth != depth_before + 1:
-                    depth_before = self._first_depth_before + self._blocks
+                    depth_before = self._depth_before_first + self._blocks
                 gate_state.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
                 gate_state.leave(depth_before)
 

@@ -50,7 +50,7 @@ class Kind(IntEnum):
     PREPARED = 18  # after PREPARE: the version was checked and kept; after CHECK_LAYOUT: the layout fits
     FAILED = 19  # a version was not installed, or not kept; payload: the traceback
     SLOT_FREED = 20  # a slot of the arena that the sender waits for is free
-    # The answer to an ACCEPTED whose SenderSettings have an arena_handle; version: 1 if the arena's files could be
+    # The answer to an ACCEPTED with an arena_handle in its SenderSettings; version: 1 if the arena's files could be
     # opened, 0 if the worker needs a transport
     ROUTE = 21
     REQUEST = 22  # with initiator="receiver": send the newest version; version: the number of this request

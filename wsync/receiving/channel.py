@@ -204,7 +204,7 @@ class WorkerSideChannel:
             commit = kind is Kind.COMMIT
             if isinstance(reader, TransportReader) and reader.on_decision(message.version, commit):
                 error = "it did not arrive: send_weights has raised on the sender"
-                return Failed(message.version, error, known=True)
+                return Failed(message.version, error, sender_knows=True)
             return Decision(message.version, commit)
         if kind is Kind.CHECK_LAYOUT:
             return CheckLayout(message.version, layout_in(message.payload))

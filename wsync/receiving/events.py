@@ -57,12 +57,12 @@ class Failed:
     Attributes:
         version: its number.
         error: why.
-        known: whether the sender knows it; otherwise the version is acknowledged with the error.
+        sender_knows: whether the sender has the error already; otherwise it is sent as the answer.
     """
 
     version: int
     error: str
-    known: bool = False
+    sender_knows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,7 +249,7 @@ class ModelUpdater:
             self.install_policy.on_newest(event.version, event.request)
         elif isinstance(event, Failed):
             self.state.record(event.version, event.error)
-            if not event.known:
+            if not event.sender_knows:
                 self._channel.answer(Ack(self.worker_idx, event.version, event.error))
             self.state.notify()
         # If the acting thread has installed this update already, this must not count in the wait of the next one.
