@@ -25,8 +25,9 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # in programs and actors as well: more threads than cores slow each other down
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="wsync-tests-")  # no key file in the user's home
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
-os.environ["RAY_worker_niceness"] = "0"  # with 15, Ray's default, an actor starves beside two processes of tests
-os.environ["RAY_local_fs_capacity_threshold"] = "1"  # Ray logs an error on a fuller disk; tests compare outputs
+# With a niceness of 15, Ray's default, an actor starves beside two processes of tests; on a disk fuller than the
+# threshold, Ray logs an error into the outputs that tests compare.
+os.environ.update(RAY_worker_niceness="0", RAY_local_fs_capacity_threshold="1")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 PRELOADED_MODULES.extend(["collectors.worker", "learning.config"])
