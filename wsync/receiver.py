@@ -152,9 +152,7 @@ class Receiver:
         # `install_now` installs the newest version, which may be later than the first weights. If there are no first
         # weights, an error is that of a later version: the sender was told it already, and it is not raised here.
         error = self.updater.error if self._channel.first_version else ""
-        self.updater.acknowledge_after_cascade()
-        # Not above the installed version, which is 0 or an older one after an error. `receive` returns a later one.
-        self._state.last_returned = min(self.version, self._channel.first_version)
+        self.updater.run_cascade()
         if error:
             raise WeightSyncError(f"worker {self.worker_idx} could not install its first weights:\n{error}")
 

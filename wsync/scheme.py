@@ -60,7 +60,8 @@ class WeightSyncScheme(SchemeBase):
             devices: one per worker; only their number is used (an argument of TorchRL's).
             device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker; they may be on any
                 device. Called for each worker that an update is for, by the thread that calls ``send`` or ``connect``.
-            num_workers: by default as many as ``devices``, ``params_map``, ``pipes``, … or the context's workers; or 1.
+            num_workers: by default the number of ``devices``, ``params_map``, ``pipes``, the context's workers, or
+                ``urls`` (of the backend ``http``); else 1.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
             pipes: one to each worker; for the older API, see ``wsync.legacy``.
 
@@ -72,7 +73,7 @@ class WeightSyncScheme(SchemeBase):
         model, source_weights = assembly.model_and_weights(context, model_id, model, weights, params_map)
         pipes = pipes_of(context, pipes)
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        count_by_option = {**self._workers_by_option(), **({"pipes": len(pipes)} if pipes else {})}
+        count_by_option = {**self._implied_worker_counts(), **({"pipes": len(pipes)} if pipes else {})}
         count = agreed_count(num_workers, devices, params_map, workers, count_by_option)
         sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         sender = self._open_sender(model_id, self._make_source(model_id, source_weights, device_map_fn), count)
@@ -112,7 +113,7 @@ class WeightSyncScheme(SchemeBase):
             ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
                 of its own, if ``send`` awaits no acknowledgements.
         """
-        self._require_uninitialised()
+        self._make_ready_for_receiver()
         if self._sender_model_id not in (None, model_id):
             raise ValueError(f"the sender of this scheme sends '{self._sender_model_id}', not '{model_id}'")
         model, receiver = assembly.make_receiver(self, model_id, context, model, load, chunk_bytes)
@@ -134,7 +135,7 @@ class WeightSyncScheme(SchemeBase):
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
     ) -> None:
-        """Wait until the other end calls ``connect`` too (in Ray actors, the sender's does); deliver first weights.
+        """Wait until the other end calls ``connect`` too; deliver the first weights.
 
         A sender may call it again: it accepts late workers and replacements, and delivers to all.
 
@@ -250,7 +251,7 @@ class WeightSyncScheme(SchemeBase):
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
         It waits at most ``timeout`` seconds (None: no limit): with ``initiator="receiver"`` for that version, with
-        ``"sender"`` only if no version has arrived yet. It also waits until a running forward ends or a store is read.
+        ``"sender"`` only if none has arrived yet. A forward that runs, or the reading of a store, may take longer.
 
         Raises:
             NotConnected: before ``connect``; the connection ended before the first version; or it is lost, and the last

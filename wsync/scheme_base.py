@@ -134,8 +134,8 @@ class SchemeBase(ABC):
         """Return whether workers on the sender's machine use the arena: all do, or an option of the scheme says so."""
         return self.arena_only
 
-    def _workers_by_option(self) -> Mapping[str, int]:
-        """Return how many workers an option of this scheme implies, by the option's name, e.g. ``{"urls": 2}``."""
+    def _implied_worker_counts(self) -> Mapping[str, int]:
+        """Return the number of workers that an option of the backend implies, by its name, e.g. ``{"urls": 2}``."""
         return {}
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
@@ -269,8 +269,8 @@ class SchemeBase(ABC):
 
     # --- local calls ---
 
-    def _require_uninitialised(self) -> None:
-        """Raise RuntimeError if this end is set up already. A forked child first releases its copy of the trainer's."""
+    def _make_ready_for_receiver(self) -> None:
+        """Close what a forked child has of the trainer's end. RuntimeError: this end is initialised already."""
         if isinstance(self._role, SenderRole) and self._role.inherited:
             self._role.sender.close()
             self._role = Role()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from wsync.control.early_joins import EarlyJoin
 from wsync.deadlines import deadline_in
 from wsync.errors import WorkerDied, WorkerFailed, forked_child_error
 from wsync.fast_path import FastCalls, UnfinishedUpdate
@@ -160,21 +161,20 @@ class Sender:
         """
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            newest = self._members.expected_version.get(worker, 0)  # sent to this index; 0 for none
-            # owed_version: the one that it has to answer, sent as it connected; 0 for none; None: it is not connected,
-            # and will be sent `newest`. If a newer one was sent since, its `send` (or `wait`) awaits that answer.
-            owed_version = self.channel.pop_early_join(worker, sentinel)
-            unanswered = newest if owed_version in (None, newest) else 0
-            if owed_version is None:
+            newest = self._members.expected_version.get(worker, 0)  # a replacement is sent it as it connects
+            early_join = self.channel.pop_early_join(worker, sentinel)  # a replacement that is connected already
+            if early_join is None:
                 self._disconnect(worker)
+            # If an early join was sent a newer version later, the `send` or `wait` for that version awaits its answer.
+            awaited = newest if early_join is None or early_join.unanswered_version == newest else 0
             try:
-                if owed_version is None:
+                if early_join is None:
                     self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
-                if unanswered:
-                    self._updates.acks.require([worker], unanswered, deadline)
+                if awaited:
+                    self._updates.acks.require([worker], awaited, deadline)
             except BaseException as error:
                 if not isinstance(error, WorkerDied | WorkerFailed):  # the next `readmit` uses this connection
-                    self.channel.keep_early_join(worker, unanswered)
+                    self.channel.keep_early_join(worker, EarlyJoin(awaited))
                 raise
             finally:
                 self._members.add(self.channel.workers)
@@ -259,7 +259,7 @@ class Sender:
             self._fast = fast
 
     def _finish_fast(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
-        """Finish an update of the fast path: a worker did not acknowledge it, or it was not published to it."""
+        """Finish an update of the fast path that some workers have not acknowledged, or were not pointed to yet."""
         self._disable_fast()
         workers, timeout, version = self._members.present, self.timeout, self.version
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))

@@ -51,8 +51,8 @@ class TransportBackend(Protocol):
         calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If the call has not
         returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
 
-        If it raises an Exception, the worker is disconnected, and ``connect`` in the trainer raises ``WorkerDied`` (for
-        a ``NotConnected``), ``SyncTimeout`` (for one) or ``WorkerFailed``. ``readmit`` of another worker only logs it.
+        If it raises, the worker is disconnected, and ``connect`` in the trainer raises ``SyncTimeout`` (if it was one),
+        ``WorkerDied`` (if it was a ``NotConnected``) or ``WorkerFailed``; ``readmit`` of another worker only logs it.
         """
 
     def setup_connection_and_weights_on_receiver(
@@ -116,7 +116,7 @@ class TransportBackend(Protocol):
         notices no death: a call that waits has to raise when the other end has gone.
 
         The medium may deliver an older version first (a stream, after a receive that timed out): the scheme compares
-        each result with the update's checksum. For each update that has not arrived already:
+        each result with the update's checksum. For each update (unless a call for an earlier one has returned it):
 
         1. The first call comes when the sender announces the update; ``send_weights`` may still run. If it returns the
            update's weights, no other call follows.

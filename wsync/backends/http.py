@@ -117,7 +117,7 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
     def _open_sender(self, model_id: str, source: Source, num_workers: int) -> Sender:
         return Sender(self._open_channel(), source, num_workers, self.timeout, record=self.metrics.record)
 
-    def _workers_by_option(self) -> Mapping[str, int]:
+    def _implied_worker_counts(self) -> Mapping[str, int]:
         return {"urls": len(self.urls)}
 
     def _open_receiver(self, model_id: str) -> NoReturn:

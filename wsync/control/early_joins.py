@@ -1,4 +1,4 @@
-"""Replacements that are connected before ``readmit`` is called for them, so that it need not wait for them.
+"""Early joins: replacements that are connected before ``readmit`` is called for them, which then need not wait.
 
 They connected while only other workers were awaited, or in a ``readmit`` that timed out or was interrupted.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from wsync.deadlines import NOW, wait_readable
@@ -14,12 +15,19 @@ from wsync.deadlines import NOW, wait_readable
 _TICKS = os.sysconf("SC_CLK_TCK")  # per second: the unit of the start times in /proc
 
 
+@dataclass(frozen=True, slots=True)
+class EarlyJoin:
+    """A replacement that was connected before ``readmit`` was called for it.
+
+    Attributes:
+        unanswered_version: the version that it was sent as it connected, and has not acknowledged; 0 if there is none.
+    """
+
+    unanswered_version: int
+
+
 class EarlyJoins:
-    """The replacements that are connected already, each with the version that it was sent and has not acknowledged.
-
-    That version is 0 if no acknowledgement is outstanding.
-
-    Used by ``WorkerConnections``, under the channel's lock.
+    """The early joins, by worker. Used by ``WorkerConnections``, under the channel's lock.
 
     Attributes:
         connected_at: when each worker's last connection was accepted, in seconds of CLOCK_BOOTTIME (the clock of the
@@ -27,47 +35,43 @@ class EarlyJoins:
     """
 
     def __init__(self) -> None:
-        self._versions: dict[int, int] = {}
+        self._joins: dict[int, EarlyJoin] = {}
         self.connected_at: dict[int, float] = {}
 
     def note_connection(self, worker: int, version: int | None) -> None:
-        """Record that a worker connects now. ``version``: see ``add``; None: it was awaited, so it is no early join."""
+        """Record that a worker connects now. ``version``: what it is sent, 0 for nothing; None: it is no early join."""
         self.connected_at[worker] = time.clock_gettime(time.CLOCK_BOOTTIME)
         if version is not None:
-            self.add(worker, version)
+            self.add(worker, EarlyJoin(version))
 
-    def add(self, worker: int, version: int) -> None:
-        """Record an early join. ``version``: the version that is not acknowledged yet; 0 if there is none."""
-        self._versions[worker] = version
+    def add(self, worker: int, join: EarlyJoin) -> None:
+        """Record an early join."""
+        self._joins[worker] = join
 
     def set_answered(self, worker: int) -> None:
-        """Record that ``wait_acks`` has returned a worker's answer: no acknowledgement is outstanding."""
-        if worker in self._versions:
-            self._versions[worker] = 0
+        """Record that ``wait_acks`` has returned a worker's answer."""
+        if worker in self._joins:
+            self._joins[worker] = EarlyJoin(0)
 
     def discard(self, worker: int) -> None:
         """Forget a worker."""
-        self._versions.pop(worker, None)
+        self._joins.pop(worker, None)
 
-    def pop(self, worker: int, sentinel: int | None) -> int | None:
-        """Return a worker's version, and forget the worker.
+    def pop(self, worker: int, sentinel: int | None) -> EarlyJoin | None:
+        """Return a worker's early join, and forget it. None if there is none, or another process has made it.
 
         Args:
             worker: its index.
-            sentinel: readable when the replacement's process has ended; None if that process is not known.
-
-        Returns:
-            The version; 0 if no acknowledgement is outstanding. None if the worker is not recorded, or is another
-            process than that of ``sentinel``, which has ended, or was started after the worker had connected.
+            sentinel: readable when the process that should have made it has ended; None if any process may.
         """
-        version = self._versions.pop(worker, None)
-        if version is None or (sentinel is not None and _is_another_process(sentinel, self.connected_at[worker])):
+        join = self._joins.pop(worker, None)
+        if join is None or (sentinel is not None and _is_another_process(sentinel, self.connected_at[worker])):
             return None
-        return version
+        return join
 
 
 def _is_another_process(sentinel: int, connected_at: float) -> bool:
-    """Return whether the process of ``sentinel`` is not the one that connected: it has ended, or was started later.
+    """Return whether the process of ``sentinel`` cannot have connected then: it has ended, or was started later.
 
     False if ``sentinel`` is no pidfd and is not readable: the time of the start is then not known.
     """

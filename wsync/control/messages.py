@@ -11,7 +11,7 @@ from wsync.errors import join_indices
 from wsync.types import Ack
 
 PROTOCOL = 13  # version of the messages; both sides must have the same
-HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length of the payload, wait, apply: as in csrc/words.h
+HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length of the payload, wait, apply (in C: csrc/words.h)
 HEADER_SIZE = HEADER.size
 MAX_HELLO = 1024  # bytes; the largest payload of a HELLO
 TRANSACTION = struct.Struct("<Q")  # number of a transaction, at the beginning of a payload

@@ -120,7 +120,7 @@ class WeightReceiver:
         Raises:
             RuntimeError: the scheme is initialised already, with its model.
         """
-        self._scheme._require_uninitialised()
+        self._scheme._make_ready_for_receiver()
         self._model = model
 
     def register_worker_transport(self, pipe: Any) -> None:
@@ -133,7 +133,7 @@ class WeightReceiver:
             RuntimeError: the scheme is initialised already.
             TypeError: it is no pipe.
         """
-        self._scheme._require_uninitialised()
+        self._scheme._make_ready_for_receiver()
         if not isinstance(pipe, Connection):
             raise TypeError(f"a worker's transport is its end of a pipe, not a {type(pipe).__name__}")
         self._pipe = pipe
@@ -248,7 +248,7 @@ def init_on_worker(
     if pipe is None and isinstance(context, PipeContext):
         pipe = context.pipe
     if pipe is not None:
-        scheme._require_uninitialised()
+        scheme._make_ready_for_receiver()
         invited, scheme._address = read_invitation(pipe, model_id, scheme.timeout)
         if worker_idx not in (None, invited):
             raise ValueError(f"which worker is this? worker_idx: {worker_idx}, pipe: {invited}")

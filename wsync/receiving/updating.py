@@ -230,7 +230,7 @@ class ModelUpdater:
         if event is not None:
             self.announced_at = time.perf_counter()
             process_gate().call_without_forward(self._process, event)
-            self.acknowledge_after_cascade()
+            self.run_cascade()
         return True
 
     def _process(self, event: Event) -> None:
@@ -258,8 +258,8 @@ class ModelUpdater:
     def _answer_check(self, version: int, error: str) -> None:
         self._channel.answer(Ack(self.worker_idx, version, error), prepared=True)
 
-    def acknowledge_after_cascade(self) -> None:
-        """Pass an installed update on to the workers of this worker, if it has any, and acknowledge it."""
+    def run_cascade(self) -> None:
+        """If this worker has workers of its own, pass an installed update on to them, and then acknowledge it."""
         ack = self._cascade.run(self.worker_idx) if self._cascade is not None else None
         if ack is not None:
             self._channel.answer(ack)

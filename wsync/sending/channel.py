@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wsync.control.early_joins import EarlyJoin
 from wsync.control.messages import Kind
 from wsync.deadlines import NOW
 from wsync.fast_path import FastCalls, UnfinishedUpdate
@@ -76,17 +77,17 @@ class SenderSideChannel:
                 self._loop.connections_changed()
                 self._loop.start_if_needed()
 
-    def pop_early_join(self, worker: int, sentinel: int | None) -> int | None:
+    def pop_early_join(self, worker: int, sentinel: int | None) -> EarlyJoin | None:
         """See ``SendChannel``."""
         with self._lock:
             self._connections.process_arrived_messages()  # notices its death
             return self._connections.early_joins.pop(worker, sentinel)
 
-    def keep_early_join(self, worker: int, version: int) -> None:
+    def keep_early_join(self, worker: int, join: EarlyJoin) -> None:
         """See ``SendChannel``."""
         with self._lock:
             if worker in self.workers:
-                self._connections.early_joins.add(worker, version)
+                self._connections.early_joins.add(worker, join)
 
     def give_up(self, worker: int) -> None:
         """See ``SendChannel``."""

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from wsync.control.early_joins import EarlyJoin
 from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -49,16 +50,15 @@ class SendChannel(Protocol):
         """
         ...
 
-    def pop_early_join(self, worker: int, sentinel: int | None) -> int | None:
-        """Return the version that a worker was given which connected before ``readmit`` was called for it.
+    def pop_early_join(self, worker: int, sentinel: int | None) -> EarlyJoin | None:
+        """Return a worker's early join, and forget it; None if there is none, or it is not the process of ``sentinel``.
 
-        0 if it was given none, or has answered since; None if no worker has connected like this, or it is not the
-        process of ``sentinel``. Called by ``readmit``; the next call returns None. See ``control/early_joins.py``.
+        Called by ``readmit``.
         """
         ...
 
-    def keep_early_join(self, worker: int, version: int) -> None:
-        """Have the next ``pop_early_join`` return ``version`` for a worker that has connected, and has not answered it.
+    def keep_early_join(self, worker: int, join: EarlyJoin) -> None:
+        """Have the next ``pop_early_join`` return ``join``, if the worker is connected.
 
         Called by a ``readmit`` that ends at its timeout, or is interrupted by a signal: the next one then does not
         disconnect the worker.
@@ -138,10 +138,10 @@ class SendChannel(Protocol):
 class ConnectionlessChannel:
     """Base of a ``SendChannel`` without connections to workers: these methods have nothing to do."""
 
-    def keep_early_join(self, worker: int, version: int) -> None:
+    def keep_early_join(self, worker: int, join: EarlyJoin) -> None:
         """See ``SendChannel``."""
 
-    def pop_early_join(self, worker: int, sentinel: int | None) -> int | None:
+    def pop_early_join(self, worker: int, sentinel: int | None) -> EarlyJoin | None:
         """See ``SendChannel``: a worker is only connected when it is awaited."""
         return None
 
