@@ -9,9 +9,8 @@ the forward used (a slot of shared memory). An error of a hook is raised in the 
 that forbids the use of one model is raised only for forwards that may use that model (``entered_for_forward_of``).
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
-soon as the running forward ends, even if no other forward follows. In shared memory, with ``acknowledge="published"``
-or ``initiator="receiver"``, the receiver thread is woken only while some thread of the worker waits in ``receive``, or
-if the update has to be acknowledged; otherwise the next forward, or ``pull``, installs it.
+soon as the running forward ends, even if no other forward follows. In shared memory, if no acknowledgement is awaited
+and no thread of the worker waits in ``receive``, that thread is not woken: the next forward, or ``pull``, installs it.
 
 What bypasses the gate, such as ``model.forward(...)``, a submodule called on its own, or a plain read of a parameter
 (docs/lifecycle.md has all), may see two versions. Hold the gate for it, and around forward *and* backward::
@@ -88,7 +87,7 @@ class Gate:
             return self.call(function, *args, **kwargs)
 
     def call_for(self, subject: object, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call ``function`` inside the gate for the model ``subject`` (None: for all): only its hooks raise or wait."""
+        """Call ``function`` inside the gate, as if it were a forward of ``subject`` (None: of all models)."""
         return self.gate_state.call_model(lambda _: function(*args, **kwargs), subject)
 
     def call_with_deadline(
@@ -148,7 +147,8 @@ def without_forward() -> Iterator[None]:
 def entered_for_forward_of(model: object) -> bool:
     """Return whether the gate was entered for a forward that may use ``model``, or by ``gate()`` or ``gated()``.
 
-    Called by hooks. A forward may use the parameters of its own model, of models inside it, and of models around it.
+    Called by hooks, which otherwise neither raise nor wait. A forward may use the parameters of its own model, of
+    models inside it, and of models around it.
     """
     if getattr(_thread_local, "without_forward", False):
         return False
@@ -184,7 +184,7 @@ class MixedWeightsGuard:
             _gate.detach(self)
 
     def poll_update(self) -> bool:
-        """See ``GateHook``; WeightSyncError if weights are mixed. May be called once after another hook detached it."""
+        """See ``GateHook``; WeightSyncError if weights are mixed. An earlier hook may have emptied ``why``."""
         if self.why and entered_for_forward_of(self._model):
             raise WeightSyncError(self.why)
         return False

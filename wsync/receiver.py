@@ -158,7 +158,7 @@ class Receiver:
 
     def _reset(self) -> None:
         """Release the previous connection: a worker that the sender has disconnected may connect again."""
-        self._state.require_creator()
+        self._state.require_not_forked()
         if self._state.phase is Phase.OPEN and not self._channel.sender_has_ended():
             raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
         if self._state.phase not in (Phase.NEW, Phase.CONNECTING):

@@ -100,15 +100,15 @@ class WeightSyncScheme(SchemeBase):
             context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
                 ``update_policy_weights_``) is called after each update is installed and before it is acknowledged:
                 outside the gate, by the receiver thread or the thread in ``connect``.
-            model: the model itself, or a mapping of tensors into which weights are copied. A module that shares its
-                memory with another process gets memory of its own when the first weights are installed.
+            model: the model itself, or a mapping of tensors into which weights are copied. If another process
+                has handed a module over in shared memory, it first gets memory of its own.
             load: for an inference engine: called inside the gate, by the thread that installs, with an iterator over
                 the ``(name, tensor)`` pairs of a version; they are valid during the call. ``model`` is then optional.
             chunk_bytes: call ``load`` several times for one version, with at most so many bytes (or one tensor) each.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
         Raises:
-            RuntimeError: the scheme has no sender's address, nor a store to find it in; or is initialised here already.
+            RuntimeError: the scheme has no sender's address, nor a TCP store to find it in; or is initialised already.
             LookupError, TypeError: the context has no such model.
             ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
                 of its own, if ``send`` awaits no acknowledgements.
@@ -212,7 +212,7 @@ class WeightSyncScheme(SchemeBase):
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
             LayoutMismatch: the weights do not fit the model; no worker's model was changed.
             ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
-            WorkerDied, WorkerFailed, SyncTimeout: names workers without it; ``version`` is None if nothing was sent.
+            WorkerDied, WorkerFailed, SyncTimeout: names workers without it; ``error.version`` is None if none was sent.
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update

@@ -165,7 +165,7 @@ class Sender:
             early_join = self.channel.pop_early_join(worker, sentinel)  # a replacement that is connected already
             if early_join is None:
                 self._disconnect(worker)
-            # If an early join was sent a newer version later, the `send` or `wait` for that version awaits its answer.
+            # An early join may have answered; or it was sent a newer version, and that `send` awaits the answer.
             awaited = newest if early_join is None or early_join.unanswered_version == newest else 0
             try:
                 if early_join is None:

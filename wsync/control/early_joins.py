@@ -53,9 +53,10 @@ class EarlyJoins:
         if worker in self._joins:
             self._joins[worker] = EarlyJoin(0)
 
-    def discard(self, worker: int) -> None:
-        """Forget a worker."""
-        self._joins.pop(worker, None)
+    def discard(self, *workers: int) -> None:
+        """Forget workers."""
+        for worker in workers:
+            self._joins.pop(worker, None)
 
     def pop(self, worker: int, sentinel: int | None) -> EarlyJoin | None:
         """Return a worker's early join, and forget it. None if there is none, or another process has made it.

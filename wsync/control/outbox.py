@@ -74,35 +74,40 @@ class Outbox:
 
     def _put(self, data: bytes, fds: Sequence[int], may_drop: bool) -> None:
         """See ``put``; called with the lock held."""
-        if not self.busy:
-            try:
-                sent = self._send(data, fds, wait=False)
-                if sent == len(data) or (may_drop and not sent):
-                    return
-                thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
-                # If a part was sent, the descriptors went with its first byte.
-                self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
-                self.busy = True  # before start(): a signal handler may raise in it although the thread runs already
-            except ConnectionError:
-                raise
-            except BaseException:  # a signal handler raised: a part may be sent, or queued with no thread to send it
-                if len(data) > _SENT_WHOLE or self._waiting:
-                    self._error = ConnectionError("the sending of an earlier message was interrupted")
-                raise
-            try:
-                thread.start()
-            except RuntimeError as error:  # the limit of threads; what was sent may be half a message
-                self._error = ConnectionError(f"no thread could be started to send: {error}")
-                raise self._error from error
-            except BaseException:  # a signal handler raised, perhaps before the thread began
-                if thread.ident is None:
-                    self._error = ConnectionError("the sending of an earlier message was interrupted")
-                else:
-                    self._thread = thread
-                raise
-            self._thread = thread  # after start(): ``flush`` may join it at once
-        elif not may_drop or len(self._waiting) < _DROP_FROM:
-            self._waiting.append((data, _duplicates(fds)))
+        if self.busy:
+            if not may_drop or len(self._waiting) < _DROP_FROM:
+                self._waiting.append((data, _duplicates(fds)))
+            return
+        try:
+            sent = self._send(data, fds, wait=False)
+            if sent == len(data) or (may_drop and not sent):
+                return
+            # If a part was sent, the descriptors went with its first byte.
+            self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
+            self.busy = True  # before start(): a signal handler may raise in it although the thread runs already
+        except ConnectionError:
+            raise
+        except BaseException:  # a signal handler raised: a part may be sent, or queued with no thread to send it
+            if len(data) > _SENT_WHOLE or self._waiting:
+                self._error = ConnectionError("the sending of an earlier message was interrupted")
+            raise
+        self._start_thread()
+
+    def _start_thread(self) -> None:
+        """Start the thread that sends what waits. If that fails, half a message may have been sent."""
+        thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit of threads
+            self._error = ConnectionError(f"no thread could be started to send: {error}")
+            raise self._error from error
+        except BaseException:  # a signal handler raised, perhaps before the thread began
+            if thread.ident is None:
+                self._error = ConnectionError("the sending of an earlier message was interrupted")
+            else:
+                self._thread = thread
+            raise
+        self._thread = thread  # after start(): ``flush`` may join it at once
 
     def _run(self) -> None:
         try:
@@ -146,8 +151,8 @@ class Outbox:
 
         Any thread may call it, also in a finalizer or a signal handler.
         """
-        # Without the lock: put() may hold it while it waits for the background thread to start, in which a finalizer
-        # may call this method.
+        # Without the lock: put() may hold it while it waits until the background thread has started. A finalizer that
+        # runs in the background thread before that may call this method.
         thread = self._thread
         # No join in the background thread itself, nor inside ``put``: the background thread may wait for the lock.
         if thread is not None and thread is not threading.current_thread() and self._putter != threading.get_ident():

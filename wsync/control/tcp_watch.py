@@ -35,17 +35,23 @@ class TcpWatch:
         # successive checks without an answer, of all sockets that are watched
         self._silent_checks: WeakKeyDictionary[socket.socket, int] = WeakKeyDictionary()
         self._thread: threading.Thread | None = None
+        self._starting = False
         self._stop = threading.Event()
 
     def add(self, sock: socket.socket) -> None:
         """Watch a connected TCP socket until ``remove``: if the peer's machine fails, shut the socket down."""
         with self._lock:
             self._silent_checks[sock] = 0
-            if self._thread is None:
-                stop = threading.Event()
-                thread = threading.Thread(target=self._run, args=(stop,), name="wsync-tcp-watch", daemon=True)
-                thread.start()
-                self._stop, self._thread = stop, thread
+            if self._thread is not None or self._starting:
+                return
+            self._starting = True
+        try:
+            stop = threading.Event()
+            thread = threading.Thread(target=self._run, args=(stop,), name="wsync-tcp-watch", daemon=True)
+            thread.start()  # without the lock: a finalizer that runs in the new thread before that may call ``remove``
+            self._stop, self._thread = stop, thread
+        finally:
+            self._starting = False
 
     def remove(self, sock: socket.socket) -> None:
         """Stop watching a socket; with the last one, wait for the end of the thread. Idempotent."""

@@ -88,9 +88,9 @@ class WorkerConnections:
         """
         self.process_arrived_messages()  # notices deaths, so that replacements are accepted
         self._given_up.clear()
-        for worker in workers:
-            self.early_joins.discard(worker)
-        missing, accepted = set(workers) - self._connections.keys(), True  # accepted: whether the last attempt was
+        self.early_joins.discard(*workers)
+        # After the deadline, workers that are queued in the listener are accepted, up to the first that is refused.
+        missing, accepted = set(workers) - self._connections.keys(), True
         while missing:
             if self._listener.fileno() < 0:
                 raise NotConnected("the scheme was shut down while it connected")
@@ -110,7 +110,7 @@ class WorkerConnections:
             if self._listener.fileno() in ready:
                 accepted = (worker := self._accept(workers, deadline)) >= 0
                 missing.discard(worker)
-            lost = set(workers) - {*missing, *self._connections, *self._answers}  # an answer is reported, not the death
+            lost = set(workers) - {*missing, *self._connections, *self._answers}  # ``wait_acks`` returns answers
             if deaths := {one: death.error for one, death in self._deaths.copy().items() if one in lost}:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(deaths.items()))
                 raise WorkerDied(f"worker(s) {join_indices(deaths)} were lost after they had connected{causes}", deaths)

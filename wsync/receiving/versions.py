@@ -120,11 +120,11 @@ class VersionState:
         """Whether this process is a forked child of the one that has made this object."""
         return os.getpid() != self._creator
 
-    def require_creator(self) -> None:
-        """Check that this process has made this object.
+    def require_not_forked(self) -> None:
+        """Check that this process is no forked child of the one that has made this object.
 
         Raises:
-            NotConnected: it is a forked child of the one that has.
+            NotConnected: it is.
         """
         if self.in_forked_child:
             raise forked_child_error()
@@ -224,7 +224,7 @@ class VersionState:
         Raises:
             NotConnected: it has called neither; or it is a forked child of the one that has.
         """
-        self.require_creator()
+        self.require_not_forked()
         if self.phase is Phase.NEW:
             raise NotConnected("not connected yet: call connect(worker_idx=…) before receive() and pull()")
 
