@@ -26,6 +26,15 @@ class TestSockets(BackendContract):
     def make_scheme(self, **options):
         return SocketScheme(**options)
 """
+QUEUE_TEST = """
+from queue_backend import QueueScheme
+from wsync.testing import BackendContract
+
+
+class TestQueues(BackendContract):
+    def make_scheme(self, **options):
+        return QueueScheme(**options)
+"""
 BYTES_TEST = """
 from bytes_backend import BytesScheme
 from test_file_backend import TestFiles as _TestFiles
@@ -89,11 +98,12 @@ def test_the_page_names_the_private_attributes_of_a_scheme() -> None:
     assert set(re.findall(r"`(\w+)`", named)) == taken
 
 
-def test_files_bytes_sockets_and_the_example_pass_the_contract_outside_the_repository(folder: Path) -> None:
+def test_the_backends_of_the_page_and_the_example_pass_the_contract_outside_the_repository(folder: Path) -> None:
     (folder / "test_sockets.py").write_text(SOCKET_TEST)
     (folder / "test_bytes.py").write_text(BYTES_TEST)
+    (folder / "test_queues.py").write_text(QUEUE_TEST)
     shutil.copy(ROOT / "examples" / "custom_backend.py", folder / "my_backend.py")
-    files = ["test_file_backend.py", "test_bytes.py", "test_sockets.py", "my_backend.py"]
+    files = ["test_file_backend.py", "test_bytes.py", "test_sockets.py", "test_queues.py", "my_backend.py"]
     options = ("-v", "-p", "no:cacheprovider", "--strict-markers", "--rootdir", str(folder))
     printed = run(folder, "-m", "pytest", *options, *files, "-k", SOME)
     assert all(f"{file}::" in printed for file in files) and "passed" in printed

@@ -23,6 +23,7 @@ from wsync.testing.workers import WorkerError
 ROUNDS = 3
 GROWTH = 8 << 20
 """Bytes by which the resident memory may grow in ``ROUNDS`` rounds: an allocator keeps some."""
+_STILL_OPEN = "the trainer's end of a scheme that still exists has left something open, or started, after shutdown()"
 
 
 def resources() -> dict[str, Any]:
@@ -108,7 +109,7 @@ class Shutdowns(BackendHooks):
         inside = self._round()  # what libraries make once, they keep
         before, files, size = self.trainer_resources(), shared_memory_files(), resident_bytes()
         latest = [self._round() for _ in range(ROUNDS)][-1]
-        assert self.trainer_resources() == before
+        assert self.trainer_resources() == before, _STILL_OPEN
         assert shared_memory_files() <= files
         assert sorted(map(str, latest)) == sorted(map(str, inside))
         assert resident_bytes() - size < GROWTH
@@ -158,7 +159,7 @@ class Shutdowns(BackendHooks):
             scheme = self.make_scheme()
             scheme.init_on_sender("policy", model=Small(), num_workers=2)
             scheme.shutdown()
-        assert self.trainer_resources() == before
+        assert self.trainer_resources() == before, _STILL_OPEN
 
     def test_a_worker_that_has_shut_down_may_connect_again(self) -> None:
         with self.connected() as session:
