@@ -1,8 +1,8 @@
 """The gate: no model changes while its forward runs.
 
 There is one re-entrant gate per process, for all synchronised models in it. A forward of a gated model holds it. Each
-receiver has a *hook*, the object that installs its updates (``GateHook``). Further hooks serve registered weights
-(``register_shared_weights``), and refuse the forwards of a model mixed from two versions (``MixedWeightsGuard``).
+receiver has a *hook*, the object that installs its updates (``GateHook``). Further hooks bind models to registered
+weights (``RegisteredBinder``), and refuse the forwards of a model mixed from two versions (``MixedWeightsGuard``).
 When a thread that does not hold the gate yet enters it, and only then, the gate has each hook install a pending update;
 so a forward sees one version from its first layer to its last. When the thread leaves the gate, each hook releases what
 the forward used (a slot of shared memory). An error of a hook is raised in the caller of the forward. An error

@@ -161,12 +161,12 @@ class Sender:
         """
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            newest = self._members.expected_version.get(worker, 0)  # a replacement is sent it as it connects
+            newest = awaited = self._members.expected_version.get(worker, 0)  # a replacement is sent it as it connects
             early_join = self.channel.pop_early_join(worker, sentinel)  # a replacement that is connected already
             if early_join is None:
                 self._disconnect(worker)
-            # An early join may have answered; or it was sent a newer version, and that `send` awaits the answer.
-            awaited = newest if early_join is None or early_join.unanswered_version == newest else 0
+            elif early_join.unanswered_version != newest:
+                awaited = 0  # it has answered; or `newest` was sent after it had connected, by a call that awaits it
             try:
                 if early_join is None:
                     self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)

@@ -52,7 +52,7 @@ class TransportBackend(Protocol):
         returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
 
         If it raises, the worker is disconnected, and ``connect`` in the trainer raises ``SyncTimeout`` (if it was one),
-        ``WorkerDied`` (if it was a ``NotConnected``) or ``WorkerFailed``; ``readmit`` of another worker only logs it.
+        ``WorkerDied`` (if it was a ``NotConnected``) or ``WorkerFailed``. A call that waits for other workers logs it.
         """
 
     def setup_connection_and_weights_on_receiver(
@@ -189,8 +189,8 @@ class FlatTransport(Protocol):
             rank: 0 on the sender, 1 in the worker.
             connection_number: 1 for the first connection with this worker's index, more for each later one.
             host: the address of this end by which the other end reaches it.
-            deadline: on ``time.monotonic``'s clock: one second after the deadline for the set-up of this worker, so
-                that the thread in the scheme's ``connect`` reports the timeout first; without one, in ten minutes.
+            deadline: on ``time.monotonic``'s clock. A scheme gives one second more than the deadline for the set-up of
+                this worker, so that its own thread reports the timeout first; or ten minutes, if there is no deadline.
 
         Raises:
             RuntimeError: the connection could not be made.

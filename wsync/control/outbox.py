@@ -82,6 +82,7 @@ class Outbox:
             sent = self._send(data, fds, wait=False)
             if sent == len(data) or (may_drop and not sent):
                 return
+            thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
             # If a part was sent, the descriptors went with its first byte.
             self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
             self.busy = True  # before start(): a signal handler may raise in it although the thread runs already
@@ -91,14 +92,10 @@ class Outbox:
             if len(data) > _SENT_WHOLE or self._waiting:
                 self._error = ConnectionError("the sending of an earlier message was interrupted")
             raise
-        self._start_thread()
-
-    def _start_thread(self) -> None:
-        """Start the thread that sends what waits. If that fails, half a message may have been sent."""
-        thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
+        # No call stands between the two ``try``: a signal handler may raise where a Python function begins.
         try:
             thread.start()
-        except RuntimeError as error:  # the limit of threads
+        except RuntimeError as error:  # the limit of threads; what was sent may be half a message
             self._error = ConnectionError(f"no thread could be started to send: {error}")
             raise self._error from error
         except BaseException:  # a signal handler raised, perhaps before the thread began

@@ -6,8 +6,9 @@ The socket option TCP_USER_TIMEOUT would shorten that, but it also closes the co
 does not read, because it is stopped or busy. The kernel of such a process still acknowledges data, and answers probes.
 So this thread checks whether the peer's kernel answers.
 
-If the peer's process had not read for some time before the failure, the interval between two probes of the kernel has
-grown, up to two minutes. The failure is then noticed about ten seconds after the next probe.
+If the peer's process had not read for some time before the failure, so that its receive buffer was full, the kernel
+asks at growing intervals, up to two minutes, whether there is room. The failure is then noticed about ten seconds after
+the next such question.
 """
 
 from __future__ import annotations
@@ -42,19 +43,23 @@ class TcpWatch:
         """Watch a connected TCP socket until ``remove``: if the peer's machine fails, shut the socket down."""
         with self._lock:
             self._silent_checks[sock] = 0
-            if self._thread is not None or self._starting:
-                return
-            self._starting = True
-        try:
-            stop = threading.Event()
-            thread = threading.Thread(target=self._run, args=(stop,), name="wsync-tcp-watch", daemon=True)
-            thread.start()  # without the lock: a finalizer that runs in the new thread before that may call ``remove``
-            self._stop, self._thread = stop, thread
-        finally:
-            self._starting = False
+            if self._thread is None:
+                stop = threading.Event()
+                thread = threading.Thread(target=self._run, args=(stop,), name="wsync-tcp-watch", daemon=True)
+                self._starting = True
+                try:
+                    thread.start()
+                    self._stop, self._thread = stop, thread
+                finally:
+                    self._starting = False
 
     def remove(self, sock: socket.socket) -> None:
         """Stop watching a socket; with the last one, wait for the end of the thread. Idempotent."""
+        if self._starting:
+            # ``add`` has the lock until the new thread runs. A finalizer in that thread may call this method first, so
+            # do not wait for the lock. The thread ends by itself when no socket is left.
+            self._silent_checks.pop(sock, None)
+            return
         with self._lock:
             self._silent_checks.pop(sock, None)
             thread = self._thread

@@ -96,7 +96,7 @@ class WorkerConnections:
                 raise NotConnected("the scheme was shut down while it connected")
             watched = {worker: sentinels[worker] for worker in missing if worker in sentinels}
             descriptors = [self._listener.fileno(), *watched.values(), *self.awaited_descriptors]
-            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # 0.1 s: give_up() does not end it
+            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # 0.1 s: give_up() does not wake it
             if given_up := dict.fromkeys(missing & self._given_up, "disconnect() was called before it had connected"):
                 raise WorkerDied(f"worker(s) {join_indices(given_up)}: disconnect() was called", given_up)
             died_early = {worker: "died before it had connected" for worker, fd in watched.items() if fd in ready}
@@ -110,7 +110,7 @@ class WorkerConnections:
             if self._listener.fileno() in ready:
                 accepted = (worker := self._accept(workers, deadline)) >= 0
                 missing.discard(worker)
-            lost = set(workers) - {*missing, *self._connections, *self._answers}  # ``wait_acks`` returns answers
+            lost = set(workers) - {*missing, *self._connections, *self._answers}  # an answer goes to ``wait_acks``
             if deaths := {one: death.error for one, death in self._deaths.copy().items() if one in lost}:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(deaths.items()))
                 raise WorkerDied(f"worker(s) {join_indices(deaths)} were lost after they had connected{causes}", deaths)
