@@ -73,7 +73,6 @@ class Sender:
         fork_aware.add(self)
         self._finders = TensorFinders(source.weights)  # caches how to find the tensors in an argument of `send`
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
-        self._fast_version = 0  # of the last fast update, until `_disable_fast` records it in `_members`
 
     @property
     def version(self) -> int:
@@ -83,7 +82,7 @@ class Sender:
     @property
     def sent_version(self) -> int:
         """The newest version that workers were given; 0 before the first."""
-        return self._fast_version or self._members.sent_version
+        return self._members.sent_version
 
     @property
     def connected(self) -> bool:
@@ -161,7 +160,7 @@ class Sender:
         """
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            newest = awaited = self._members.expected_version.get(worker, 0)  # a replacement is sent it as it connects
+            newest = awaited = self._members.version_sent_to(worker)  # a replacement is sent it as it connects
             early_join = self.channel.pop_early_join(worker, sentinel)  # a replacement that is connected already
             if early_join is None:
                 self._disconnect(worker)
@@ -207,12 +206,12 @@ class Sender:
                         report = fast.update(tensors, version, updates.timeout, began)
                     except BaseException:  # usually raised while waiting for answers, after the update was published
                         if isinstance(self.channel, SenderSideChannel) and self.channel.has_sent(version):
-                            self._fast_version = version
+                            self._members.sent_to_all = version
                         raise
                     if report is not None:
                         if not isinstance(report, SyncReport):  # a tuple: sent, but not yet finished
                             report = self._finish_fast(fast, UnfinishedUpdate(*report), began)
-                        self._fast_version = version
+                        self._members.sent_to_all = version
                         self._record(report)
                         return report
                     updates.version -= 1  # None: nothing was sent, so the number is free again; do a full send
@@ -260,7 +259,7 @@ class Sender:
 
     def _finish_fast(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
         """Finish an update of the fast path that some workers have not acknowledged, or were not pointed to yet."""
-        self._disable_fast()
+        self._fast = None
         workers, timeout, version = self._members.present, self.timeout, self.version
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
         self._members.note_sent(version, ((workers, b""),))  # b"": the fast path is for models without extra state
@@ -271,19 +270,13 @@ class Sender:
             self._updates.acks.raise_failures(workers, version)
         return unfinished.report_after(time.perf_counter() - began)
 
-    def _disable_fast(self) -> None:
-        self._fast = None
-        version, self._fast_version = self._fast_version, 0
-        if version:
-            self._members.note_sent(version, ((range(self.num_workers), b""),))
-
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Hold the sender's lock; disable the fast path until the next ``send``. NotConnected: in a forked child."""
         if self._in_forked_child:
             raise forked_child_error()
         with self._lock:
-            self._disable_fast()
+            self._fast = None
             yield
 
     def end_in_forked_child(self) -> None:

@@ -22,8 +22,7 @@ class Membership:
     Attributes:
         present: the workers that are sent updates.
         absent: workers that have died or left; updates to all workers are kept for their replacements.
-        expected_version: the version that each worker, or its replacement, should have.
-        sent_version: the newest version that was published; 0 before the first.
+        sent_to_all: the newest version that was published to all workers by the fast path; 0 if there is none.
         extra_states: each worker's extra state, as last sent.
         connected: whether all workers have connected once, and the sender was not closed since.
     """
@@ -32,10 +31,20 @@ class Membership:
         self.num_workers = num_workers
         self.present: Sequence[int] = range(num_workers)
         self.absent: Sequence[int] = ()
-        self.expected_version: dict[int, int] = {}
-        self.sent_version = 0
+        self.sent_to_all = 0
         self.extra_states: dict[int, bytes] = {}
         self.connected = False
+        self._sent_to: dict[int, int] = {}  # by worker, the newest version of the other updates
+        self._newest = 0  # of these
+
+    @property
+    def sent_version(self) -> int:
+        """The newest version that was published; 0 before the first."""
+        return max(self.sent_to_all, self._newest)
+
+    def version_sent_to(self, worker: int) -> int:
+        """Return the newest version that was sent to a worker's index; 0 if none was."""
+        return max(self.sent_to_all, self._sent_to.get(worker, 0))
 
     def remove(self, workers: Collection[int]) -> None:
         """Record that workers have died or left."""
@@ -88,9 +97,9 @@ class Membership:
 
     def note_sent(self, version: int, extra: Sequence[tuple[Sequence[int], bytes]]) -> None:
         """Record a published version, with the extra state of each group of workers."""
-        self.sent_version = version
+        self._newest = version
         for workers, blob in extra:
-            self.expected_version.update(dict.fromkeys(workers, version))
+            self._sent_to.update(dict.fromkeys(workers, version))
             if blob or self.extra_states:
                 self.extra_states.update(dict.fromkeys(workers, blob))
 
