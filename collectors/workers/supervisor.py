@@ -221,7 +221,7 @@ class WorkerSupervisor:
             often = f"more than {self.failure_policy.max_restarts} times within {window} or since its last batch"
             raise cause.error(f"worker {record.index} has failed {often}; the last time: ")
         record.state, record.restart_at = WorkerState.RESTART_DUE, time.monotonic() + pause
-        return f"it is restarted in {pause:g} s"
+        return f"a new process is started in {pause:g} s"
 
     def _restart(self, record: WorkerRecord) -> None:
         try:

@@ -112,18 +112,9 @@ def forked(target: Callable[..., object], *arguments: Any) -> Iterator[BaseProce
         process.join()
 
 
-class Sentinel:
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-
 FORMS: dict[str, Callable[[BaseProcess], Any]] = {
     "process": lambda process: process,
     "sentinel": lambda process: process.sentinel,
-    "pid": lambda process: process.pid,
 }
 
 
@@ -168,33 +159,21 @@ def test_a_signal_without_a_name_is_told_by_its_number() -> None:
             scheme.connect(processes=[process])
 
 
-@pytest.mark.parametrize("form", ["process", "pid"])
-def test_the_exit_code_of_a_child_that_has_ended_before_connect_is_told(form: str) -> None:
+def test_the_exit_code_of_a_child_that_has_ended_before_connect_is_told() -> None:
     with connecting() as scheme, forked(end_with, 3) as process:
         assert wait([process.sentinel], 60)
         with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {process.pid} ended with exit code 3\)"):
-            scheme.connect(processes=[FORMS[form](process)])
+            scheme.connect(processes=[process])
         assert process.exitcode == 3
 
 
-def test_an_integer_that_is_a_descriptor_and_a_childs_id_is_refused() -> None:
-    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with connecting() as scheme, forked(threading.Event().wait) as process, ExitStack() as opened:
-        number = process.pid or 0
-        if limit != resource.RLIM_INFINITY and number >= limit:
-            pytest.skip("process ids are larger than descriptors can be")
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(number + 1, limits[0]), limit))
-        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-        event = os.eventfd(0)
-        os.dup2(event, number)
-        for descriptor in (event, number):
-            opened.callback(os.close, descriptor)
-        with pytest.raises(ValueError, match=f"worker 0: {number} is an open descriptor and also the id of a child"):
-            scheme.connect(processes=[number])
-        os.eventfd_write(event, 1)
-        with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(descriptor {number} has ended\)"):
-            scheme.connect(processes=[Sentinel(number)])
+def test_a_process_id_is_refused_with_what_to_pass_instead() -> None:
+    with connecting() as scheme, forked(end_with, 3) as process:
+        pid = process.pid or 0
+        with pytest.raises(ValueError, match=rf"worker 0: {pid} is not the descriptor .* pass open\(os.pidfd_open\(id"):
+            scheme.connect(processes=[pid])
+        with open(os.pidfd_open(pid)) as sentinel, pytest.raises(wsync.WorkerDied, match="ended with exit code 3"):
+            scheme.connect(processes=[sentinel])
 
 
 def test_every_backend_tells_the_exit_code(backend: BuiltIn) -> None:
@@ -205,11 +184,12 @@ def test_every_backend_tells_the_exit_code(backend: BuiltIn) -> None:
 
 
 def test_a_program_that_was_started_by_subprocess() -> None:
-    with connecting() as scheme, subprocess.Popen([sys.executable, "-c", "raise SystemExit(4)"]) as program:
-        with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {program.pid} ended with exit code 4\)"):
-            scheme.connect(processes=[program])
-        with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {program.pid} has ended\)"):
-            scheme.connect(processes=[program.pid])  # it has been waited for: there is no such process any more
+    with (
+        connecting() as scheme,
+        subprocess.Popen([sys.executable, "-c", "raise SystemExit(4)"]) as program,
+        pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {program.pid} ended with exit code 4\)"),
+    ):
+        scheme.connect(processes=[program])
 
 
 def wait_for_its_end(process: BaseProcess | subprocess.Popen[bytes]) -> None:
@@ -257,14 +237,13 @@ def test_a_lack_of_descriptors_is_not_called_a_wrong_process() -> None:
             scheme.connect(processes=[process])
 
 
-def test_a_process_id_or_a_pidfd_leaves_the_exit_code_to_the_parent() -> None:
+def test_a_pidfd_leaves_the_exit_code_to_the_parent() -> None:
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "raise SystemExit(5)"], os.environ)
     pidfd = os.pidfd_open(pid)
     try:
-        with connecting() as scheme:
-            for one in (pid, pidfd):
-                with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(\w+ {one} ended with exit code 5\)"):
-                    scheme.connect(processes=[one])
+        ended = rf"worker 0 \(descriptor {pidfd} ended with exit code 5\)"
+        with connecting() as scheme, pytest.raises(wsync.WorkerDied, match=ended):
+            scheme.connect(processes=[pidfd])
     finally:
         os.close(pidfd)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
@@ -287,7 +266,7 @@ def test_processes_that_live_are_not_in_the_way_and_leave_no_descriptor() -> Non
         with pytest.raises(ValueError, match=r"one for each|entries"):
             scheme.connect(processes=[process, process])
         assert len(os.listdir("/proc/self/fd")) == before
-        scheme.connect(processes=[process.pid or 0])
+        scheme.connect(processes=[process.sentinel])
         report = scheme.send()
         assert report is not None and dict(report.workers) == {0: 2}
         scheme.shutdown()
@@ -299,12 +278,12 @@ def test_processes_that_live_are_not_in_the_way_and_leave_no_descriptor() -> Non
     ("processes", "error", "said"),
     [
         ([], ValueError, "0 entries for 1 worker"),
-        ([2**40], ValueError, f"worker 0: {2**40} is neither an open descriptor nor the id of a process"),
+        ([2**40], ValueError, f"worker 0: {2**40} is not the descriptor of an open pipe"),
         ({3: 1}, ValueError, r"there is no worker 3: there are 1"),
         (["worker"], TypeError, "worker 0 is a multiprocessing.Process.*not 'worker'"),
         ("worker", TypeError, "processes is a list"),
         ([FORK.Process()], ValueError, "worker 0 has not been started"),
-        ([-1], ValueError, "neither an open descriptor nor the id of a process"),
+        ([-1], ValueError, "worker 0: -1 is not the descriptor of an open pipe"),
     ],
 )
 def test_what_is_no_process_is_refused(processes: Any, error: type[Exception], said: str) -> None:

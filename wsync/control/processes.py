@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import signal
@@ -28,9 +27,8 @@ class HasFileno(Protocol):
 
 
 Process = BaseProcess | subprocess.Popen[Any] | HasFileno | int
-"""A process of ``multiprocessing`` or ``subprocess``, a sentinel, or an integer. An integer is a sentinel
-(``Process.sentinel``, a pidfd) if it is the descriptor of an open pipe, socket, eventfd or pidfd; otherwise it is the
-id of a process on this machine. It is refused if it is such a descriptor and also the id of a child of this process."""
+"""A process of ``multiprocessing`` or ``subprocess``; or a sentinel, a descriptor that is readable when the process has
+ended (``Process.sentinel``, a pidfd), as an integer or as an object with ``fileno()``."""
 Processes = Sequence[Process] | Mapping[int, Process]
 """Those of all workers, in the order of their indices; or ``{worker_idx: process}`` of some."""
 
@@ -69,9 +67,9 @@ def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int,
         num_workers: how many workers there are.
 
     Raises:
-        TypeError: one is neither a process nor a sentinel nor an integer.
-        ValueError: a list of another length; an unknown worker; a process that was not started; an integer that is both
-            an open descriptor and the id of a child process, or neither a descriptor nor a possible id.
+        TypeError: one is neither a process nor a sentinel.
+        ValueError: a list of another length; an unknown worker; a process that was not started; an integer that is not
+            the descriptor of an open pipe, socket, eventfd or pidfd.
     """
     with ExitStack() as opened:
         known = {worker: _as_process(worker, one) for worker, one in _by_worker(processes, num_workers).items()}
@@ -110,10 +108,9 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
 def _as_process(worker: int, process: Process) -> _Watched:
     """Return ``process``, or another object of which the exit code can be read.
 
-    - for the sentinel of a ``multiprocessing.Process``, or the id of one that a fork server has started, the
-      ``Process``, which knows the exit code;
-    - for the id of a direct child, a ``_ProcessId``: the exit code can be read by its pidfd;
-    - for a ``Popen`` that this process has inherited by a fork, the same: its ``poll()`` returns 0 while it runs.
+    - for the sentinel of a ``multiprocessing.Process``, the ``Process``, which knows the exit code;
+    - for a ``Popen`` that this process has inherited by a fork, a ``_ProcessId``: its ``poll()`` returns 0 while it
+      runs.
     """
     if isinstance(process, subprocess.Popen) and process.returncode is None and not _is_child(process.pid):
         return _ProcessId(process.pid)
@@ -121,22 +118,17 @@ def _as_process(worker: int, process: Process) -> _Watched:
         return process
     if not isinstance(process, Integral) or isinstance(process, bool):
         raise TypeError(
-            f"the process of worker {worker} is a multiprocessing.Process, a subprocess.Popen, a sentinel or a process "
-            f"id, not {process!r}"
+            f"the process of worker {worker} is a multiprocessing.Process, a subprocess.Popen or a sentinel, "
+            f"not {process!r}"
         )
-    number = int(process)
-    is_open, is_child = _may_be_sentinel(number), _is_child(number)
-    if is_open and is_child:
+    descriptor = int(process)
+    if not _may_be_sentinel(descriptor):
         raise ValueError(
-            f"worker {worker}: {number} is an open descriptor and also the id of a child process: pass the Process or "
-            "Popen object, or one with a fileno() method, instead"
+            f"worker {worker}: {descriptor} is not the descriptor of an open pipe, socket, eventfd or pidfd; for a "
+            "process id, pass open(os.pidfd_open(id))"
         )
-    if is_child:  # active_children() below would reap it if it has ended
-        return _ProcessId(number)
-    for child in multiprocessing.active_children():
-        if number == (child.sentinel if is_open else child.pid):
-            return child
-    return _Sentinel(number) if is_open else _ProcessId(number)
+    children = (child for child in multiprocessing.active_children() if child.sentinel == descriptor)
+    return next(children, _Sentinel(descriptor))
 
 
 def _may_be_sentinel(descriptor: int) -> bool:
@@ -168,25 +160,14 @@ def _descriptor_of(worker: int, process: _Watched, opened: ExitStack) -> int:
         ended, pid = False, process.pid
     else:
         return process.fileno()
-    descriptor = _ended_descriptor() if ended else _open_pidfd(worker, pid)
+    descriptor = -1
+    if not ended:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            descriptor = os.pidfd_open(pid)
+    if descriptor < 0:
+        descriptor = os.eventfd(1, os.EFD_CLOEXEC)  # readable at once
     opened.callback(os.close, descriptor)
     return descriptor
-
-
-def _open_pidfd(worker: int, pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:  # it has ended
-        return _ended_descriptor()
-    except (OSError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.ENOENT):
-            raise  # no descriptor is left, for example
-        raise ValueError(f"worker {worker}: {pid} is neither an open descriptor nor the id of a process") from error
-
-
-def _ended_descriptor() -> int:
-    """Return a new descriptor that is readable at once."""
-    return os.eventfd(1, os.EFD_CLOEXEC)
 
 
 def _exit_code(process: BaseProcess | subprocess.Popen[Any]) -> int | None:
