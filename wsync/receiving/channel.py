@@ -220,7 +220,8 @@ class WorkerSideChannel:
             reader.on_difference(message.version, message.payload)
         elif kind is Kind.RESEND and isinstance(reader, TransportReader):
             if reader.last_answer is not None:
-                self._open().send(reader.last_answer)
+                ack, prepared = reader.last_answer
+                self._open().send(Message.answer(ack, prepared=prepared))
         elif kind is not Kind.STORE:  # one that arrives after the set-up of the transport has no effect
             raise ValueError(f"an unexpected message {kind.name}")
         return None
@@ -235,16 +236,16 @@ class WorkerSideChannel:
         """See ``ReceiveChannel``."""
         reader = self._reader
         if isinstance(reader, TransportReader):  # for RESEND, also if the update is not acknowledged
-            reader.last_answer = Message.answer(Ack(self._worker, update.version, error))
+            reader.last_answer = Ack(self._worker, update.version, error), False
         if reader is not None:
             reader.on_installed(update, error)
 
     def answer(self, ack: Ack, *, prepared: bool = False) -> None:
         """See ``ReceiveChannel``."""
-        message, reader = Message.answer(ack, prepared=prepared), self._reader
+        reader = self._reader
         if isinstance(reader, TransportReader):
-            reader.last_answer = message
-        self._send(message)
+            reader.last_answer = ack, prepared
+        self._send(Message.answer(ack, prepared=prepared))
         if isinstance(reader, FlatReader):
             reader.receive_ahead()
 

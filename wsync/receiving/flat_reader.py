@@ -27,6 +27,7 @@ class FlatReader(TransportReader):
     def __init__(self, transport: FlatTransport, *, binds: bool, timeout: float | None) -> None:
         super().__init__(transport.device, binds=binds, timeout=timeout)
         self._transport = transport
+        self._timeout_delta = as_timedelta(timeout)
         self._checksum = True
         self._incoming: Buffer | None = None  # of the next version
         self._transfers: list[Transfer] = []  # into that buffer; empty until the transfer has begun, then it has one
@@ -65,7 +66,7 @@ class FlatReader(TransportReader):
             return None
         try:
             buffer, transfer = self._begin()
-            transfer.wait(as_timedelta(self._timeout))
+            transfer.wait(self._timeout_delta)
             if buffer.flat.is_cuda:
                 torch.cuda.current_stream(buffer.flat.device).synchronize()
         except RuntimeError as error:

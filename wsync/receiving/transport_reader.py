@@ -8,11 +8,10 @@ from abc import ABC, abstractmethod
 import torch
 
 from wsync.checksum import CHECKSUM, find_damage
-from wsync.control import Message
 from wsync.control.messages import TRANSACTION, unpack_exactly
 from wsync.receiving.events import Failed, Prepare, Published
 from wsync.transforms.delta import apply_difference, base_of
-from wsync.types import Update
+from wsync.types import Ack, Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
 
@@ -32,12 +31,13 @@ class TransportReader(ABC):
 
     Attributes:
         binds: as given; False with buffers on a GPU.
-        last_answer: the worker's last answer, which the sender may ask for again (``RESEND``).
+        last_answer: the worker's last answer, and whether it was to a ``PREPARE``: the sender may ask for it again
+            (``RESEND``).
     """
 
     def __init__(self, device: torch.device, *, binds: bool, timeout: float | None) -> None:
         self.binds = binds and device.type == "cpu"
-        self.last_answer: Message | None = None
+        self.last_answer: tuple[Ack, bool] | None = None
         self._timeout = timeout
         self._layout: Layout | None = None
         self._pool = BufferPool(device)
