@@ -147,7 +147,7 @@ def without_forward() -> Iterator[None]:
 def entered_for_forward_of(model: object) -> bool:
     """Return whether the gate was entered for a forward that may use ``model``, or by ``gate()`` or ``gated()``.
 
-    Called by hooks, which otherwise neither raise nor wait. A forward may use the parameters of its own model, of
+    Hooks call it; they neither raise nor wait if it is false. A forward may use the parameters of its own model, of
     models inside it, and of models around it.
     """
     if getattr(_thread_local, "without_forward", False):

@@ -108,7 +108,7 @@ class WeightSyncScheme(SchemeBase):
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
         Raises:
-            RuntimeError: the scheme has no sender's address, nor a TCP store to find it in; or is initialised already.
+            RuntimeError: the scheme has neither a sender's address nor a torch store to find it in; or is initialised.
             LookupError, TypeError: the context has no such model.
             ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
                 of its own, if ``send`` awaits no acknowledgements.
@@ -251,7 +251,7 @@ class WeightSyncScheme(SchemeBase):
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
         It waits at most ``timeout`` seconds (None: no limit): with ``initiator="receiver"`` for that version, with
-        ``"sender"`` only if none has arrived yet. A forward that runs, or the reading of a store, may take longer.
+        ``"sender"`` only if none has arrived yet. The wait for a running forward, or for a store, is not limited.
 
         Raises:
             NotConnected: before ``connect``; the connection ended before the first version; or it is lost, and the last

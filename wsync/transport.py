@@ -51,8 +51,8 @@ class TransportBackend(Protocol):
         calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If the call has not
         returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
 
-        If it raises, the worker is disconnected, and ``connect`` in the trainer raises ``SyncTimeout`` (if it was one),
-        ``WorkerDied`` (if it was a ``NotConnected``) or ``WorkerFailed``. A call that waits for other workers logs it.
+        After an Exception the worker is disconnected; ``connect`` in the trainer raises ``SyncTimeout`` (if it is one),
+        ``WorkerDied`` (if it is a ``NotConnected``) or ``WorkerFailed``. A call that waits for other workers logs it.
         """
 
     def setup_connection_and_weights_on_receiver(

@@ -52,7 +52,7 @@ class WorkerHandle(ABC):
     def fileno(self) -> int:
         """Return ``sentinel``.
 
-        A scheme takes this object in place of a process; a bare descriptor could be mistaken for a process id.
+        A scheme takes this object in place of a process.
         """
         return self.sentinel
 

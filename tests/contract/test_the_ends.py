@@ -170,6 +170,8 @@ def test_the_exit_code_of_a_child_that_has_ended_before_connect_is_told() -> Non
 def test_a_process_id_is_refused_with_what_to_pass_instead() -> None:
     with connecting() as scheme, forked(end_with, 3) as process:
         pid = process.pid or 0
+        if os.path.exists(f"/proc/self/fd/{pid}"):
+            pytest.skip("the process id is the number of an open descriptor, too")
         with pytest.raises(ValueError, match=rf"worker 0: {pid} is not the descriptor .* pass open\(os.pidfd_open\(id"):
             scheme.connect(processes=[pid])
         with open(os.pidfd_open(pid)) as sentinel, pytest.raises(wsync.WorkerDied, match="ended with exit code 3"):
@@ -190,6 +192,22 @@ def test_a_program_that_was_started_by_subprocess() -> None:
         pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {program.pid} ended with exit code 4\)"),
     ):
         scheme.connect(processes=[program])
+
+
+def test_a_program_that_has_been_waited_for_already_has_ended() -> None:
+    with connecting() as scheme, subprocess.Popen([sys.executable, "-c", ""]) as program:
+        os.waitpid(program.pid, 0)
+        with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {program.pid} has ended\)"):
+            scheme.connect(processes=[program])
+
+
+def test_a_sentinel_that_is_no_pidfd_is_named_as_a_descriptor() -> None:
+    ended = os.eventfd(1)
+    try:
+        with connecting() as scheme, pytest.raises(wsync.WorkerDied, match=rf"\(descriptor {ended} has ended\)"):
+            scheme.connect(processes=[ended])
+    finally:
+        os.close(ended)
 
 
 def wait_for_its_end(process: BaseProcess | subprocess.Popen[bytes]) -> None:

@@ -313,7 +313,7 @@ def test_a_process_that_was_started_after_an_early_join_replaces_the_worker_that
         third = ProcessWorker()
         try:
             session.begin_join(third, 1)
-            session.scheme.readmit(1, third.pid)
+            session.scheme.readmit(1, third.sentinel)
             assert third.result() == 4
             session.send(5)
             assert third.call(commands.output)[0] == session.workers[0].call(commands.output)[0] == 5
@@ -324,7 +324,7 @@ def test_a_process_that_was_started_after_an_early_join_replaces_the_worker_that
 def test_a_worker_that_joined_early_is_kept_if_readmit_is_given_its_process(backend: BuiltIn) -> None:
     with joined_early(backend) as session:
         session.send(2)
-        session.scheme.readmit(1, session.workers[1].pid)
+        session.scheme.readmit(1, session.workers[1].sentinel)
         session.send(3)
         assert session.outputs() == [3, 3]
 
@@ -334,7 +334,7 @@ def test_a_process_that_has_ended_is_not_the_worker_that_joined_early(backend: B
         third = ProcessWorker()
         third.kill()
         with pytest.raises(wsync.WorkerDied, match=r"worker\(s\) 1 died before they had connected"):
-            session.scheme.readmit(1, third.pid)
+            session.scheme.readmit(1, third.sentinel)
         third.close()
         session.send(2, worker_ids=0)
 

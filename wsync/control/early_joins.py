@@ -1,4 +1,4 @@
-"""Early joins: replacements that are connected before ``readmit`` is called for them, which then need not wait.
+"""Early joins: replacements that are connected before ``readmit`` is called for them: it then need not wait.
 
 They connected while only other workers were awaited, or in a ``readmit`` that timed out or was interrupted.
 """
@@ -72,7 +72,7 @@ class EarlyJoins:
 
 
 def _is_another_process(sentinel: int, connected_at: float) -> bool:
-    """Return whether the process of ``sentinel`` cannot have connected then: it has ended, or was started later.
+    """Return whether another process has made the connection: that of ``sentinel`` has ended, or was started later.
 
     False if ``sentinel`` is no pidfd and is not readable: the time of the start is then not known.
     """

@@ -60,7 +60,7 @@ def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int,
     """Yield ``{worker: descriptor}``: each descriptor is readable when the worker's process has ended.
 
     If the block raises ``WorkerDied``, it is raised again with the exit codes, where known. The exit code of a child
-    that had ended before this call is not known if the child was given by its sentinel.
+    that had ended before this call is not known if the child was given by its ``Process.sentinel``.
 
     Args:
         processes: those to watch; None for none.

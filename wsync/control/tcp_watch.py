@@ -54,7 +54,7 @@ class TcpWatch:
                     self._starting = False
 
     def remove(self, sock: socket.socket) -> None:
-        """Stop watching a socket; with the last one, wait for the end of the thread. Idempotent."""
+        """Stop watching a socket; with the last one, wait for the end of a thread that has started. Idempotent."""
         if self._starting:
             # ``add`` has the lock until the new thread runs. A finalizer in that thread may call this method first, so
             # do not wait for the lock. The thread ends by itself when no socket is left.

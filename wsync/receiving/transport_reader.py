@@ -31,8 +31,8 @@ class TransportReader(ABC):
 
     Attributes:
         binds: as given; False with buffers on a GPU.
-        last_answer: the worker's last answer, and whether it was to a ``PREPARE``: the sender may ask for it again
-            (``RESEND``).
+        last_answer: the worker's last answer, and whether it was to a check (``PREPARE``, ``CHECK_LAYOUT``): the sender
+            may ask for it again (``RESEND``).
     """
 
     def __init__(self, device: torch.device, *, binds: bool, timeout: float | None) -> None:

@@ -34,7 +34,7 @@ class Membership:
         self.sent_to_all = 0
         self.extra_states: dict[int, bytes] = {}
         self.connected = False
-        self._sent_to: dict[int, int] = {}  # by worker, the newest version of the other updates
+        self._sent_to: dict[int, int] = {}  # by worker, the newest version that ``note_sent`` has recorded
         self._newest = 0  # of these
 
     @property

@@ -23,7 +23,7 @@ from wsync.testing.workers import WorkerError
 ROUNDS = 3
 GROWTH = 8 << 20
 """Bytes by which the resident memory may grow in ``ROUNDS`` rounds: an allocator keeps some."""
-_STILL_OPEN = "the trainer's end of a scheme that still exists has left something open, or started, after shutdown()"
+_STILL_OPEN = "shutdown() has left something of the trainer's end open or running"
 
 
 def resources() -> dict[str, Any]:
