@@ -57,7 +57,8 @@ if __name__ == "__main__":
             workers[1].kill()
             workers[1].join()
         if update == STOPPED_AT:
-            os.kill(workers[0].pid, signal.SIGSTOP)  # like a worker that hangs: this update or the next fails
+            os.kill(workers[0].pid, signal.SIGSTOP)  # like a worker that hangs
+            os.waitid(os.P_PID, workers[0].pid, os.WSTOPPED | os.WNOWAIT)  # before that, it may still answer
         nn.init.normal_(model.weight)  # in place of training
         try:
             scheme.send()

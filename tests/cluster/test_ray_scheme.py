@@ -20,6 +20,7 @@ from ray_workers import START_TIMEOUT
 from torch import nn
 
 import wsync
+from wsync.testing.workers import stop_process
 
 pytestmark = pytest.mark.slow
 
@@ -182,7 +183,7 @@ def test_the_object_store_after_the_end_of_its_mailbox_and_while_that_hangs(clus
         assert ray.get([actor.act.remote() for actor in made]) == [[5, 5]] * 2
         pid: Any = ray.get(mailbox().__ray_call__.remote(lambda _: os.getpid()))
         sending = [thread for thread in threading.enumerate() if thread.name == "wsync-transfer"]
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         try:
             scheme.timeout = 0.5
             with pytest.raises(wsync.WorkerDied, match="did not return in time"):
