@@ -57,8 +57,7 @@ if __name__ == "__main__":
             workers[1].kill()
             workers[1].join()
         if update == STOPPED_AT:
-            os.kill(workers[0].pid, signal.SIGSTOP)  # like a worker that hangs
-            os.waitid(os.P_PID, workers[0].pid, os.WSTOPPED | os.WNOWAIT)  # before that, it may still answer
+            os.kill(workers[0].pid, signal.SIGSTOP)  # like a worker that hangs: one of the next updates fails
         nn.init.normal_(model.weight)  # in place of training
         try:
             scheme.send()
@@ -70,4 +69,5 @@ if __name__ == "__main__":
 
     scheme.shutdown()
     for worker in workers:
-        worker.join()
+        worker.join(10)
+        worker.kill()  # it may have stopped after its last answer only
