@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
+from forking import idle_child
 from workers_here import TIMEOUT, connect, make_worker, model_of, weights_of
 
 import wsync
@@ -265,6 +267,36 @@ def test_a_disconnected_worker_does_not_use_later_registered_weights_after_a_for
             sender.send(model_of(value))
         with suppress(wsync.NotConnected):  # they were written before it found out
             assert workers[0].model(torch.ones(2)).item() == 3
+
+
+def follow(worker: wsync.WeightSyncScheme) -> None:
+    with worker:
+        worker.init_on_receiver("policy", model=model_of(0), worker_idx=1)
+        worker.connect()
+        while worker.receive() is not None:
+            pass
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_registered_weights_that_were_written_are_noticed_while_the_slot_is_not_written(forked: bool) -> None:
+    with ExitStack() as stack:
+        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT))
+        sender.register_shared_weights("policy", TensorDict.from_module(model_of(1)).data.share_memory_())
+        sender.init_on_sender("policy", num_workers=2)
+        worker = stack.enter_context(make_worker(sender, 0))
+        follower = multiprocessing.get_context("forkserver").Process(target=follow, args=(sender,))
+        follower.start()
+        stack.callback(follower.join)
+        stack.callback(sender.shutdown)
+        connect(sender.connect, worker)
+        if forked:
+            stack.enter_context(idle_child())
+        assert worker.model(torch.ones(2)).item() == 3
+        with pytest.raises(wsync.NotConnected, match="two versions"), wsync.gate():  # it is disconnected in a forward
+            sender.disconnect(0)
+            sender.send(model_of(2))  # into another slot, and into the registered weights
+        with pytest.raises(wsync.NotConnected, match="two versions"):
+            worker.model(torch.ones(2))
 
 
 def test_a_model_that_was_given_memory_of_its_own_stays_whole_when_its_worker_is_disconnected() -> None:

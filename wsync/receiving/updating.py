@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -188,10 +189,10 @@ class ModelUpdater:
         """
         if stay_unbound:
             self.unbound_at_version = self.version
+        arena = self._channel.arena
         if self._target is not None:
-            self._target.detach()
-            if (arena := self._channel.arena) is not None:
-                arena.unbind()
+            with nullcontext() if arena is None else arena.copying_out(self.binding):
+                self._target.detach()
 
     def release(self) -> None:
         """Drop what is prepared, and copy the model to memory of its own. Called by the thread that closes."""

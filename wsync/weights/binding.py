@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -257,6 +257,12 @@ class Binding:
                 continue
             if other.shape == parameter.shape and other.dtype is parameter.dtype:
                 parameter.data = other
+
+    def is_bound_to(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether a parameter lies where one of ``tensors`` does."""
+        return not {tensor.data_ptr() for tensor in tensors}.isdisjoint(
+            parameter.data_ptr() for parameter, _ in self._bound
+        )
 
     def detach(self) -> None:
         """Give bound parameters memory of their own again, with the values that they have."""
