@@ -10,6 +10,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
+from striking import struck_at
 
 from wsync.control import Connection, Kind, Listener, Message, connect
 
@@ -59,6 +60,25 @@ def test_a_connection_ends_if_no_thread_can_be_started_to_send(host: str | None,
             sender.send(Message(Kind.DATA, payload=bytes(SIZE)))
         assert sender.busy and sender.receive() is None
         assert worker.receive() is None
+
+
+@every_host
+def test_an_interruption_does_not_end_the_connection_if_the_socket_has_room(host: str | None) -> None:
+    sent = Message(Kind.DATA, payload=bytes(60_000))
+    with connected(host) as (sender, worker):
+        sender.send(sent)
+        assert worker.receive() == sent
+        point, ended, arrived = 0, False, 0
+        while not ended:
+            point += 1
+            ended = struck_at(point, lambda: sender.send(sent))
+            sender.send(Message(Kind.DATA, version=point))
+            message = worker.receive()
+            if message == sent:  # whole, or not at all
+                arrived += 1
+                message = worker.receive()
+            assert message == Message(Kind.DATA, version=point)
+        assert 1 < arrived < point  # it was interrupted before it had sent, and afterwards
 
 
 def test_after_an_interruption_before_the_thread_began_the_connection_ends(monkeypatch: Any) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from forking import idle_child
 from tensordict import TensorDict
 from torch import nn
-from forking import idle_child
 from workers_here import TIMEOUT, connect, make_worker, model_of, weights_of
 
 import wsync

@@ -177,14 +177,14 @@ class Connection:
         if os.getpid() != self._opener:
             raise ConnectionError("this connection belongs to the parent of this forked process")
 
-    def _send_some(self, data: memoryview | bytes, fds: Sequence[int], *, wait: bool) -> int:
+    def _send_some(self, data: memoryview | bytes, fds: Sequence[int], sent: list[int], *, wait: bool) -> None:
         """Send what the socket has room for, see ``Outbox``; with ``wait``, wait for room until the stall timeout."""
         flags = _WAIT if wait else _NO_WAIT
         try:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-            return self._socket.sendmsg([data], rights, flags)  # socket.send_fds() ignores its flags
+            sent.extend(map(self._socket.sendmsg, [[data]], [rights], [flags]))  # socket.send_fds() ignores its flags
         except BlockingIOError:
-            return 0
+            pass
         except OSError as error:
             raise ConnectionError(f"{self.peer_name} cannot be reached: {error}") from error
 

@@ -13,16 +13,13 @@ from wsync.deadlines import remaining
 
 _CHUNK = 1 << 20  # bytes that are sent at once
 _DROP_FROM = 1000  # with this many messages queued, a message that may be dropped is dropped
-# Bytes. The kernel accepts a message of at most this size completely or not at all. (If a TCP buffer is almost full, it
-# may accept a part: an interrupt in the same microseconds would leave half a message. This is accepted.)
-_SENT_WHOLE = 4096
 
 
 class Send(Protocol):
     """See ``Outbox``."""
 
-    def __call__(self, data: memoryview | bytes, fds: Sequence[int], *, wait: bool) -> int:
-        """Return the number of bytes sent."""
+    def __call__(self, data: memoryview | bytes, fds: Sequence[int], sent: list[int], *, wait: bool) -> None:
+        """Send, and append the number of bytes to ``sent``, which is empty; nothing if there is no room."""
         ...
 
 
@@ -32,9 +29,10 @@ class Outbox:
     Any thread may call ``put`` and ``flush``, also while another thread is in one of them.
 
     Args:
-        send: ``(data, fds, wait=…)`` sends what the socket has room for, the descriptors with the first byte, and
-            returns the number of bytes; with ``wait``, it waits for room for some time. It raises ConnectionError if
-            the connection has broken. Called by the thread in ``put`` or by the background thread, one at a time.
+        send: ``(data, fds, sent, wait=…)`` sends what the socket has room for, the descriptors with the first byte, and
+            appends the number of bytes to ``sent`` in the same call into C: a signal handler may raise after any other.
+            With ``wait``, it waits for room for some time. It raises ConnectionError if the connection has broken.
+            Called by the thread in ``put`` or by the background thread, one at a time.
 
     Attributes:
         busy: whether the thread is sending. It stays True after the thread has failed, or could not be started; ``put``
@@ -78,18 +76,19 @@ class Outbox:
             if not may_drop or len(self._waiting) < _DROP_FROM:
                 self._waiting.append((data, _duplicates(fds)))
             return
+        sent: list[int] = []
         try:
-            sent = self._send(data, fds, wait=False)
-            if sent == len(data) or (may_drop and not sent):
+            self._send(data, fds, sent, wait=False)
+            if sent == [len(data)] or (may_drop and not sent):
                 return
             thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
             # If a part was sent, the descriptors went with its first byte.
-            self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
+            self._waiting.append((data[sum(sent) :], [] if sent else _duplicates(fds)))
             self.busy = True  # before start(): a signal handler may raise in it although the thread runs already
         except ConnectionError:
             raise
         except BaseException:  # a signal handler raised: a part may be sent, or queued with no thread to send it
-            if len(data) > _SENT_WHOLE or self._waiting:
+            if self._waiting or 0 < sum(sent) < len(data):
                 self._error = ConnectionError("the sending of an earlier message was interrupted")
             raise
         # No call stands between the two ``try``: a signal handler may raise where a Python function begins.
@@ -120,8 +119,9 @@ class Outbox:
     def _send_all(self, left: memoryview, fds: Sequence[int]) -> None:
         """Send without a time limit: the peer may be stopped, and continued later."""
         while left:
-            sent = self._send(left[:_CHUNK], fds, wait=True)
-            left, fds = left[sent:], () if sent else fds
+            sent: list[int] = []
+            self._send(left[:_CHUNK], fds, sent, wait=True)
+            left, fds = left[sum(sent) :], () if sent else fds
 
     def _next(self) -> tuple[bytes, Sequence[int]] | None:
         with self._lock:
