@@ -33,6 +33,7 @@ from wsync.weights.snapshot import snapshot, weights_of
 from wsync.weights.strategy import WeightStrategy
 
 BACKENDS = ("gloo", "nccl")
+INLINE_BYTES = 1 << 20  # default of ``inline_bytes``: up to here it is faster than gloo, by the loopback device
 _PLACE = "wsync group"  # key in the store: the sender's rank in the user's group, and the tag; empty for a group of two
 
 _inherited: list[Any] = []  # groups that a fork has copied: their threads are the parent's, so they cannot be destroyed
@@ -75,6 +76,7 @@ class DistributedTransport:
         group: the user's group, instead of a group of two.
         worker: under a scheme, the worker's index. In the user's group the ranks other than the sender's are the
             workers, in order.
+        inline_bytes: under a scheme, see ``FlatTransport``; nccl, and the user's group, carry all updates.
         weights_buffer: without a scheme, weights of the layout that is sent.
         store: without a scheme, a ``torch.distributed`` store by which the two processes find each other; None: the
             default group is used.
@@ -89,12 +91,14 @@ class DistributedTransport:
         backend: str = "gloo",
         group: ProcessGroup | None = None,
         worker: int = 0,
+        inline_bytes: int = INLINE_BYTES,
         weights_buffer: Any = None,
         store: TorchStore | None = None,
         rank: int = 1,
         host: str = "127.0.0.1",
     ) -> None:
         self.device = device_of(backend)
+        self.inline_bytes = inline_bytes if backend == "gloo" and group is None else 0
         self.receives_ahead = backend == "gloo" and group is None
         self._backend = backend
         self._users_group = group

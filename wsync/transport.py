@@ -169,12 +169,15 @@ class FlatTransport(Protocol):
 
     Attributes (set by the constructor):
         device: the device on which the packed buffers have to be.
-        receives_ahead: whether a worker calls ``begin_receive`` for the next version before the sender announces it:
-            directly after it has acknowledged the last version (for the first version: after it got the layout).
+        receives_ahead: whether a worker calls ``begin_receive`` before the sender announces a version: directly after
+            it has acknowledged the version before (for the first version: after it got the layout).
+        inline_bytes: updates of at most so many bytes travel in the message that announces them, not by ``begin_send``
+            (which transactions always use). 0, except for buffers in main memory.
     """
 
     device: torch.device
     receives_ahead: bool
+    inline_bytes: int
 
     def connect(self, store: Store, rank: int, connection_number: int, host: str, deadline: float | None) -> None:
         """Connect this end to the other end.
@@ -200,14 +203,14 @@ class FlatTransport(Protocol):
     def begin_send(self, flat: Tensor, transfers: list[Transfer]) -> None:
         """Begin to send, and append the transfer to ``transfers``.
 
-        One call at a time: by the thread that has called the scheme; for an update that had to wait until the worker
-        had answered an earlier one, by the thread that reads this answer (in a scheme's method, or in the send loop).
+        One call at a time: by the thread that has called the scheme; for an update that had to wait for the worker's
+        answer to an earlier one, by the thread that reads this answer (in a scheme's method, or in the send loop).
 
         Args:
             flat: ``uint8[nbytes]``; unchanged until the worker has answered.
-            transfers: an empty list. Start the transfer and append it in one call into C, e.g.
-                ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``. If a signal handler (Ctrl-C) raised
-                between the two, the scheme would not know of the transfer, and would start it again.
+            transfers: an empty list. Start the transfer and append it in one call into C, such as
+                ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``: a signal handler (Ctrl-C) may raise
+                between two calls, and the scheme would start a transfer again that it does not know of.
 
         Raises:
             RuntimeError: the connection has broken: the scheme then treats the worker as dead.
@@ -228,9 +231,9 @@ class FlatTransport(Protocol):
         """Release the connection, or what a ``connect`` that failed has left.
 
         Called once for each transport, after ``connect`` has returned or raised: when the worker has gone, at shutdown,
-        and if the set-up failed at this end or at the other. If the set-up failed while ``connect`` was running, the
-        thread that ran ``connect`` calls this, otherwise any thread. It must work even if ``connect`` has failed
-        early, or was never called because no thread could be started.
+        and if the set-up failed at either end. If the set-up failed while ``connect`` was running, the thread that ran
+        ``connect`` calls this, otherwise any thread. It must work even if ``connect`` has failed early, or was never
+        called because no thread could be started.
 
         Args:
             pending: a transfer that has not been completed.
@@ -251,19 +254,11 @@ class SenderEnd:
     receive_hint = "in the worker, by its scheme"
 
     def receive_weights(self, timeout: float | None = None, **_: Any) -> NoReturn:
-        """Refuse: this is the sender's end.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise RuntimeError: this is the sender's end."""
         raise RuntimeError(f"this is the sender's end: receive {self.receive_hint}")
 
     def setup_connection_and_weights_on_receiver(self, **_: Any) -> NoReturn:
-        """Refuse: this is the sender's end.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise RuntimeError: this is the sender's end."""
         raise RuntimeError(f"this is the sender's end: connect {self.receive_hint}")
 
 

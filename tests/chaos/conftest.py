@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))  # and there
 from backends import PROCESS_BACKENDS, BuiltIn
 from cells import DEADLINE, Cell, Matrix
 
-BACKENDS = [*PROCESS_BACKENDS, "rpc", "ray"]
+BACKENDS = [*(name for name in PROCESS_BACKENDS if name != "distributed-inline"), "rpc", "ray"]
 WITHOUT_COMMON_CODE = ("shared_mem-published", "distributed-gloo", "rpc")
 """Backends that share neither transport nor rendezvous. A run of all tests takes these, as the contract suite has every
 backend; a run that names this folder takes all."""

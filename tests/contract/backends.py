@@ -68,6 +68,11 @@ class Distributed(InSharedMemory):
 
 class DistributedGloo(BuiltIn):
     name = "distributed"
+    variant: ClassVar = {"shared_memory": False, "inline_bytes": 0}
+
+
+class DistributedInline(BuiltIn):
+    name = "distributed"
     variant: ClassVar = {"shared_memory": False}
 
 
@@ -108,6 +113,7 @@ PROCESS_BACKENDS: dict[str, type[BuiltIn]] = {
     "multiprocess": Multiprocess,
     "distributed": Distributed,
     "distributed-gloo": DistributedGloo,
+    "distributed-inline": DistributedInline,
 }
 """Those with plain processes as their workers."""
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from backends import BuiltIn, Distributed, DistributedGloo, Multiprocess, SharedMemory, SharedMemoryPublished
+from backends import (
+    BuiltIn,
+    Distributed,
+    DistributedGloo,
+    DistributedInline,
+    Multiprocess,
+    SharedMemory,
+    SharedMemoryPublished,
+)
 from ray_workers import Ray, RayObjectStore
 from rpc_workers import Rpc
 
@@ -36,6 +44,10 @@ class TestDistributed(Distributed, BackendContract):
 
 
 class TestDistributedGloo(DistributedGloo, BackendContract):
+    pass
+
+
+class TestDistributedInline(DistributedInline, BackendContract):
     pass
 
 

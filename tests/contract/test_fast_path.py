@@ -164,7 +164,7 @@ STEPS: list[Callable[[Trainer], None]] = [
     ("name", "here", "there"),
     [(name, here, there) for name in LOCAL for here in (True, False) for there in (True, False)]
     + [("distributed", True, True), ("distributed", False, True), ("distributed", True, False)]
-    + [("distributed-gloo", True, True)],
+    + [("distributed-gloo", True, True), ("distributed-inline", True, True)],
 )
 def test_updates_of_every_kind_in_random_order_arrive(
     pool: WorkerPool, name: str, here: bool, there: bool, monkeypatch: pytest.MonkeyPatch

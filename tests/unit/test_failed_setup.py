@@ -25,6 +25,7 @@ class Flat:
 
     device = torch.device("cpu")
     receives_ahead = False
+    inline_bytes = 0
     behaviour: ClassVar[list[Callable[[Any], object]]] = []  # by rank
     made: ClassVar[list[Flat]] = []
     error_of_close: ClassVar[Exception | None] = None

@@ -107,6 +107,7 @@ class Late:
 
     device = torch.device("cpu")
     receives_ahead = False
+    inline_bytes = 0
     late_rank = -1
     other_returned = threading.Event()
 

@@ -42,6 +42,7 @@ class CudaTransport:
     """
 
     receives_ahead = False
+    inline_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -16,7 +16,7 @@ import torch
 from wsync.control.processes import Process, Processes
 from wsync.errors import NotConnected, WeightSyncError, missing_extra
 from wsync.options import SchemeOptions
-from wsync.process_group import DistributedTransport, check_backend, device_of
+from wsync.process_group import INLINE_BYTES, DistributedTransport, check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
 from wsync.roles import ReceiverRole, SenderRole
 from wsync.scheme import WeightSyncScheme
@@ -75,7 +75,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     ``connect`` on the scheme that it was sent.
 
     Args:
-        backend, checksum, shared_memory: see ``DistributedWeightSyncScheme``.
+        backend, checksum, shared_memory, inline_bytes: see ``DistributedWeightSyncScheme``.
         host: the sender's address, by which actors reach it; loopback by default. ``"node"`` is this node's address in
             the Ray cluster.
         transport: ``"group"``: shared memory on the sender's machine, a process group for each actor elsewhere.
@@ -100,6 +100,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         bind: bool = True,
         checksum: bool | None = None,
         shared_memory: bool = True,
+        inline_bytes: int = INLINE_BYTES,
         transport: Literal["group", "object_store"] = "group",
         **options: Unpack[SchemeOptions],
     ) -> None:
@@ -108,12 +109,11 @@ class RayWeightSyncScheme(WeightSyncScheme):
         self.host = host
         self.checksum = checksum
         self.shared_memory = shared_memory
+        self.inline_bytes = inline_bytes
         if transport not in ("group", "object_store"):
             raise ValueError(f"transport is 'group' or 'object_store', not {transport!r}")
         if transport == "object_store" and backend == "nccl":
-            raise ValueError(
-                "Ray's object store is in the nodes' memory: transport='object_store' needs backend='gloo'"
-            )
+            raise ValueError("Ray's object store has no GPU memory: transport='object_store' needs backend='gloo'")
         self.transport: Literal["group", "object_store"] = transport
         self._publisher: ObjectPublisher | None = None
         self._actors: Actors | None = None
@@ -124,7 +124,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             from wsync.backends.ray_objects import RayObjectTransport, mailbox_name
 
             return RayObjectTransport(mailbox_name(self._address.token), worker_idx or 0, self._publisher)
-        return RayTransport(worker_idx=worker_idx, backend=self.backend)
+        return RayTransport(worker_idx=worker_idx, backend=self.backend, inline_bytes=self.inline_bytes)
 
     def create_rendezvous(self) -> SocketRendezvous:
         """See ``WeightSyncScheme``."""

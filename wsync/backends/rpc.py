@@ -18,7 +18,7 @@ from wsync.control.processes import Processes
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.options import SchemeOptions
-from wsync.process_group import DistributedTransport, check_backend, device_of
+from wsync.process_group import INLINE_BYTES, DistributedTransport, check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
 from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
@@ -119,7 +119,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     ``init_rpc`` has been called in all of them. The first weights are delivered by the first ``send``.
 
     Args:
-        backend, checksum, shared_memory: see ``DistributedWeightSyncScheme``.
+        backend, checksum, shared_memory, inline_bytes: see ``DistributedWeightSyncScheme``.
         host: the sender's address, by which workers reach it; loopback by default.
         trainer: the sender's name in RPC.
         strategy, sync, timeout, bind, options: see ``WeightSyncScheme``.
@@ -140,6 +140,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         bind: bool = True,
         checksum: bool | None = None,
         shared_memory: bool = True,
+        inline_bytes: int = INLINE_BYTES,
         trainer: str = "trainer",
         **options: Unpack[SchemeOptions],
     ) -> None:
@@ -148,11 +149,12 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         self.host = host
         self.checksum = checksum
         self.shared_memory = shared_memory
+        self.inline_bytes = inline_bytes
         self.trainer = trainer
 
     def create_transport(self, worker_idx: int | None = None) -> RPCTransport:
         """Return the transport to (or in) a worker."""
-        return RPCTransport(backend=self.backend, worker=worker_idx or 0)
+        return RPCTransport(backend=self.backend, worker=worker_idx or 0, inline_bytes=self.inline_bytes)
 
     def create_rendezvous(self) -> RpcRendezvous:
         """See ``WeightSyncScheme``."""

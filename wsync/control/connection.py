@@ -21,7 +21,7 @@ from contextlib import suppress
 
 from wsync.control.liveness import PeerProcess
 from wsync.control.messages import HEADER_SIZE, Message, payload_length, unpack
-from wsync.control.outbox import Outbox
+from wsync.control.outbox import Outbox, Parts
 from wsync.control.receiver_thread import MessageHandler, receiver_thread
 from wsync.control.tcp_watch import tcp_watch
 from wsync.deadlines import NOW, wait_readable
@@ -152,8 +152,8 @@ class Connection:
             if preamble:
                 # In a sendmsg of its own: descriptors arrive with the first byte of a sendmsg, and the peer closes
                 # those that arrive while it reads the preamble.
-                self._outbox.put(preamble)
-            self._outbox.put(message.pack(), message.fds, may_drop=may_drop)
+                self._outbox.put([preamble])
+            self._outbox.put(message.parts(), message.fds, may_drop=may_drop)
         except ConnectionError:  # also if no thread could be started: possibly half a message was sent
             self.interrupt()  # the next read reports it
             raise
@@ -177,12 +177,12 @@ class Connection:
         if os.getpid() != self._opener:
             raise ConnectionError("this connection belongs to the parent of this forked process")
 
-    def _send_some(self, data: memoryview | bytes, fds: Sequence[int], sent: list[int], *, wait: bool) -> None:
+    def _send_some(self, parts: Parts, fds: Sequence[int], sent: list[int], *, wait: bool) -> None:
         """Send what the socket has room for, see ``Outbox``; with ``wait``, wait for room until the stall timeout."""
         flags = _WAIT if wait else _NO_WAIT
         try:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-            sent.extend(map(self._socket.sendmsg, [[data]], [rights], [flags]))  # socket.send_fds() ignores its flags
+            sent.extend(map(self._socket.sendmsg, [parts], [rights], [flags]))  # socket.send_fds() ignores its flags
         except BlockingIOError:
             pass
         except OSError as error:

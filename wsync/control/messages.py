@@ -10,7 +10,7 @@ from typing import NamedTuple
 from wsync.errors import join_indices
 from wsync.types import Ack
 
-PROTOCOL = 13  # version of the messages; both sides must have the same
+PROTOCOL = 14  # version of the messages; both sides must have the same
 HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length of the payload, wait, apply (in C: csrc/words.h)
 HEADER_SIZE = HEADER.size
 MAX_HELLO = 1024  # bytes; the largest payload of a HELLO
@@ -44,6 +44,7 @@ class Kind(IntEnum):
     # The weights as a difference to the worker's, in this message instead of by the transport; see transforms/delta.py.
     DELTA = 11  # before the UPDATE or PREPARE of the version; payload: the difference
     NEWEST = 12  # with initiator="receiver": names the newest version; payload: the number of the REQUEST, 0 if unasked
+    UPDATE_WITH_WEIGHTS = 13  # an UPDATE whose weights are in its payload, behind the rest: see InlineDelivery
     # from a worker to the sender
     HELLO = 16  # the first message; version: PROTOCOL; payload: credentials, own_identity(), what connect() was given
     ACK = 17  # a version is installed
@@ -88,10 +89,14 @@ class Message(NamedTuple):
         kind = Kind.FAILED if ack.error else Kind.PREPARED if prepared else Kind.ACK
         return cls(kind, ack.worker, ack.version, ack.error.encode(errors="backslashreplace"), ack.wait, ack.apply)
 
+    def parts(self) -> list[bytes]:
+        """Return the header, and the payload if there is one: what travels, without a copy."""
+        header = HEADER.pack(self.kind, self.worker, self.version, len(self.payload), self.wait, self.apply)
+        return [header, self.payload] if self.payload else [header]
+
     def pack(self) -> bytes:
         """Return header and payload."""
-        header = HEADER.pack(self.kind, self.worker, self.version, len(self.payload), self.wait, self.apply)
-        return header + self.payload if self.payload else header
+        return b"".join(self.parts())
 
 
 def why_not_connected(workers: Collection[int], running: Collection[int]) -> str:

@@ -15,10 +15,14 @@ _CHUNK = 1 << 20  # bytes that are sent at once
 _DROP_FROM = 1000  # with this many messages queued, a message that may be dropped is dropped
 
 
+Parts = Sequence[memoryview | bytes]
+"""The bytes of a message, or the rest of them, in order."""
+
+
 class Send(Protocol):
     """See ``Outbox``."""
 
-    def __call__(self, data: memoryview | bytes, fds: Sequence[int], sent: list[int], *, wait: bool) -> None:
+    def __call__(self, parts: Parts, fds: Sequence[int], sent: list[int], *, wait: bool) -> None:
         """Send, and append the number of bytes to ``sent``, which is empty; nothing if there is no room."""
         ...
 
@@ -29,7 +33,7 @@ class Outbox:
     Any thread may call ``put`` and ``flush``, also while another thread is in one of them.
 
     Args:
-        send: ``(data, fds, sent, wait=…)`` sends what the socket has room for, the descriptors with the first byte, and
+        send: ``(parts, fds, sent, wait=…)`` sends what the socket has room for, descriptors with the first byte, and
             appends the number of bytes to ``sent`` in the same call into C: a signal handler may raise after any other.
             With ``wait``, it waits for room for some time. It raises ConnectionError if the connection has broken.
             Called by the thread in ``put`` or by the background thread, one at a time.
@@ -48,11 +52,11 @@ class Outbox:
         self.busy = False
         self._error: ConnectionError | None = None
 
-    def put(self, data: bytes, fds: Sequence[int] = (), *, may_drop: bool = False) -> None:
-        """Send ``data``.
+    def put(self, parts: Parts, fds: Sequence[int] = (), *, may_drop: bool = False) -> None:
+        """Send one message.
 
         Args:
-            data: the data of one message.
+            parts: its bytes.
             fds: open descriptors to send with it; the caller may close them afterwards.
             may_drop: drop it if the socket has no room at all, or ``_DROP_FROM`` messages are queued.
 
@@ -66,29 +70,30 @@ class Outbox:
                 raise ConnectionError("a signal handler or a finalizer has called put() inside put()")
             self._putter = threading.get_ident()
             try:
-                self._put(data, fds, may_drop)
+                self._put(parts, fds, may_drop)
             finally:
                 self._putter = None
 
-    def _put(self, data: bytes, fds: Sequence[int], may_drop: bool) -> None:
+    def _put(self, parts: Parts, fds: Sequence[int], may_drop: bool) -> None:
         """See ``put``; called with the lock held."""
         if self.busy:
             if not may_drop or len(self._waiting) < _DROP_FROM:
-                self._waiting.append((data, _duplicates(fds)))
+                self._waiting.append((b"".join(parts), _duplicates(fds)))
             return
         sent: list[int] = []
+        size = sum(map(len, parts))
         try:
-            self._send(data, fds, sent, wait=False)
-            if sent == [len(data)] or (may_drop and not sent):
+            self._send(parts, fds, sent, wait=False)
+            if sent == [size] or (may_drop and not sent):
                 return
             thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
             # If a part was sent, the descriptors went with its first byte.
-            self._waiting.append((data[sum(sent) :], [] if sent else _duplicates(fds)))
+            self._waiting.append((b"".join(parts)[sum(sent) :], [] if sent else _duplicates(fds)))
             self.busy = True  # before start(): a signal handler may raise in it although the thread runs already
         except ConnectionError:
             raise
         except BaseException:  # a signal handler raised: a part may be sent, or queued with no thread to send it
-            if self._waiting or 0 < sum(sent) < len(data):
+            if self._waiting or 0 < sum(sent) < size:
                 self._error = ConnectionError("the sending of an earlier message was interrupted")
             raise
         # No call stands between the two ``try``: a signal handler may raise where a Python function begins.
@@ -120,7 +125,7 @@ class Outbox:
         """Send without a time limit: the peer may be stopped, and continued later."""
         while left:
             sent: list[int] = []
-            self._send(left[:_CHUNK], fds, sent, wait=True)
+            self._send([left[:_CHUNK]], fds, sent, wait=True)
             left, fds = left[sum(sent) :], () if sent else fds
 
     def _next(self) -> tuple[bytes, Sequence[int]] | None:

@@ -198,6 +198,8 @@ class WorkerSideChannel:
             if isinstance(reader, TransportReader):
                 return reader.on_update(message.version, message.payload)
             return Published()  # version and slot are in the published word
+        if kind is Kind.UPDATE_WITH_WEIGHTS and isinstance(reader, FlatReader):
+            return reader.on_update_with_weights(message.version, message.payload)
         if kind is Kind.PREPARE:
             return reader.on_prepare(message.version, message.payload)
         if kind in (Kind.COMMIT, Kind.ABORT):  # a prepared slot of the arena is committed by the published word alone

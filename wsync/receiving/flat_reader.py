@@ -1,4 +1,4 @@
-"""A worker's updates from a ``FlatTransport``: one asynchronous transfer for each version."""
+"""A worker's updates from a ``FlatTransport``: one asynchronous transfer for each version, or one message."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from wsync.checksum import find_damage
 from wsync.deadlines import as_timedelta
+from wsync.receiving.events import Failed, Published
 from wsync.receiving.transport_reader import TransportReader
 from wsync.transport import FlatTransport, Transfer
 from wsync.transport_setup import close_transport
@@ -18,6 +19,8 @@ from wsync.weights.packing import Buffer
 
 class FlatReader(TransportReader):
     """The weights of a version follow its ``UPDATE`` or ``PREPARE`` message. Its transfer may begin before.
+
+    Small ones are in the message: see ``FlatTransport.inline_bytes``.
 
     Args:
         transport: connected; owned by this object.
@@ -45,7 +48,8 @@ class FlatReader(TransportReader):
         Called when the layout is known and after each acknowledgement, by the thread that has sent it: from then on the
         sender may send. Does nothing if the transport does not receive ahead.
         """
-        if self._layout is None or not self._transport.receives_ahead:
+        layout, transport = self._layout, self._transport
+        if layout is None or not transport.receives_ahead or layout.nbytes <= transport.inline_bytes:
             return
         try:
             self._begin()
@@ -71,7 +75,24 @@ class FlatReader(TransportReader):
                 torch.cuda.current_stream(buffer.flat.device).synchronize()
         except RuntimeError as error:
             raise ConnectionError(f"the transport has broken: {error}") from error
-        self._incoming, self._transfers, self._received = None, [], version
+        self._incoming, self._transfers = None, []
+        return self._arrived(version, buffer, payload)
+
+    def on_update_with_weights(self, version: int, payload: bytes) -> Published | Failed | None:
+        """Process an ``UPDATE_WITH_WEIGHTS`` message, like ``on_update``."""
+        nbytes = self._require_layout().nbytes
+        if len(payload) < nbytes:
+            raise ValueError(f"the payload has {len(payload)} bytes, and the weights have {nbytes}")
+        if version <= self._received:
+            return None
+        self._drop_reconstructed()
+        buffer, begin = self._take_buffer(), len(payload) - nbytes
+        buffer.flat.numpy()[:] = memoryview(payload)[begin:]
+        return self._published(self._arrived(version, buffer, payload[:begin]))
+
+    def _arrived(self, version: int, buffer: Buffer, payload: bytes) -> Update:
+        """Return the update in ``buffer``; ``payload`` is that of ``UPDATE``."""
+        self._received = version
         checksum, extra = self._split(payload) if self._checksum else (None, payload)
         damage = "" if checksum is None else find_damage(version, buffer.flat, extra, checksum)
         return Update(version, buffer.views, extra, buffer.slot, damage=damage)

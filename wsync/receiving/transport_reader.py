@@ -123,7 +123,10 @@ class TransportReader(ABC):
 
     def on_update(self, version: int, payload: bytes) -> Published | Failed | None:
         """Process an ``UPDATE`` message; return its event, or None if the version had arrived before."""
-        update = self._receive_announced(version, payload)
+        return self._published(self._receive_announced(version, payload))
+
+    def _published(self, update: Update | Failed | None) -> Published | Failed | None:
+        """Have the gate install what has arrived; return the event of its message."""
         if not isinstance(update, Update):
             return update
         older, self._pending = self._pending, update

@@ -1,7 +1,9 @@
-"""An update that is being sent to one worker. There are three ways to send it, a class for each.
+"""An update that is being sent to one worker. There are four ways to send it, a class for each.
 
 - ``FlatDelivery``, to a ``FlatTransport``: ``UPDATE`` (or ``PREPARE``) and ``begin_send``, which comes first if the
   transport ``receives_ahead``
+- ``InlineDelivery``, over the control connection, where a ``FlatTransport`` does not send such small ones:
+  ``UPDATE_WITH_WEIGHTS``
 - ``BlockingDelivery``, to a ``TransportBackend``: ``BEGIN_RECEIVE``, then ``send_weights`` in the worker's transfer
   thread, then ``UPDATE`` (or ``PREPARE``)
 - ``DifferenceDelivery``, as a difference to the version that the worker has, over the control connection: ``DELTA``,
@@ -122,6 +124,17 @@ class FlatDelivery(Delivery):
                 self._transport.begin_send(self.update.buffer.flat, self._transfers)
             except RuntimeError as error:
                 self._on_broken(error)
+
+
+class InlineDelivery(Delivery):
+    """An update with weights that travel in the message that announces them: see ``FlatTransport.inline_bytes``."""
+
+    def advance(self) -> None:
+        """See ``Delivery``."""
+        if not self._announced:
+            payload = self.update.payload_with_weights(checked=self._checked)
+            self._send(Kind.UPDATE_WITH_WEIGHTS, self.update.version, payload)
+            self._announced = True
 
 
 class BlockingDelivery(Delivery):

@@ -26,6 +26,7 @@ class QueuedUpdate:
         checksum: empty until it is computed.
         formatted: the weights in the strategy's format, once a ``TransportBackend`` was given them.
         carried: how many bytes of weights a worker was sent for it, the largest number of all workers.
+        with_weights: the payload of ``UPDATE_WITH_WEIGHTS``; empty until it is needed.
         differences: to older versions, as far as they were needed; None where one would not be smaller. By version and
             slot: workers may have different weights of one version.
     """
@@ -38,6 +39,7 @@ class QueuedUpdate:
     checksum: bytes = b""
     formatted: Any = None
     carried: int = 0
+    with_weights: bytes = b""
     differences: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
 
     @property
@@ -50,6 +52,12 @@ class QueuedUpdate:
         if checked and not self.checksum:
             self.checksum = CHECKSUM.pack(checksum_of(self.buffer.flat, self.extra))
         return (self.checksum if checked else b"") + self.extra
+
+    def payload_with_weights(self, *, checked: bool) -> bytes:
+        """Return ``payload``, which is the same for all workers, and the packed weights."""
+        if not self.with_weights:
+            self.with_weights = b"".join([self.payload(checked=checked), self.buffer.flat.numpy().data])
+        return self.with_weights
 
     def difference_to(self, base: QueuedUpdate | None, make: MakeDifference | None) -> bytes | None:
         """Return what is sent in place of this update to a worker that has ``base``; None: the full weights."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from wsync.control.messages import REQUEST_NUMBER, Kind, Message
 from wsync.control.workers import WorkerConnections
-from wsync.sending.deliveries import BlockingDelivery, Delivery, DifferenceDelivery, FlatDelivery
+from wsync.sending.deliveries import BlockingDelivery, Delivery, DifferenceDelivery, FlatDelivery, InlineDelivery
 from wsync.sending.queued_update import MakeDifference, QueuedUpdate
 from wsync.sending.transfer_thread import TransferThread
 from wsync.transport import FlatTransport
@@ -181,6 +181,8 @@ class WorkerQueue:
             return DifferenceDelivery(update, self._send, difference, checked=checked)
         if isinstance(transport, TransferThread):
             return BlockingDelivery(update, self._send, transport, self._weights_for_transport, checked=checked)
+        if update.kind is Kind.UPDATE and update.buffer.flat.numel() <= transport.inline_bytes:
+            return InlineDelivery(update, self._send, checked=checked)
         return FlatDelivery(update, self._send, transport, self._on_broken, checked=checked)
 
     def _on_broken(self, error: object) -> None:
