@@ -26,6 +26,36 @@ from wsync.testing.transactions import Transactions
 from wsync.testing.transports import Transports
 from wsync.testing.updates import Updates
 
+MAIN_TRANSPORT_TESTS = (
+    Delivery.test_every_calling_form_delivers_every_kind_of_tensor,
+    Updates.test_after_a_send_every_forward_uses_the_new_version,
+    Transactions.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,
+)
+OTHER_TRANSPORT_TESTS = (
+    Delivery.test_the_first_weights_arrive,
+    Delivery.test_first_weights_that_workers_refuse_define_nothing,
+    Delivery.test_worker_ids_select_workers,
+    Delivery.test_weights_can_differ_between_workers,
+    Delivery.test_training_does_not_reach_workers_before_a_send,
+    Updates.test_an_update_that_arrives_in_a_forward_is_installed_when_that_ends,
+    Updates.test_a_send_waits_for_the_acknowledgement,
+    Updates.test_send_async_copies_the_weights_and_wait_async_waits,
+    Updates.test_acknowledgements_that_are_not_waited_for_do_not_block_a_worker,
+    Updates.test_no_forward_is_torn_under_continuous_sends,
+    Updates.test_forwards_in_one_autocast_context_use_the_new_version,
+    Updates.test_an_acknowledged_update_is_seen_by_a_read_outside_the_gate,
+    Faults.test_a_killed_worker_is_named_and_the_others_have_the_update,
+    Faults.test_a_death_during_a_large_transfer,
+    Faults.test_a_stopped_worker_times_out_and_catches_up_later,
+    Faults.test_an_apply_that_raises_leaves_the_model_as_it_was,
+    Faults.test_an_update_without_room_changes_nothing,
+    Transactions.test_a_death_aborts_the_update_and_the_survivors_get_the_next,
+    Transports.test_a_receive_ends_at_its_timeout,
+    Transports.test_close_ends_a_transfer_to_a_worker_that_does_not_read,
+    Transports.test_close_ends_a_set_up_that_waits_for_a_worker,
+)
+"""With the main ones, the tests that depend on how weights travel."""
+
 
 class TestSharedMemory(SharedMemory, BackendContract):
     pass
@@ -48,7 +78,10 @@ class TestDistributedGloo(DistributedGloo, BackendContract):
 
 
 class TestDistributedInline(DistributedInline, BackendContract):
-    pass
+    """The tests that depend on how weights travel. All else is as in ``TestDistributedGloo``."""
+
+    QUICK: ClassVar = (*MAIN_TRANSPORT_TESTS, *OTHER_TRANSPORT_TESTS)
+    SLOW: ClassVar = ()
 
 
 class TestRpc(Rpc, BackendContract):
@@ -74,34 +107,8 @@ class TestRay(Ray, BackendContract):
 class TestRayObjectStore(RayObjectStore, BackendContract):
     """The tests that depend on how weights travel. All else is as in ``TestRay``."""
 
-    QUICK: ClassVar = (
-        Delivery.test_every_calling_form_delivers_every_kind_of_tensor,
-        Updates.test_after_a_send_every_forward_uses_the_new_version,
-        Transactions.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,
-    )
-    SLOW: ClassVar = (
-        Delivery.test_the_first_weights_arrive,
-        Delivery.test_first_weights_that_workers_refuse_define_nothing,
-        Delivery.test_worker_ids_select_workers,
-        Delivery.test_weights_can_differ_between_workers,
-        Delivery.test_training_does_not_reach_workers_before_a_send,
-        Updates.test_an_update_that_arrives_in_a_forward_is_installed_when_that_ends,
-        Updates.test_a_send_waits_for_the_acknowledgement,
-        Updates.test_send_async_copies_the_weights_and_wait_async_waits,
-        Updates.test_acknowledgements_that_are_not_waited_for_do_not_block_a_worker,
-        Updates.test_no_forward_is_torn_under_continuous_sends,
-        Updates.test_forwards_in_one_autocast_context_use_the_new_version,
-        Updates.test_an_acknowledged_update_is_seen_by_a_read_outside_the_gate,
-        Faults.test_a_killed_worker_is_named_and_the_others_have_the_update,
-        Faults.test_a_death_during_a_large_transfer,
-        Faults.test_a_stopped_worker_times_out_and_catches_up_later,
-        Faults.test_an_apply_that_raises_leaves_the_model_as_it_was,
-        Faults.test_an_update_without_room_changes_nothing,
-        Transactions.test_a_death_aborts_the_update_and_the_survivors_get_the_next,
-        Transports.test_a_receive_ends_at_its_timeout,
-        Transports.test_close_ends_a_transfer_to_a_worker_that_does_not_read,
-        Transports.test_close_ends_a_set_up_that_waits_for_a_worker,
-    )
+    QUICK: ClassVar = MAIN_TRANSPORT_TESTS
+    SLOW: ClassVar = OTHER_TRANSPORT_TESTS
 
 
 def test_every_registered_backend_has_a_contract() -> None:
