@@ -45,6 +45,6 @@ def act(scheme: wsync.WeightSyncScheme) -> None:
 
 
 if __name__ == "__main__":
-    # A worker on the trainer's machine reads the weights from its memory; gloo carries them to the other machines.
+    # A worker on the trainer's machine reads the weights from its memory; to others they go over the network.
     with wsync.DistributedWeightSyncScheme(host=os.environ["MASTER_ADDR"]) as scheme:
         train(scheme) if RANK == 0 else act(scheme)

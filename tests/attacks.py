@@ -121,7 +121,7 @@ def test_a_process_that_takes_the_place_of_an_end_of_a_gloo_pair_gets_no_weights
     joined, errors = 0, list[str]()
     # One end listens, the one with the lower port; the attacker can join where the other end is late.
     for late in [0, 1] * 12:
-        with attack() as attacker, SlowScheme(shared_memory=False, timeout=30.0) as scheme:
+        with attack() as attacker, SlowScheme(shared_memory=False, inline_bytes=0, timeout=30.0) as scheme:
             scheme.late = late
             scheme.init_on_sender("policy", model=model_of(VALUE), num_workers=1)
             line.send(scheme)

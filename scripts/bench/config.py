@@ -118,8 +118,9 @@ class BenchConfig:
         frames: the number of frames of each worker's batch, in collection.
         acting: updates sent to workers that forward in a tight loop, to measure their pauses; 0: none.
         timeout: seconds of every wait.
-        shared_memory: whether our ``distributed``, ``rpc`` and ``ray`` may use it, ``true`` or ``false`` (then gloo is
-            used, as over a network); ``null``: one case for each. Ray's object store has one, unless it is ``true``.
+        shared_memory: whether our ``distributed``, ``rpc`` and ``ray`` may use it, ``true`` or ``false`` (then weights
+            travel as over a network: by gloo; small ones in a message); ``null``: one case for each. Ray's object store
+            has one, unless it is ``true``.
         checksum: whether our updates carry one, ``true`` or ``false``; ``null``: each scheme's default.
         device: where the model of a standalone send's trainer is: ``cpu`` or ``cuda``.
         worker_device: where its workers' models are. ``cuda`` at both ends: with NCCL and ``backends=[cuda]``.

@@ -44,7 +44,8 @@ def variants() -> dict[str, Callable[[], wsync.WeightSyncScheme]]:
         if takes(backend, "acknowledge"):
             found[f"{backend}-published"] = partial(make, acknowledge="published")
         if takes(backend, "shared_memory") and not needs_cluster(backend):
-            found[f"{backend}-gloo"] = partial(make, shared_memory=False)
+            found[f"{backend}-gloo"] = partial(make, shared_memory=False, inline_bytes=0)
+            found[f"{backend}-inline"] = partial(make, shared_memory=False)
     return found
 
 

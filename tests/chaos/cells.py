@@ -37,7 +37,7 @@ A cell has one or two times:
   newer version. It is left out where nothing has to recover.
 
 They are from one run, on a machine that did other things as well. `distributed-gloo` is `distributed` as between
-machines, without shared memory.
+machines, without shared memory, and with `inline_bytes=0`: gloo carries all weights.
 
 `shared_mem-published` is `acknowledge="published"`. There `send` waits for no answer, so **it does not notice a silent
 worker, only a death**. The rows with a silent worker (stopped; acknowledgement delayed, dropped, duplicated) call

@@ -86,7 +86,7 @@ def test_before_ray_is_initialised() -> None:
 
 def test_process_groups_carry_the_weights_where_there_is_no_shared_memory(three: list[Any]) -> None:
     model = nn.Linear(3, 2)
-    with wsync.RayWeightSyncScheme(timeout=60.0, shared_memory=False) as scheme:
+    with wsync.RayWeightSyncScheme(timeout=60.0, shared_memory=False, inline_bytes=0) as scheme:
         scheme.init_on_sender("nets['policy']", model=model, actors=three)
         scheme.connect()
         assert ray.get([actor.act.remote() for actor in three]) == [pytest.approx(model.bias.tolist())] * 3

@@ -35,12 +35,14 @@ def test_torchrun() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.7", "localhost", "::1"])
-def test_other_addresses(host: str) -> None:
+@pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
+def test_other_addresses(host: str, inline_bytes: int) -> None:
     try:
         wsync.control.listen_on(host).close()
     except wsync.NotConnected as error:
         pytest.skip(f"this machine has no {host}: {error}")
-    pool, scheme = WorkerPool(), wsync.DistributedWeightSyncScheme(host=host, timeout=30.0, shared_memory=False)
+    pool, options = WorkerPool(), {"shared_memory": False, "inline_bytes": inline_bytes}
+    scheme = wsync.DistributedWeightSyncScheme(host=host, timeout=30.0, **options)
     with pool.group(1) as workers, scheme:
         model = fill(Small(), 1)
         scheme.init_on_sender("policy", model=model, num_workers=1)

@@ -41,7 +41,7 @@ def test_every_scheme_takes_an_endless_timeout(name: str, endless: float) -> Non
             wsync.WeightSyncScheme.from_backend(name, timeout=wrong)
 
 
-@pytest.mark.parametrize("options", [{}, {"shared_memory": False}])
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}, {"shared_memory": False, "inline_bytes": 0}])
 def test_every_call_takes_an_endless_timeout(endless: float, options: dict[str, Any]) -> None:
     kind = wsync.DistributedWeightSyncScheme
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -73,7 +73,7 @@ def test_every_call_takes_an_endless_timeout(endless: float, options: dict[str, 
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("options", [{}, {"shared_memory": False}])
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}, {"shared_memory": False, "inline_bytes": 0}])
 def test_waits_go_by_the_monotonic_clock(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     wall_clock = count(0, 3600)
     monkeypatch.setattr(time, "time", lambda: float(next(wall_clock)))  # it is set forward at each look

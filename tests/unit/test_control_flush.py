@@ -81,6 +81,17 @@ def test_an_interruption_does_not_end_the_connection_if_the_socket_has_room(host
         assert 1 < arrived < point  # it was interrupted before it had sent, and afterwards
 
 
+@every_host
+def test_an_empty_socket_takes_a_message_of_half_its_buffer_at_once(host: str | None) -> None:
+    with connected(host) as (sender, worker):
+        sender.send(Message(Kind.DATA))
+        assert worker.receive() == Message(Kind.DATA)
+        sent = Message(Kind.DATA, payload=bytes(sender.sent_at_once))
+        sender.send(sent)
+        assert not sender.busy
+        assert worker.receive() == sent
+
+
 def test_after_an_interruption_before_the_thread_began_the_connection_ends(monkeypatch: Any) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

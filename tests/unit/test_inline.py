@@ -1,4 +1,4 @@
-"""Small weights travel in the message that announces them, where a ``FlatTransport`` does not send such small ones."""
+"""Updates of at most ``FlatTransport.inline_bytes`` travel in the message that announces them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,16 @@ class Scheme(wsync.DistributedWeightSyncScheme):
         return Counting(worker=worker_idx or 0, inline_bytes=self.inline_bytes)
 
 
-def connected(stack: ExitStack, **options: Any) -> tuple[wsync.WeightSyncScheme, list[wsync.WeightSyncScheme]]:
+def connected(
+    stack: ExitStack, of_workers: int | None = None, **options: Any
+) -> tuple[wsync.WeightSyncScheme, list[wsync.WeightSyncScheme]]:
+    """A sender and two workers; ``of_workers``: their ``inline_bytes``, if they have another one."""
     Counting.sent.clear()
     sender = stack.enter_context(Scheme(timeout=TIMEOUT, shared_memory=False, **options))
     sender.init_on_sender("policy", model=model_of(1), num_workers=2)
-    workers = [stack.enter_context(make_worker(sender, index, near=False)) for index in range(2)]
+    workers: list[Any] = [stack.enter_context(make_worker(sender, index, near=False)) for index in range(2)]
+    for worker in workers:
+        worker.inline_bytes = worker.inline_bytes if of_workers is None else of_workers
     connect(sender.connect, *workers)
     return sender, workers
 
@@ -48,6 +53,17 @@ def test_only_larger_updates_are_given_to_the_transport(limit: int, transfers: i
             assert [weights_of(worker) for worker in workers] == [[value, value]] * 2
             assert report is not None and report.bytes == 128
         assert len(Counting.sent) == 3 * transfers
+
+
+@pytest.mark.parametrize("limits", [(0, 1 << 20), (1 << 20, 0)])
+def test_the_limit_may_be_another_one_in_the_workers(limits: tuple[int, int]) -> None:
+    with ExitStack() as stack:
+        sender, workers = connected(stack, limits[1], inline_bytes=limits[0])
+        for value in range(2, 6):
+            sender.send(model_of(value))
+            assert [weights_of(worker) for worker in workers] == [[value, value]] * 2
+        wsync.synchronize({sender: model_of(7)})
+        assert [weights_of(worker) for worker in workers] == [[7, 7]] * 2
 
 
 def test_a_transaction_is_given_to_the_transport_and_small_updates_around_it_are_not() -> None:

@@ -34,11 +34,6 @@ _CHUNK = 1 << 20  # bytes; payloads are read in chunks, so that a false length i
 # Plain numbers, computed once: ``|`` and ``&`` of two flags are slow Python code.
 _WAIT, _NO_WAIT = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _FD_SPACE, _FDS_LOST = socket.CMSG_SPACE(4 * 4), int(socket.MSG_CTRUNC)  # space for four descriptors
-_KEEPALIVE = (
-    (socket.TCP_KEEPIDLE, 4),  # seconds without data before the first probe
-    (socket.TCP_KEEPINTVL, 2),  # seconds between probes
-    (socket.TCP_KEEPCNT, 3),  # unanswered probes
-)
 
 
 def close_socket(sock: socket.socket, opener_pid: int) -> None:
@@ -93,9 +88,6 @@ class Connection:
             host, port, *_ = sock.getpeername()
             self._where = f"{host} port {port}"
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE:
-                sock.setsockopt(socket.IPPROTO_TCP, option, value)
             tcp_watch().add(sock)
 
     @property
@@ -125,6 +117,11 @@ class Connection:
     def local_host(self) -> str:
         """The IP address by which the peer reaches this side; loopback for a Unix socket."""
         return "127.0.0.1" if self.passes_descriptors else self._socket.getsockname()[0]
+
+    @property
+    def sent_at_once(self) -> int:
+        """How many bytes the socket takes at once, if it is empty; by half its buffer, which also has the overhead."""
+        return self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
     def fileno(self) -> int:
         """Return the socket's descriptor: readable when ``receive`` has something to return; negative once closed."""

@@ -21,7 +21,8 @@ REQUEST_NUMBER = struct.Struct("<Q")  # in the payload of the answer to a REQUES
 class Kind(IntEnum):
     """The kinds of messages. The comments name the payload, and ``version`` where it is not that of the weights.
 
-    The arena is the sender's shared memory; a worker that does not use it receives weights by a transport.
+    The arena is the sender's shared memory. A worker that does not use it receives weights by a transport, or in a
+    message.
     """
 
     # from the sender to a worker
@@ -44,7 +45,7 @@ class Kind(IntEnum):
     # The weights as a difference to the worker's, in this message instead of by the transport; see transforms/delta.py.
     DELTA = 11  # before the UPDATE or PREPARE of the version; payload: the difference
     NEWEST = 12  # with initiator="receiver": names the newest version; payload: the number of the REQUEST, 0 if unasked
-    UPDATE_WITH_WEIGHTS = 13  # an UPDATE whose weights are in its payload, behind the rest: see InlineDelivery
+    UPDATE_WITH_WEIGHTS = 13  # like UPDATE; payload: as of UPDATE, then the packed weights
     # from a worker to the sender
     HELLO = 16  # the first message; version: PROTOCOL; payload: credentials, own_identity(), what connect() was given
     ACK = 17  # a version is installed
@@ -90,7 +91,7 @@ class Message(NamedTuple):
         return cls(kind, ack.worker, ack.version, ack.error.encode(errors="backslashreplace"), ack.wait, ack.apply)
 
     def parts(self) -> list[bytes]:
-        """Return the header, and the payload if there is one: what travels, without a copy."""
+        """Return header and payload as separate objects, so that the payload is not copied."""
         header = HEADER.pack(self.kind, self.worker, self.version, len(self.payload), self.wait, self.apply)
         return [header, self.payload] if self.payload else [header]
 

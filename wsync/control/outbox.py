@@ -34,7 +34,8 @@ class Outbox:
 
     Args:
         send: ``(parts, fds, sent, wait=…)`` sends what the socket has room for, descriptors with the first byte, and
-            appends the number of bytes to ``sent`` in the same call into C: a signal handler may raise after any other.
+            appends the number of bytes to ``sent`` in the same C call: a signal handler that raises between two calls
+            would lose the number.
             With ``wait``, it waits for room for some time. It raises ConnectionError if the connection has broken.
             Called by the thread in ``put`` or by the background thread, one at a time.
 
@@ -56,7 +57,7 @@ class Outbox:
         """Send one message.
 
         Args:
-            parts: its bytes.
+            parts: the message's bytes.
             fds: open descriptors to send with it; the caller may close them afterwards.
             may_drop: drop it if the socket has no room at all, or ``_DROP_FROM`` messages are queued.
 

@@ -21,6 +21,11 @@ from weakref import WeakKeyDictionary
 
 from wsync.per_process import per_process
 
+_KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 4),  # seconds without data before the first probe
+    (socket.TCP_KEEPINTVL, 2),  # seconds between probes
+    (socket.TCP_KEEPCNT, 3),  # unanswered probes
+)
 _INTERVAL = 2.0  # seconds between two checks
 _CHECKS = 5  # a peer has failed if its kernel is silent at this many checks in succession
 _TCP_INFO = struct.Struct("8B13I")  # the beginning of the kernel's struct tcp_info
@@ -41,6 +46,9 @@ class TcpWatch:
 
     def add(self, sock: socket.socket) -> None:
         """Watch a connected TCP socket until ``remove``: if the peer's machine fails, shut the socket down."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
         with self._lock:
             self._silent_checks[sock] = 0
             if self._thread is None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from wsync.loops.gate_state import GateHook, GateState
 from wsync.loops.installer import Installer
@@ -50,6 +53,10 @@ class SlotUpdater(GateHook, Protocol):
 
     def copy_to_own_memory(self, stay_unbound: bool = False) -> None:
         """See ``ModelUpdater``."""
+        ...
+
+    def is_bound_to(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether a parameter of the model uses the memory of one of ``tensors``. Called inside the gate."""
         ...
 
 

@@ -7,8 +7,7 @@ the thread that connects and then by the receiver thread, while the acting threa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 
@@ -153,7 +152,7 @@ class ArenaReader:
         if taken is not None:
             return self._update(*taken)
         if self._slot.disconnected:
-            self._copy_out()
+            self._copy_out("the sender has disconnected this worker")
         self._require_untorn()
         return None
 
@@ -173,30 +172,14 @@ class ArenaReader:
             self._slot.refused = update.version
             self._stop_fast_path()  # the updater must see the next install, to allow forwards again
             if self.binds and not self._slot.hold:
-                self._copy_out()
+                self._copy_out(f"version {update.version} could not be installed")
         if not self.binds:  # copied: the slot is free
             self._release()
 
-    @contextmanager
-    def copying_out(self, binding: Binding | None) -> Iterator[None]:
-        """In this block, the model is copied to memory of its own, which it keeps until the next install.
-
-        Afterwards, forwards are refused if the sender has written the memory that the model was bound to: the copy may
-        have weights of two versions. Called inside the gate.
-        """
-        slot, registered = self._slot, self._registered
-        number, sources = slot.bound_slot, list[Callable[[], int]]()
-        if binding is not None and number != NONE and binding.is_bound_to(self._arena.views(number)):
-            sources.append(lambda: self._arena.slot_version(number))
-        if binding is not None and registered is not None and binding.is_bound_to(registered.tensors.values()):
-            sources.append(lambda: registered.version)
-        try:
-            yield
-        finally:
-            if any(version() != slot.version for version in sources):
-                self._refuse_forwards()
-        if registered is None:  # else its next forward may bind it to the registered weights again
-            slot.bound_slot = NONE
+    def unbind(self) -> None:
+        """Record that the model has memory of its own until the next install. Called inside the gate."""
+        if self._registered is None:  # else its next forward may bind it to the registered weights again
+            self._slot.bound_slot = NONE
 
     def leaving_gate(self) -> None:
         """Release the slot that the forward used. Idempotent. Called inside the gate.
@@ -206,7 +189,7 @@ class ArenaReader:
         """
         self._release()
         if self._slot.disconnected:
-            self._copy_out()
+            self._copy_out("the sender has disconnected this worker")
         self._require_untorn()
 
     def _release(self) -> None:
@@ -217,7 +200,7 @@ class ArenaReader:
 
     # --- without protection: see ``shm/arena.py`` ---
 
-    def _copy_out(self) -> None:
+    def _copy_out(self, cause: str) -> None:
         """Copy the model to memory of its own, and find out whether it has one version: the sender may write its slot.
 
         Nothing is done if the model has memory of its own already. Called inside the gate.
@@ -228,18 +211,26 @@ class ArenaReader:
             return
         if registered is not None and registered.version == slot.version and not slot.disconnected:
             return  # it is bound to the registered weights, or will be before its next forward
-        with torch.inference_mode(False):  # inference tensors could not be used by autograd later
-            self._updater.copy_to_own_memory(stay_unbound=True)
-        if number == slot.used and self._arena.slot_version(number) != slot.version:
-            self._refuse_forwards()  # this forward, or the install before it, has read the slot
+        # What this forward or the install before it has read, and what the copy reads: a fork may have copied the model
+        # out of the slot, and its next forward have bound it to the registered weights.
+        from_slot = number == slot.used or self._updater.is_bound_to(self._arena.views(number))
+        from_registered = registered is not None and self._updater.is_bound_to(registered.tensors.values())
+        try:
+            with torch.inference_mode(False):  # inference tensors could not be used by autograd later
+                self._updater.copy_to_own_memory(stay_unbound=True)
+        finally:  # also after a signal handler has raised. The copy is whole if its source was not written since.
+            versions = [self._arena.slot_version(number)] if from_slot else []
+            if from_registered and registered is not None:
+                versions.append(registered.version)
+            if any(version != slot.version for version in versions):
+                self._refuse_forwards(cause)
         slot.bound_slot = slot.used = NONE
 
-    def _refuse_forwards(self) -> None:
+    def _refuse_forwards(self, cause: str) -> None:
         slot = self._slot
-        failed = f"version {slot.refused} could not be installed" if slot.refused > slot.version else ""
         self._torn = (
-            f"worker {self._worker}: {failed or 'the sender has disconnected this worker'}, and the memory of version "
-            f"{slot.version}, which the model had, has been written since: the model may have weights of two versions"
+            f"worker {self._worker}: {cause}, and the memory of version {slot.version}, which the model had, has been "
+            "written since: the model may have weights of two versions"
         )
         _log.error("%s", self._torn)
         slot.torn = True

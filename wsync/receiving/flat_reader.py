@@ -20,7 +20,7 @@ from wsync.weights.packing import Buffer
 class FlatReader(TransportReader):
     """The weights of a version follow its ``UPDATE`` or ``PREPARE`` message. Its transfer may begin before.
 
-    Small ones are in the message: see ``FlatTransport.inline_bytes``.
+    The weights of a small update are in its ``UPDATE_WITH_WEIGHTS`` message: see ``FlatTransport.inline_bytes``.
 
     Args:
         transport: connected; owned by this object.
@@ -91,7 +91,7 @@ class FlatReader(TransportReader):
         return self._published(self._arrived(version, buffer, payload[:begin]))
 
     def _arrived(self, version: int, buffer: Buffer, payload: bytes) -> Update:
-        """Return the update in ``buffer``; ``payload`` is that of ``UPDATE``."""
+        """Return the update in ``buffer``; ``payload`` has its checksum and extra state, as in ``UPDATE``."""
         self._received = version
         checksum, extra = self._split(payload) if self._checksum else (None, payload)
         damage = "" if checksum is None else find_damage(version, buffer.flat, extra, checksum)

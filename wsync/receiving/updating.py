@@ -11,10 +11,10 @@ after it has read the message. The same thread acknowledges it, unless there is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
 from wsync.errors import WeightSyncError, error_of
 from wsync.gate import MixedWeightsGuard, entered_for_forward_of, process_gate
@@ -189,10 +189,14 @@ class ModelUpdater:
         """
         if stay_unbound:
             self.unbound_at_version = self.version
-        arena = self._channel.arena
         if self._target is not None:
-            with nullcontext() if arena is None else arena.copying_out(self.binding):
-                self._target.detach()
+            self._target.detach()
+            if (arena := self._channel.arena) is not None:
+                arena.unbind()
+
+    def is_bound_to(self, tensors: Iterable[Tensor]) -> bool:
+        """See ``SlotUpdater``."""
+        return self.binding is not None and self.binding.is_bound_to(tensors)
 
     def release(self) -> None:
         """Drop what is prepared, and copy the model to memory of its own. Called by the thread that closes."""
@@ -272,14 +276,9 @@ def _require_undamaged(update: Update) -> None:
 
 
 class RegisteredBinder:
-    """Binds a model to the registered weights, while these have the model's version.
+    """Binds the model of ``updater`` to the registered weights, ``memory``, while these have the model's version.
 
-    Implements ``wsync.loops.gate_state.GateHook``: all methods are called inside the gate, after those of the hook that
-    installs updates.
-
-    Args:
-        memory: the registered weights: see ``wsync/shm/registered.py``.
-        updater: the updater of the model.
+    A ``GateHook`` (``wsync/loops/gate_state.py``): called inside the gate, after the hook that installs updates.
     """
 
     def __init__(self, memory: RegisteredView, updater: ModelUpdater) -> None:

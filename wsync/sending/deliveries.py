@@ -2,7 +2,7 @@
 
 - ``FlatDelivery``, to a ``FlatTransport``: ``UPDATE`` (or ``PREPARE``) and ``begin_send``, which comes first if the
   transport ``receives_ahead``
-- ``InlineDelivery``, over the control connection, where a ``FlatTransport`` does not send such small ones:
+- ``InlineDelivery``, over the control connection, for updates of at most ``FlatTransport.inline_bytes``:
   ``UPDATE_WITH_WEIGHTS``
 - ``BlockingDelivery``, to a ``TransportBackend``: ``BEGIN_RECEIVE``, then ``send_weights`` in the worker's transfer
   thread, then ``UPDATE`` (or ``PREPARE``)

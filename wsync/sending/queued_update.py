@@ -54,7 +54,7 @@ class QueuedUpdate:
         return (self.checksum if checked else b"") + self.extra
 
     def payload_with_weights(self, *, checked: bool) -> bytes:
-        """Return ``payload``, which is the same for all workers, and the packed weights."""
+        """Return ``payload`` followed by the packed weights; made once for all workers."""
         if not self.with_weights:
             self.with_weights = b"".join([self.payload(checked=checked), self.buffer.flat.numpy().data])
         return self.with_weights

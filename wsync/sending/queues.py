@@ -39,6 +39,7 @@ class WorkerQueue:
             uses the arena, or is not connected and there is an arena: its published word then names that version.
         transport: the transport of this connection, if it is a ``FlatTransport``; the thread that calls its
             ``send_weights``, if it is a ``TransportBackend``; None if the worker is not connected, or uses the arena.
+        inline_bytes: the size up to which an update travels in the message that announces it: weights and extra state.
         connection_number: the number of the newest connection accepted with this index, from 1; 0 before the first.
         current: the update that is being sent.
         waiting: those that follow.
@@ -57,6 +58,7 @@ class WorkerQueue:
     ) -> None:
         self.latest: QueuedUpdate | None = None
         self.transport: FlatTransport | TransferThread | None = None
+        self.inline_bytes = 0
         self.connection_number = 0
         self.current: Delivery | None = None
         self.waiting: deque[QueuedUpdate] = deque()
@@ -181,7 +183,7 @@ class WorkerQueue:
             return DifferenceDelivery(update, self._send, difference, checked=checked)
         if isinstance(transport, TransferThread):
             return BlockingDelivery(update, self._send, transport, self._weights_for_transport, checked=checked)
-        if update.kind is Kind.UPDATE and update.buffer.flat.numel() <= transport.inline_bytes:
+        if update.kind is Kind.UPDATE and update.buffer.flat.numel() + len(update.extra) <= self.inline_bytes:
             return InlineDelivery(update, self._send, checked=checked)
         return FlatDelivery(update, self._send, transport, self._on_broken, checked=checked)
 

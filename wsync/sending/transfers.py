@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Collection, Sequence
 
+from wsync.control import Connection
 from wsync.control.messages import Kind, Message
 from wsync.control.workers import WorkerConnections
 from wsync.deadlines import deadline_in
@@ -18,6 +19,14 @@ from wsync.transport import FlatTransport, TransportBackend, TransportFactory, r
 from wsync.transport_setup import TransportSetup, close_transport
 
 _GRACE = 0.5  # seconds in which the death of a worker is noticed after its transport has failed
+
+
+def inline_bytes(transport: TransportBackend | FlatTransport, connection: Connection) -> int:
+    """Return how many bytes the payload of an ``UPDATE_WITH_WEIGHTS`` may have: the socket must take it at once.
+
+    If a thread had to send the rest, a trainer that is stopped meanwhile would leave half a message.
+    """
+    return min(transport.inline_bytes, connection.sent_at_once) if isinstance(transport, FlatTransport) else 0
 
 
 class Transfers:
@@ -79,6 +88,7 @@ class Transfers:
             raise
         try:
             with self._connections.reading_directly(worker) as connection:
+                queue.inline_bytes = inline_bytes(transport, connection)
                 setup = TransportSetup(connection, worker, deadline, transport, 0, queue.connection_number)
                 try:
                     unread = setup.wait()

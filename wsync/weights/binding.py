@@ -259,10 +259,9 @@ class Binding:
                 parameter.data = other
 
     def is_bound_to(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether a parameter lies where one of ``tensors`` does."""
-        return not {tensor.data_ptr() for tensor in tensors}.isdisjoint(
-            parameter.data_ptr() for parameter, _ in self._bound
-        )
+        """Whether a bound parameter uses the memory of one of ``tensors``; an empty one uses none."""
+        places = {tensor.data_ptr() for tensor in tensors if tensor.numel()}
+        return any(parameter.data_ptr() in places for parameter, _ in self._bound if parameter.numel())
 
     def detach(self) -> None:
         """Give bound parameters memory of their own again, with the values that they have."""
