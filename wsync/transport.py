@@ -170,10 +170,9 @@ class FlatTransport(Protocol):
     Attributes (set by the constructor):
         device: the device on which the packed buffers have to be.
         receives_ahead: whether a worker calls ``begin_receive`` before the sender announces a version: directly after
-            it has acknowledged the version before (for the first version: after it got the layout). Not for layouts of
-            at most ``inline_bytes``: ``begin_send`` (of a transaction) may then come first.
+            it has acknowledged the version before (for the first version: after it got the layout).
         inline_bytes: updates with at most this many bytes of packed weights travel in the message that announces them,
-            and are not given to ``begin_send``, except in a transaction. Must be 0 if ``device`` is a GPU.
+            and are not given to ``begin_send``, except in a transaction. Read on the sender. 0 if ``device`` is a GPU.
     """
 
     device: torch.device

@@ -30,8 +30,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         shared_memory: whether workers on the sender's machine take weights from its memory, in a fraction of the time.
             False sends to all by gloo, as over a network; nccl, and a user's group, always do.
         inline_bytes: updates with at most this many bytes of packed weights travel in the message that announces them,
-            which is faster than by gloo; 0: all by gloo. Without effect in shared memory, with nccl, and with a group
-            of the user's.
+            which is faster than by gloo, and needs a socket that takes them at once; 0: all by gloo. Without effect in
+            shared memory, with nccl, and with a group of the user's.
         group: a process group of the user's with the sender and all workers in it, to carry the weights: worker 0 is
             its first rank that is not the sender's, and so on. By default each worker has a group of its own.
         store: where the sender's address is looked up by processes without a pickled scheme. The store may list several

@@ -120,7 +120,7 @@ class Connection:
 
     @property
     def sent_at_once(self) -> int:
-        """How many bytes the socket takes at once, if it is empty; by half its buffer, which also has the overhead."""
+        """How many bytes an empty socket takes at once: half the size of its buffer, in which overhead is counted."""
         return self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
     def fileno(self) -> int:

@@ -46,10 +46,10 @@ class FlatReader(TransportReader):
         """Begin to receive the next version before it is announced, so that it costs no round trip.
 
         Called when the layout is known and after each acknowledgement, by the thread that has sent it: from then on the
-        sender may send. Does nothing if the transport does not receive ahead.
+        sender may send. Does nothing if the transport does not receive ahead, or has begun to: the versions since then
+        came in messages.
         """
-        layout, transport = self._layout, self._transport
-        if layout is None or not transport.receives_ahead or layout.nbytes <= transport.inline_bytes:
+        if self._layout is None or not self._transport.receives_ahead:
             return
         try:
             self._begin()
