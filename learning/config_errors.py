@@ -71,6 +71,9 @@ def one_line(
     if found := re.match(r"In '(.+)/(.+?)': .*\nKey '(.+?)' not in", text):
         group, option, name = found.groups()
         return f"{group}/{option}.yaml: {unknown(f'{group}.{name}', settings, {group: option})}"
+    if found := re.match(r"In '(.+)': (?s:.*)Merge error: str is not a subclass of \w+\. value: (.+)", text):
+        file, option = found.groups()
+        return f"{file}.yaml: the option {option!r} of a group is chosen under defaults: - override /<group>: {option}"
     if found := re.search(r"Could not find '(.+)/(.+?)'", text):
         group, name = found.groups()
         if group == "collector/for":  # a backend of a folder that is not --config-dir
@@ -82,9 +85,8 @@ def one_line(
         if group == "weight_sync":
             options = [option for option in options if _class_of(option) not in NOT_FOR_WORKERS]
         options += sorted(f"{path.parent.name}/{path.stem}" for path in (CONF / group).glob("*/*.yaml"))
-        yours = (
-            "; one of your own: --config-dir or an entry point, see docs/backends.md" if group == "weight_sync" else ""
-        )
+        yours = "; one of your own: --config-dir"
+        yours += " or an entry point, see docs/backends.md" if group == "weight_sync" else ""
         known = f"there are: {', '.join(options)}{yours}"
         return f"{group}={name}: there is no such option{_suggestion(name, options)}; {known}"
     if found := re.search(r"type `(.+)Config` has missing mandatory value: (\w+)", text):

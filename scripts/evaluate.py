@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from collectors.errors import ConfigError
 from learning.checkpoint import CheckpointError
 from learning.reporting.files import FolderError
 from learning.resuming import config_folders_of
+from learning.summary import return_text
 from learning.trained import load_policy
 
 
@@ -64,9 +66,11 @@ def main(
     returns = returns[:episodes]
     spread = statistics.stdev(returns) if len(returns) > 1 else 0.0
     of = "" if len(returns) == episodes else f" of {episodes}"
+    shown = partial(return_text, solved_at=max(map(abs, returns)))  # all with the same number of decimals
+    actions = "sampled" if sample else "most likely"
     print(
-        f"return {statistics.mean(returns):,.1f} ± {spread:,.1f} over {len(returns)}{of} episodes "
-        f"(lowest {min(returns):,.1f}, highest {max(returns):,.1f}), {'sampled' if sample else 'most likely'} actions"
+        f"return {shown(statistics.mean(returns))} ± {shown(spread)} over {len(returns)}{of} episodes "
+        f"(lowest {shown(min(returns))}, highest {shown(max(returns))}), {actions} actions"
     )
 
 

@@ -216,6 +216,16 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
     assert "\n" not in answer and "_convert_" not in answer
 
 
+def test_a_file_that_gives_an_option_where_settings_belong(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nlogger: none\n")
+    with pytest.raises(HydraException) as caught:
+        composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine")
+    assert one_line(caught.value, {}) == (
+        "experiment/mine.yaml: the option 'none' of a group is chosen under defaults: - override /<group>: none"
+    )
+
+
 @pytest.mark.parametrize(("plugin", "extra"), PLUGINS.items())
 def test_an_option_of_a_plugin_that_is_not_installed_names_its_extra(plugin: str, extra: str) -> None:
     path = plugin.replace("=", "/")
