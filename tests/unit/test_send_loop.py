@@ -45,12 +45,33 @@ def test_the_send_loop_starts_again_after_an_error(caplog: pytest.LogCaptureFixt
     connections: Any = FailingOnce()
     loop = SendLoop(connections, threading.RLock(), lambda: connections.reads < 2)
     for reads in (1, 2):
-        loop.start_if_needed()
+        loop.start_or_end()
         end_of("wsync-send-loop")
         assert connections.reads == reads
     assert "of a user's transport" in caplog.text
     loop.close()
     os.close(connections.arrived)
+
+
+class Silent:
+    """In the place of ``WorkerConnections``: nothing arrives."""
+
+    awaited_descriptors = ()
+
+    def read(self, _: float | None) -> bool:
+        return False
+
+
+def test_the_send_loop_ends_when_another_thread_has_read_what_it_waits_for() -> None:
+    connections: Any = Silent()
+    waits = [True]
+    loop = SendLoop(connections, threading.RLock(), lambda: waits[0])
+    loop.start_or_end()
+    assert loop.running
+    waits[0] = False
+    loop.start_or_end()
+    end_of("wsync-send-loop")
+    loop.close()
 
 
 class Interrupting(FromMemory):

@@ -75,7 +75,7 @@ class SenderSideChannel:
                 self._connections.wait_for_workers(workers, sentinels, deadline)
             finally:  # some may have connected
                 self._loop.connections_changed()
-                self._loop.start_if_needed()
+                self._loop.start_or_end()
 
     def pop_early_join(self, worker: int, sentinel: int | None) -> EarlyJoin | None:
         """See ``SendChannel``."""
@@ -225,14 +225,14 @@ class SenderSideChannel:
             except BaseException:  # a signal handler raised: a message may have been read and not processed
                 self._routes.transfers.mark_overdue(self.workers)
                 raise
-            self._loop.start_if_needed()
+            self._loop.start_or_end()
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """See ``SendChannel``."""
         with self._lock:
             if deadline == NOW:  # only collects what has arrived; no answer is late
                 acks = self._connections.wait_acks(workers, version, deadline)
-                self._loop.start_if_needed()  # again, if it has ended by an error
+                self._loop.start_or_end()  # again, if it has ended by an error
                 return acks
             answered: set[int] = set()
             try:

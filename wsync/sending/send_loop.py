@@ -33,9 +33,15 @@ class SendLoop:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._closed = False
 
-    def start_if_needed(self) -> None:
-        """Start the thread, unless it runs or nothing waits."""
-        if not self.running and not self._closed and self._needed():
+    def start_or_end(self) -> None:
+        """Start the thread if an update waits; wake it if it runs and none does, so that it ends.
+
+        The calling thread may have read the message for which the thread waits.
+        """
+        needed, running = self._needed(), self.running
+        if running and not needed:
+            self.connections_changed()
+        elif needed and not running and not self._closed:
             self._thread = threading.Thread(target=self._run, name="wsync-send-loop", daemon=True)
             self._thread.start()
 
@@ -52,7 +58,7 @@ class SendLoop:
     def _run(self) -> None:
         try:
             self._send_what_waits()
-        except Exception:  # noqa: BLE001  of a user's transport; ``start_if_needed`` starts the thread again
+        except Exception:  # noqa: BLE001  of a user's transport; ``start_or_end`` starts the thread again
             _log.exception("the send-loop thread has ended by an error")
 
     def _send_what_waits(self) -> None:
@@ -67,7 +73,7 @@ class SendLoop:
                     if not self._closed:
                         self._connections.read(NOW)
                 except BaseException:
-                    self._thread = None  # under the lock: the next ``start_if_needed`` starts the thread again
+                    self._thread = None  # under the lock: the next ``start_or_end`` starts the thread again
                     raise
                 if self._closed or not self._needed():
                     self._thread = None
