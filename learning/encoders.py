@@ -219,4 +219,4 @@ def _divisor(spec: Spec) -> float:
 
 
 def _unit(tensor: Tensor, divisor: float) -> Tensor:
-    return tensor.float() / divisor if tensor.dtype == torch.uint8 else tensor
+    return tensor / divisor if tensor.dtype == torch.uint8 else tensor  # floats

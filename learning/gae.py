@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,23 @@ def gae(
     delta = torch.add(reward - value, future, alpha=gamma)
     decay = done.logical_not().to(reward.dtype) * (gamma * lmbda)
     return discounted_sum(delta, decay)
+
+
+def successor_values(value: Tensor, done: Tensor, ends: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the value ``V(s'_t)`` of the true successor of each observation, as `gae` and `vtrace` need it.
+
+    It is the value of the next column, which is there already, except where an episode is done and in the last column.
+
+    Args:
+        value: ``[*B, T]``, the value ``V(s_t)`` of the observation acted on, time last.
+        done: bool ``[*B, T]``, the episode ended, terminated or truncated.
+        ends: called once, with a bool ``[*B, T]``; returns the values of the successors where it is true, ``[n]``.
+    """
+    last = done.clone()
+    last[..., -1] = True
+    following = value.detach().roll(-1, -1)
+    following[last] = ends(last)
+    return following
 
 
 def discounted_sum(delta: Tensor, decay: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence, zero_gaps
+from learning.gae import successor_values
 from learning.networks import Policy, evaluate
 from learning.vtrace import vtrace
 
@@ -148,7 +149,8 @@ class IMPALA(ActorCritic):
         distribution, value = evaluate(self.policy, self.critic, x.observation)
         log_prob = distribution.log_prob(x.action)
         with torch.no_grad():
-            log_ratio, next_value = log_prob - x.log_prob, self.critic(x.next_observation)
+            log_ratio = log_prob - x.log_prob
+            next_value = successor_values(value, x.done, lambda ends: self.critic(x.next_observation[ends]))
         target, advantage = vtrace(
             log_ratio, x.reward, value, next_value, x.terminated, x.done,
             gamma=self.gamma, lmbda=self.vtrace_lambda, clip_rho=self.clip_rho, clip_c=self.clip_c,

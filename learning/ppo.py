@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence, zero_gaps
-from learning.gae import gae
+from learning.gae import gae, successor_values
 from learning.networks import Policy, evaluate
 from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
 
@@ -157,47 +157,52 @@ class PPO(ActorCritic):
     @torch.no_grad()
     def _prepare(self, batch: TensorDictBase) -> tuple[Frames, dict[str, float]]:
         """Return the frames of a batch with advantages and targets, and statistics of the values before the update."""
-        observation, step = batch.get("observation"), batch.get("next")
-        value = self._value(batch)
+        step, mask = batch.get("next"), batch.get("mask", None)
+        value, log_prob, weight, summary = self._before(batch)
+        done = step.get("done").squeeze(-1)
+        inputs = step.select("observation", STATE, strict=False)
         advantage = gae(
             self.reward_scale * step.get("reward").squeeze(-1),
             value,
-            self._value(step),
+            successor_values(value, done, lambda ends: self._value(inputs[ends])),
             step.get("terminated").squeeze(-1),
-            step.get("done").squeeze(-1),
+            done,
             gamma=self.gamma,
             lmbda=self.gae_lambda,
         )
-        log_prob = batch.get("action_log_prob")
-        columns = (observation, batch.get("action"), log_prob, advantage, advantage + value, value)
-        mask = batch.get("mask", None)
+        columns = (batch.get("observation"), batch.get("action"), log_prob, advantage, advantage + value, value)
         state = batch.get(STATE, None)
         if state is None:
-            frames = Frames(*(x.flatten(0, batch.ndim - 1) if mask is None else x[mask] for x in columns))
+            rows = Frames(*columns, weight=weight)
+            frames = rows.map(lambda x: x.flatten(0, batch.ndim - 1) if mask is None else x[mask])
         else:
             valid = torch.ones_like(advantage, dtype=torch.bool) if mask is None else mask
-            sequences = Frames(*columns, state, batch.get("is_init").squeeze(-1), mask=valid)
+            sequences = Frames(*columns, state, batch.get("is_init").squeeze(-1), weight, mask=valid)
             present = valid.reshape(-1, valid.shape[-1]).any(-1)  # a minibatch without a frame would have no mean
             frames = sequences.map(lambda x: as_sequences(x, batch.ndim)[present])
         flat = _flat(frames)
         explained = explained_variance(flat.advantage.var(correction=0), flat.target)
-        summary = {"explained_variance": explained.item(), "value": flat.value.mean().item()}
         self.frames += len(flat.value)
-        if not self.decoupled:
-            return frames, summary
-        frames, kl = self._decouple(frames)
-        return frames, summary | {"kl_acted": kl}
+        return frames, summary | {"explained_variance": explained.item(), "value": flat.value.mean().item()}
 
-    def _decouple(self, frames: Frames) -> tuple[Frames, float]:
-        """Return `frames` with the ``log_prob`` of the policy before the update and ``weight``; and ``kl_acted``."""
-        distribution, _, flat = self._evaluate(frames)
-        log_prob = distribution.log_prob(flat.action)
-        log_ratio = log_prob - flat.log_prob
-        weight = log_ratio.exp().clamp(max=self.max_weight)
-        if frames.mask is not None:  # back to sequences
-            zeros = torch.zeros_like(frames.log_prob)
-            log_prob, weight = (zeros.masked_scatter(frames.mask, x) for x in (log_prob, weight))
-        return frames._replace(log_prob=log_prob, weight=weight), kl_divergence(log_ratio).item()
+    def _before(self, batch: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None, dict[str, float]]:
+        """Return the values, `Frames.log_prob` and `Frames.weight`, ``[*B, T]`` each; and ``kl_acted`` to report."""
+        acted = batch.get("action_log_prob")
+        if not self.decoupled:
+            return self._value(batch), acted, None, {}
+        observation, action, mask = batch.get("observation"), batch.get("action"), batch.get("mask", None)
+        if isinstance(self.policy, RecurrentPolicy):
+            sequences = (batch.get(key) for key in ("observation", STATE, "is_init", "action"))
+            observation, state, is_init, action = (as_sequences(x, batch.ndim) for x in sequences)
+            parameters, _ = self.policy.sequence(observation, state, is_init.squeeze(-1))
+            log_prob = self.policy.from_parameters(parameters).log_prob(action).reshape(acted.shape)
+            value = self._value(batch)
+        else:
+            distribution, value = evaluate(self.policy, self.critic, observation)
+            log_prob = distribution.log_prob(action)
+        log_ratio = log_prob - acted
+        kl = kl_divergence(log_ratio if mask is None else log_ratio[mask])
+        return value, log_prob, log_ratio.exp().clamp(max=self.max_weight), {"kl_acted": kl.item()}
 
     def _value(self, step: TensorDictBase) -> Tensor:
         """Return the values of the observations of `step`; those of a recurrent critic depend on the state as well."""
