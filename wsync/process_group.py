@@ -7,11 +7,9 @@ Instead, weights may go through a group that the user has made.
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import secrets
 import threading
-from concurrent.futures import Future
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -110,7 +108,7 @@ class DistributedTransport:
         self._rank = rank
         self._host = host
         self._pid = os.getpid()
-        self._receiving: tuple[Buffer, Future[None]] | None = None  # begun, and not yet returned
+        self._receiving: tuple[Buffer, _PendingTransfer] | None = None  # begun, and not yet returned
         self._sent: list[Transfer] = []  # by ``send_weights_async``, until ``wait_ack``
         self._buffer = None if weights_buffer is None else _buffer_like(weights_buffer, self.device)
 
@@ -254,11 +252,13 @@ class DistributedTransport:
         if self._receiving is None:
             buffer = self._require_buffer() if weights is None else _buffer_like(weights, self.device)
             transfer = self._group.recv([buffer.flat], self._peer, self._tag)
-            self._receiving = buffer, _end_of(transfer, self.device)
-        buffer, ended = self._receiving
-        if not concurrent.futures.wait([ended], as_timeout(timeout)).done:
+            self._receiving = buffer, _PendingTransfer(transfer, self.device)
+        buffer, pending = self._receiving
+        pending.join(as_timeout(timeout))
+        if pending.is_alive():
             return None
-        ended.result()
+        if pending.error is not None:
+            raise pending.error
         self._receiving = None
         copies = [view.clone() for view in buffer.views]  # the next version may overwrite the buffer
         return apply_received(dict(zip(buffer.layout.names, copies, strict=True)), weights, model, strategy)
@@ -271,27 +271,27 @@ class DistributedTransport:
         return self._buffer
 
 
-def _end_of(transfer: Transfer, device: torch.device) -> Future[None]:
-    """Return the end of a transfer, which a thread waits for: gloo gives a group up when a wait of its own times out.
+class _PendingTransfer(threading.Thread):
+    """A thread that waits for a transfer: gloo gives a group up when a wait of its own times out.
 
-    Args:
-        transfer: the transfer in progress.
-        device: the device of the buffer that is received into.
+    Attributes:
+        error: with which the transfer has failed; None before its end.
     """
-    ended = Future[None]()
 
-    def wait() -> None:
+    def __init__(self, transfer: Transfer, device: torch.device) -> None:
+        super().__init__(name="wsync-pending-transfer", daemon=True)
+        self._transfer, self._device = transfer, device
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Wait, in the thread."""
         try:
-            transfer.wait()
-            if device.type == "cuda":  # nccl's wait is one of this thread's stream
-                torch.cuda.synchronize(device)
-        except BaseException as error:  # noqa: BLE001  raised by the caller of ``result``
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
-
-    threading.Thread(target=wait, name="wsync-pending-transfer", daemon=True).start()
-    return ended
+            self._transfer.wait()
+            if self._device.type == "cuda":  # nccl's wait is one of this thread's stream
+                torch.cuda.synchronize(self._device)
+        except BaseException as error:  # noqa: BLE001  raised by ``receive_weights``
+            self.error = error
 
 
 def _buffer_like(weights: Any, device: torch.device) -> Buffer:
