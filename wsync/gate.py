@@ -9,8 +9,8 @@ the forward used (a slot of shared memory). An error of a hook is raised in the 
 that forbids the use of one model is raised only for forwards that may use that model (``entered_for_forward_of``).
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
-soon as the running forward ends, even if no other forward follows. In shared memory, if no acknowledgement is awaited
-and no thread of the worker waits in ``receive``, that thread is not woken: the next forward, or ``pull``, installs it.
+soon as the running forward ends, even if no other forward follows. In shared memory it is not woken if no
+acknowledgement is awaited and no thread waits in ``receive``: the next forward, or ``pull``, installs the update.
 
 What bypasses the gate, such as ``model.forward(...)``, a submodule called on its own, or a plain read of a parameter
 (docs/lifecycle.md has all), may see two versions. Hold the gate for it, and around forward *and* backward::
@@ -65,7 +65,7 @@ class Gate:
         gate_state = self.gate_state
         with gate_state.lock:
             depth_before, entered = gate_state.depth, False
-            if not depth_before or not self._blocks:  # no block is open; after a signal `_blocks` may be wrong
+            if not depth_before or not self._blocks:  # no block is open (a signal handler may have left `_blocks` > 0)
                 self._blocks, self._depth_before_first = 0, depth_before
             self._blocks += 1
             try:
@@ -75,7 +75,7 @@ class Gate:
             finally:
                 self._blocks -= 1
                 # The blocks of two coroutines may overlap without being nested: A begins (depth 1), B begins (2), A
-                # ends. The depth is then 1, since B is open, and not 0 as before A.
+                # ends, at another depth than its own. Then set the depth before the first block plus those still open.
                 if entered and gate_state.depth != depth_before + 1:
                     depth_before = self._depth_before_first + self._blocks
                 gate_state.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
@@ -103,7 +103,7 @@ class Gate:
             in_time = lock.acquire(timeout=-1 if left is None else left)
             return self.call_for(subject, function, *args) if in_time else None
         finally:
-            try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
+            try:  # noqa: SIM105  not with suppress(): a signal handler may raise in it, before release()
                 lock.release()
             except RuntimeError:  # it was not acquired
                 pass
@@ -184,7 +184,7 @@ class MixedWeightsGuard:
             _gate.detach(self)
 
     def poll_update(self) -> bool:
-        """See ``GateHook``; WeightSyncError if weights are mixed. An earlier hook may have emptied ``why``."""
+        """See ``GateHook``; WeightSyncError while weights are mixed: a hook that installs a whole version ends that."""
         if self.why and entered_for_forward_of(self._model):
             raise WeightSyncError(self.why)
         return False
@@ -241,7 +241,7 @@ def gate_model(module: nn.Module) -> None:
     """Make every call of ``module`` pass through the gate. Called inside the gate, by the thread that connects.
 
     The module's class is replaced by a subclass of the same name; no attribute is added. A copy or unpickled module has
-    the original class, and is not gated (unless a ``__deepcopy__`` of its own has made it).
+    the original class, and is not gated (except a copy that the module's own ``__deepcopy__`` makes by ``type(self)``).
     """
     original = type(module)
     if _ORIGINAL in vars(original):

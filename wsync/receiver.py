@@ -115,7 +115,7 @@ class Receiver:
         self._state.begin()
         try:
             self._channel.connect(worker_idx, deadline_in(timeout))
-            self._gate_or_refuse()
+            self._gate_or_report_error()
             self._attach_hooks_and_install()
             self._state.set_open()
             self._channel.attach(self._handler)
@@ -124,7 +124,7 @@ class Receiver:
             self.close()
             raise
 
-    def _gate_or_refuse(self) -> None:
+    def _gate_or_report_error(self) -> None:
         """Gate the model, or send the sender the error."""
         try:
             self.updater.require_fit()
@@ -149,8 +149,8 @@ class Receiver:
         # A thread that waits in `receive` already (older API) must not return the first weights.
         self._state.last_returned = self._channel.first_version
         policy.install_now()
-        # `install_now` installs the newest version, which may be later than the first weights. If there are no first
-        # weights, an error is that of a later version: the sender was told it already, and it is not raised here.
+        # `install_now` installs the newest version. If the sender had no first weights, that version came by a later
+        # `send`, which was told of an error: `connect` does not raise it as well.
         error = self.updater.error if self._channel.first_version else ""
         self.updater.run_cascade()
         if error:
@@ -235,7 +235,7 @@ class Receiver:
         if process_gate().held_here:
             raise RuntimeError("call pull() outside any forward and any wsync.gate() block")
         deadline, pause = deadline_in(timeout), _FIRST_PAUSE
-        self._fetch(timeout)
+        self._install_newest(timeout)
         while not self._state.last_attempted_version:
             left = remaining(deadline)
             if left == 0.0:
@@ -243,31 +243,33 @@ class Receiver:
             if not self._state.wait_first(pause if left is None else min(pause, left)):
                 if self._state.closed:
                     raise self._state.ended()
-                self._fetch(remaining(deadline))
+                self._install_newest(remaining(deadline))
             pause = min(2 * pause, _LONGEST_PAUSE)
-        return process_gate().call_without_forward(self._return_version)
+        return process_gate().call_without_forward(self._mark_returned)
 
-    def _return_version(self) -> int:
-        """Return the installed version, which counts as returned; or raise why a newer one is not installed."""
+    def _mark_returned(self) -> int:
+        """Return the installed version, after which ``receive`` waits for the next; or raise why a newer one failed."""
         state = self._state
-        if state.refused:
+        if state.newest_has_failed:
             raise WeightSyncError(
                 f"worker {self.worker_idx}: version {state.failed_version} could not be installed and is not tried "
                 f"again. Newest installed version: {state.version or 'none'}. The error:\n{state.failure}"
             )
         if state.phase is Phase.LOST and state.version <= state.last_returned:
             raise state.ended()
-        return state.return_version()
+        return state.mark_returned()
 
-    def _fetch(self, timeout: float | None) -> None:
-        """Install the newest version that there is now.
+    def _install_newest(self, timeout: float | None) -> None:
+        """Install the newest version that there is now; called by the thread in ``pull``.
 
         Raises:
             NotConnected: this end was shut down while a store was read.
             SyncTimeout: the sender has one, and did not send it in time.
             WeightSyncError: see ``pull``.
         """
-        if self._store_channel is not None:  # a store has no sender that announces versions: read the newest first
+        # A store has no sender that announces versions: read the newest first, in this thread. If the store is watched,
+        # the receiver thread reads as well: one of them at a time, and each installs inside the gate.
+        if self._store_channel is not None:
             self.updater.process(self._store_channel.fetch_newest())
             if self._state.closed:  # another thread has called shutdown(): drop what was read
                 raise self._state.ended()

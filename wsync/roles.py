@@ -59,7 +59,7 @@ class Role:
             where = f"on the {self.side}" + (", in the parent of this forked process" if self.inherited else "")
             raise RuntimeError(f"this scheme is already initialised {where}, for model '{self.model_id}'")
 
-    def refuse(self, **given: object) -> None:
+    def reject_arguments(self, **given: object) -> None:
         """Raise ``ValueError`` if one of these arguments of ``connect``, which the other end takes, is not None."""
         if names := [f"{name}=" for name, value in given.items() if value is not None]:
             raise ValueError(f"connect() takes no {' and no '.join(names)} on the {self.side}")

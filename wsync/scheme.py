@@ -28,7 +28,7 @@ from wsync.registry import load_backend
 from wsync.roles import ReceiverRole, Role, SenderRole, close_when_abandoned
 from wsync.scheme_base import SchemeBase
 from wsync.sending.counting import agreed_count
-from wsync.sending.membership import single_worker
+from wsync.sending.membership import checked_worker_index
 from wsync.sending.source import DeviceMap
 from wsync.types import CollectorContext, SyncReport
 from wsync.weights.targets import Load
@@ -100,8 +100,8 @@ class WeightSyncScheme(SchemeBase):
             context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
                 ``update_policy_weights_``) is called after each update is installed and before it is acknowledged:
                 outside the gate, by the receiver thread or the thread in ``connect``.
-            model: the model itself, or a mapping of tensors into which weights are copied. If another process
-                has handed a module over in shared memory, it first gets memory of its own.
+            model: the model itself, or a mapping of tensors into which weights are copied. A module in memory shared
+                with another process is first given memory of its own: that process's model must not change.
             load: for an inference engine: called inside the gate, by the thread that installs, with an iterator over
                 the ``(name, tensor)`` pairs of a version; they are valid during the call. ``model`` is then optional.
             chunk_bytes: call ``load`` several times for one version, with at most so many bytes (or one tensor) each.
@@ -111,7 +111,7 @@ class WeightSyncScheme(SchemeBase):
             RuntimeError: the scheme has neither a sender's address nor a torch store to find it in; or is initialised.
             LookupError, TypeError: the context has no such model.
             ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
-                of its own, if ``send`` awaits no acknowledgements.
+                of its own, if workers do not acknowledge: updates are passed on before an acknowledgement.
         """
         self._make_ready_for_receiver()
         if self._sender_model_id not in (None, model_id):
@@ -156,12 +156,12 @@ class WeightSyncScheme(SchemeBase):
         role = self._role
         role.require_not_forked()
         if isinstance(role, SenderRole):
-            role.refuse(worker_idx=worker_idx)
+            role.reject_arguments(worker_idx=worker_idx)
             if self._address is not None and not role.sender.connected:
                 self.create_rendezvous().announce(self._address, str(role.model_id), deadline_in(self.timeout))
             role.connect(weights, processes)
         elif isinstance(role, ReceiverRole):
-            role.refuse(weights=weights, processes=processes)
+            role.reject_arguments(weights=weights, processes=processes)
             role.connect(worker_idx, self.timeout, acknowledges=self.acknowledges)
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect(), also after shutdown()")
@@ -187,7 +187,7 @@ class WeightSyncScheme(SchemeBase):
             NotConnected: this end is not initialised as a sender, or is a forked child of one.
         """
         sender = self._role.as_sender("readmit").sender
-        worker = single_worker(worker_idx, sender.num_workers)
+        worker = checked_worker_index(worker_idx, sender.num_workers)
         with watched(None if process is None else {worker: process}, sender.num_workers) as sentinels:
             sender.readmit(worker, sentinels.get(worker), timeout)
 
@@ -212,7 +212,7 @@ class WeightSyncScheme(SchemeBase):
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
             LayoutMismatch: the weights do not fit the model; no worker's model was changed.
             ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
-            WorkerDied, WorkerFailed, SyncTimeout: names workers without it; ``error.version`` is None if none was sent.
+            WorkerDied, WorkerFailed, SyncTimeout: names the workers without update ``error.version`` (None: not sent).
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update

@@ -18,7 +18,7 @@ from wsync.errors import WorkerDied, WorkerFailed, forked_child_error
 from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.sending.channel import SenderSideChannel
 from wsync.sending.forking import fork_aware
-from wsync.sending.membership import Membership, single_worker
+from wsync.sending.membership import Membership, checked_worker_index
 from wsync.sending.protocols import SendChannel
 from wsync.sending.source import Source
 from wsync.sending.tensor_finders import TensorFinders
@@ -129,21 +129,21 @@ class Sender:
 
     def disconnect(self, worker: int) -> None:
         """Treat a worker as dead; see ``WeightSyncScheme``. ValueError: there is no such worker."""
-        worker = single_worker(worker, self.num_workers)
+        worker = checked_worker_index(worker, self.num_workers)
         try:
             while not self._lock.acquire(timeout=_PATIENCE):
-                self.channel.give_up(worker)  # the lock's holder may wait for this worker, and may do so again
+                self.channel.give_up(worker)  # repeated: the next holder of the lock may wait for it too
             with self.exclusive():  # takes the lock again: it also disables the fast path
                 self._disconnect(worker)
         finally:
-            try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
+            try:  # noqa: SIM105  not with suppress(): a signal handler may raise in it, before release()
                 self._lock.release()
             except RuntimeError:  # a signal handler has raised before the lock was acquired
                 pass
 
     def _disconnect(self, worker: int) -> None:
         """Disconnect a worker, and await no more answers from it."""
-        self._updates.unawaited.stop_waiting_for([worker])
+        self._updates.unawaited.drop_workers([worker])
         self._members.remove([worker])  # before disconnect(), in which a signal handler may raise
         self.channel.disconnect(worker)
 
@@ -160,20 +160,23 @@ class Sender:
         """
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            newest = awaited = self._members.version_sent_to(worker)  # a replacement is sent it as it connects
+            newest = self._members.version_sent_to(worker)  # the channel sends it to a replacement that connects
+            to_await = newest  # 0: no answer is awaited
             early_join = self.channel.pop_early_join(worker, sentinel)  # a replacement that is connected already
             if early_join is None:
                 self._disconnect(worker)
             elif early_join.unanswered_version != newest:
-                awaited = 0  # it has answered; or `newest` was sent after it had connected, by a call that awaits it
+                to_await = 0  # it has answered; or `newest` was sent after the join, by a `send` that awaits the answer
             try:
                 if early_join is None:
                     self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
-                if awaited:
-                    self._updates.acks.require([worker], awaited, deadline)
+                if to_await:
+                    self._updates.acks.require([worker], to_await, deadline)
             except BaseException as error:
-                if not isinstance(error, WorkerDied | WorkerFailed):  # the next `readmit` uses this connection
-                    self.channel.keep_early_join(worker, EarlyJoin(awaited))
+                if not isinstance(
+                    error, WorkerDied | WorkerFailed
+                ):  # if it has connected, the next `readmit` uses that
+                    self.channel.keep_early_join(worker, EarlyJoin(to_await))
                 raise
             finally:
                 self._members.add(self.channel.workers)
@@ -258,7 +261,7 @@ class Sender:
             self._fast = fast
 
     def _finish_fast(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
-        """Finish an update of the fast path that some workers have not acknowledged, or were not pointed to yet."""
+        """Finish an update of the fast path that was not published to all workers yet, or not acknowledged."""
         self._fast = None
         workers, timeout, version = self._members.present, self.timeout, self.version
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))

@@ -120,9 +120,9 @@ class TransportBackend(Protocol):
 
         1. The first call comes when the sender announces the update; ``send_weights`` may still run. If it returns the
            update's weights, no other call follows.
-        2. Otherwise (it returned None or older weights, or raised) it is called again once ``send_weights`` has
-           returned, and again after each older version: up to eight more calls.
-        3. If one of the further calls returns None or raises, or all eight return older weights, the trainer raises
+        2. Otherwise (it returned None or older weights, or raised), the second call comes when ``send_weights`` has
+           returned. While calls return older weights, more follow: at most eight after the first.
+        3. If one of these eight returns None or raises, or all return older weights, the trainer raises
            ``WorkerFailed``.
 
         Args:
@@ -192,8 +192,9 @@ class FlatTransport(Protocol):
             rank: 0 on the sender, 1 in the worker.
             connection_number: 1 for the first connection with this worker's index, more for each later one.
             host: the address of this end by which the other end reaches it.
-            deadline: on ``time.monotonic``'s clock. A scheme gives one second more than the deadline for the set-up of
-                this worker, so that its own thread reports the timeout first; or ten minutes, if there is no deadline.
+            deadline: on ``time.monotonic``'s clock. It is one second later than the deadline of the scheme, so that the
+                thread in ``scheme.connect``, which waits for this call, reports the timeout first; ten minutes, if the
+                scheme has no deadline.
 
         Raises:
             RuntimeError: the connection could not be made.
@@ -208,9 +209,9 @@ class FlatTransport(Protocol):
 
         Args:
             flat: ``uint8[nbytes]``; unchanged until the worker has answered.
-            transfers: an empty list. Start the transfer and append it in one call into C, such as
-                ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``: a signal handler (Ctrl-C) may raise
-                between two calls, and the scheme would start a transfer again that it does not know of.
+            transfers: an empty list. A signal handler (Ctrl-C) may raise between two calls: a transfer that
+                was started but not appended would be started again. So do both in one call into C, such as
+                ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``.
 
         Raises:
             RuntimeError: the connection has broken: the scheme then treats the worker as dead.
@@ -220,7 +221,8 @@ class FlatTransport(Protocol):
     def begin_receive(self, flat: Tensor, transfers: list[Transfer]) -> None:
         """Begin to receive into ``flat``, and append the transfer to ``transfers``, like ``begin_send``.
 
-        Called by the receiver thread, the thread in ``connect`` or (``receives_ahead``) the one that has acknowledged.
+        Called by the receiver thread or the thread in ``connect``. With ``receives_ahead`` also by the thread that has
+        just acknowledged a version, such as one that begins a forward: inside the gate, so it must not wait.
 
         Raises:
             RuntimeError: the connection has broken.

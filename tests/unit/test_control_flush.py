@@ -86,7 +86,7 @@ def test_an_empty_socket_takes_a_message_of_half_its_buffer_at_once(host: str | 
     with connected(host) as (sender, worker):
         sender.send(Message(Kind.DATA))
         assert worker.receive() == Message(Kind.DATA)
-        sent = Message(Kind.DATA, payload=bytes(sender.sent_at_once))
+        sent = Message(Kind.DATA, payload=bytes(sender.room_when_empty))
         sender.send(sent)
         assert not sender.busy
         assert worker.receive() == sent

@@ -314,7 +314,7 @@ def test_a_file_with_descriptor_0_is_opened_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(registered, "_open", note)
     os.close(0)
     try:
-        buffers = registered.RegisteredWeights.describe(arena, {"a": whole[:4], "b": whole[4:]})
+        buffers = registered.RegisteredWeights.create(arena, {"a": whole[:4], "b": whole[4:]})
         assert buffers is not None and opened == [0]
         buffers.close()
     finally:

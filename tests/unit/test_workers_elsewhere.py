@@ -262,7 +262,7 @@ def test_registered_buffers_outside_shared_memory_get_what_all_workers_are_sent(
 
 def test_without_descriptors_shared_memory_is_not_taken_for_another_machines() -> None:
     with closing(SenderArena(1)) as arena:
-        registered = RegisteredWeights.describe(arena, {"weight": torch.ones(4).share_memory_()})
+        registered = RegisteredWeights.create(arena, {"weight": torch.ones(4).share_memory_()})
         with descriptors_left(1), pytest.raises(OSError, match="Too many open files"):
             open_handle(arena.handle)
         opened = open_handle(arena.handle)

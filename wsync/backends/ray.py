@@ -21,7 +21,7 @@ from wsync.rendezvous import SocketRendezvous
 from wsync.roles import ReceiverRole, SenderRole
 from wsync.scheme import WeightSyncScheme
 from wsync.sending.counting import single_count
-from wsync.sending.membership import single_worker
+from wsync.sending.membership import checked_worker_index
 from wsync.weights.strategy import Format
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
@@ -202,7 +202,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if self._actors is None or not isinstance(role, SenderRole):
             super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
             return
-        role.refuse(worker_idx=worker_idx)
+        role.reject_arguments(worker_idx=worker_idx)
         if processes is not None:
             raise ValueError("Ray reports the end of its actors: leave processes= out")
         with role.sender.exclusive():  # else this could take the acknowledgement that another thread's send waits for
@@ -227,7 +227,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if process is not None:
             raise ValueError("Ray reports the end of its actors: leave process= out")
         sender = self._role.as_sender("readmit").sender
-        worker_idx = single_worker(worker_idx, sender.num_workers)
+        worker_idx = checked_worker_index(worker_idx, sender.num_workers)
         with self._joining(self._actors, sender, [worker_idx]) as sentinels:
             sender.readmit(worker_idx, sentinels[worker_idx], timeout)
 

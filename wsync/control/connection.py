@@ -119,8 +119,8 @@ class Connection:
         return "127.0.0.1" if self.passes_descriptors else self._socket.getsockname()[0]
 
     @property
-    def sent_at_once(self) -> int:
-        """How many bytes an empty socket takes at once: half the size of its buffer, in which overhead is counted."""
+    def room_when_empty(self) -> int:
+        """The bytes that fit into the empty socket: half of SO_SNDBUF, which includes the kernel's overhead."""
         return self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
     def fileno(self) -> int:
@@ -179,7 +179,8 @@ class Connection:
         flags = _WAIT if wait else _NO_WAIT
         try:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-            sent.extend(map(self._socket.sendmsg, [parts], [rights], [flags]))  # socket.send_fds() ignores its flags
+            # One call in C that sends and records the bytes, see `Outbox`. (socket.send_fds() would ignore its flags.)
+            sent.extend(map(self._socket.sendmsg, [parts], [rights], [flags]))
         except BlockingIOError:
             pass
         except OSError as error:

@@ -72,7 +72,7 @@ class EarlyJoins:
 
 
 def _is_another_process(sentinel: int, connected_at: float) -> bool:
-    """Return whether another process has made the connection: that of ``sentinel`` has ended, or was started later.
+    """Return whether the connection cannot be by the process of ``sentinel``: it has ended, or was started later.
 
     False if ``sentinel`` is no pidfd and is not readable: the time of the start is then not known.
     """

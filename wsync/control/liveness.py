@@ -36,7 +36,8 @@ class PeerProcess:
     Attributes:
         pid: its process id; -1 if it is not known, or runs on another machine or in another PID namespace.
         descriptors: its pidfd, readable once the process has exited; an eventfd that is readable at once, if it had
-            exited before this object was made. Empty if it runs elsewhere, without pidfds, and after ``close``.
+            exited before this object was made. Empty if it runs elsewhere, if this kernel has no
+            pidfds, and after ``close``.
 
     Raises:
         OSError: there is no descriptor left.

@@ -97,7 +97,8 @@ class Outbox:
             if self._waiting or 0 < sum(sent) < size:
                 self._error = ConnectionError("the sending of an earlier message was interrupted")
             raise
-        # No call stands between the two ``try``: a signal handler may raise where a Python function begins.
+        # Keep these two ``try`` adjacent: signal handlers run where a function begins, so none can raise between them,
+        # where ``busy`` would stay True without a thread.
         try:
             thread.start()
         except RuntimeError as error:  # the limit of threads; what was sent may be half a message
@@ -154,8 +155,8 @@ class Outbox:
 
         Any thread may call it, also in a finalizer or a signal handler.
         """
-        # Without the lock: put() may hold it while it waits until the background thread has started. A finalizer that
-        # runs in the background thread before that may call this method.
+        # Without the lock: in put(), with the lock held, ``Thread.start()`` waits for the new thread to signal that it
+        # runs. A finalizer that runs in the new thread before that signal may call this method.
         thread = self._thread
         # No join in the background thread itself, nor inside ``put``: the background thread may wait for the lock.
         if thread is not None and thread is not threading.current_thread() and self._putter != threading.get_ident():

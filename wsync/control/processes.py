@@ -109,8 +109,8 @@ def _as_process(worker: int, process: Process) -> _Watched:
     """Return ``process``, or another object of which the exit code can be read.
 
     - for the sentinel of a ``multiprocessing.Process``, the ``Process``, which knows the exit code;
-    - for a ``Popen`` that this process has inherited by a fork, a ``_ProcessId``: its ``poll()`` returns 0 while it
-      runs.
+    - for a ``Popen`` that this process has inherited by a fork, a ``_ProcessId``, because ``Popen.poll()`` returns 0
+      here although the process still runs.
     """
     if isinstance(process, subprocess.Popen) and process.returncode is None and not _is_child(process.pid):
         return _ProcessId(process.pid)

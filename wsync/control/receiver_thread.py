@@ -112,8 +112,8 @@ class ReceiverThread:
                 changed = True
                 continue
             with self._calling:
-                # Stored before `_handlers` is read; `unregister` changes `_handlers` before it reads `_running`. So one
-                # of the two threads sees the other's change.
+                # `_running` is stored before `_serve_one` reads `_handlers`; `unregister` changes `_handlers` before it
+                # reads `_running`. So this thread sees that the handler was removed, or `unregister` that it runs.
                 self._running = handlers[descriptor][0]
                 try:
                     changed |= self._serve_one(descriptor, handlers)

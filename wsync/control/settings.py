@@ -34,7 +34,8 @@ class SenderSettings:
     Attributes:
         layout: the layout of the weights (its fields: see ``Layout``); None until the sender has some.
         checksum: which updates have a checksum, as the scheme's option says. True: all. None (by default): all that do
-            not lie in the arena. False: only those by a ``TransportBackend``, where it tells the version.
+            not lie in the arena. False: only those by a ``TransportBackend``, where the checksum shows whether an older
+            version has arrived.
         num_workers: the number of workers.
         connection_number: how many connections were accepted with this index, this one included; 0 where it is not
             used.
@@ -123,6 +124,7 @@ def _plain(layout: Layout) -> list[Any]:
     dtypes = [str(dtype).removeprefix("torch.") for dtype in layout.dtypes]
     extra = None if layout.extra is None else sorted(layout.extra)
     tensors = [layout.names, dtypes, layout.shapes, layout.strides, layout.offsets]
+    # optional: entries that later weights may lack
     return [*tensors, layout.ties, layout.nbytes, extra, sorted(layout.optional), layout.model_may_have_more]
 
 

@@ -64,8 +64,9 @@ class TcpWatch:
     def remove(self, sock: socket.socket) -> None:
         """Stop watching a socket; with the last one, wait for the end of a thread that has started. Idempotent."""
         if self._starting:
-            # ``add`` has the lock until the new thread runs. A finalizer in that thread may call this method first, so
-            # do not wait for the lock. The thread ends by itself when no socket is left.
+            # In ``add``, with the lock held, ``Thread.start()`` waits for the new thread to signal that it runs. A
+            # finalizer that runs in the new thread before that signal may call this method: do not wait for the lock.
+            # The thread ends by itself when no socket is left.
             self._silent_checks.pop(sock, None)
             return
         with self._lock:
@@ -80,7 +81,7 @@ class TcpWatch:
 
     def _run(self, stop: threading.Event) -> None:
         while not stop.wait(_INTERVAL):
-            # Not blocking: a finalizer that runs inside a method may hold the lock, and join this thread.
+            # Not blocking: a finalizer may call ``remove`` inside ``add``, which has the lock, and join this thread.
             if not self._lock.acquire(blocking=False):
                 continue
             try:

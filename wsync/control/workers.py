@@ -89,8 +89,8 @@ class WorkerConnections:
         self.process_arrived_messages()  # notices deaths, so that replacements are accepted
         self._given_up.clear()
         self.early_joins.discard(*workers)
-        # After the deadline, workers that are queued in the listener are accepted, up to the first that is refused.
-        missing, accepted = set(workers) - self._connections.keys(), True
+        # After the deadline, those queued in the listener are accepted, until an accept yields no worker.
+        missing, last_accept_worked = set(workers) - self._connections.keys(), True
         while missing:
             if self._listener.fileno() < 0:
                 raise NotConnected("the scheme was shut down while it connected")
@@ -102,21 +102,21 @@ class WorkerConnections:
             died_early = {worker: "died before it had connected" for worker, fd in watched.items() if fd in ready}
             if died_early and self._listener.fileno() not in ready:  # it may have connected before it ended
                 raise WorkerDied(f"worker(s) {join_indices(died_early)} died before they had connected", died_early)
-            if remaining(deadline) == 0.0 and not (accepted and self._listener.fileno() in ready):
+            if remaining(deadline) == 0.0 and not (last_accept_worked and self._listener.fileno() in ready):
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(why_not_connected(missing, watched), dict.fromkeys(missing, "did not connect"))
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)
             if self._listener.fileno() in ready:
-                accepted = (worker := self._accept(workers, deadline)) >= 0
+                last_accept_worked = (worker := self._accept(workers, deadline)) >= 0
                 missing.discard(worker)
-            lost = set(workers) - {*missing, *self._connections, *self._answers}  # an answer goes to ``wait_acks``
+            lost = set(workers) - {*missing, *self._connections, *self._answers}  # an answer says more than the death
             if deaths := {one: death.error for one, death in self._deaths.copy().items() if one in lost}:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(deaths.items()))
                 raise WorkerDied(f"worker(s) {join_indices(deaths)} were lost after they had connected{causes}", deaths)
 
     def _accept(self, awaited: Collection[int], deadline: float | None) -> int:
-        """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""
+        """Register the worker of one new connection; return its index, or -1 if there is none."""
         if (arrival := self._listener.accept()) is None:
             return -1
         connection, hello = arrival
@@ -222,7 +222,7 @@ class WorkerConnections:
                     (self._deaths if ack.died else self._answers).pop(ack.worker)
                     self.early_joins.set_answered(ack.worker)
                 return acks
-            expired = deadline != NOW and remaining(deadline) == 0.0  # read() stays True if others keep sending
+            expired = deadline != NOW and remaining(deadline) == 0.0  # NOW: until all that has arrived was read
 
     def _answer_of(self, worker: int, version: int) -> Ack | None:
         """Return the worker's answer to ``version``, else its death: an answer takes precedence over a death."""
@@ -255,8 +255,7 @@ class WorkerConnections:
             while self._ready:
                 self._process(self._ready.pop())
         finally:
-            # After an error in a callback, some are left: the fast path may read those, and receive() would then block.
-            self._ready.clear()
+            self._ready.clear()  # after an error in a callback: the fast path may read the messages of those left
         return True
 
     def _process(self, fd: int) -> None:

@@ -91,7 +91,7 @@ class VersionState:
         return max(self.version, self.failed_version)
 
     @property
-    def refused(self) -> bool:
+    def newest_has_failed(self) -> bool:
         """Whether ``failed_version`` is newer than what is installed."""
         return self.failed_version > (0 if self._in_order else self.version)
 
@@ -236,7 +236,7 @@ class VersionState:
             "the sender died, ended without shutdown(), or has disconnected this worker: there will be no more weights"
         )
 
-    def return_version(self) -> int:
+    def mark_returned(self) -> int:
         """Return the version that the model has, which ``wait_next`` does not return afterwards. Called in the gate."""
         self.last_returned = self.version
         return self.version

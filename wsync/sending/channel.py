@@ -130,7 +130,7 @@ class SenderSideChannel:
         """Describe to the workers where registered weights lie; None if that is not in shared memory."""
         with self._lock:
             slots = self._routes.slots
-            return None if slots is None else RegisteredWeights.describe(slots.arena, tensors)
+            return None if slots is None else RegisteredWeights.create(slots.arena, tensors)
 
     def has_sent(self, version: int) -> bool:
         """Whether a worker has been sent ``version``, or it waits to be: after an update that was interrupted."""

@@ -121,8 +121,8 @@ def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]
     return list(dict.fromkeys(named))
 
 
-def single_worker(worker: object, num_workers: int) -> int:
-    """Return the worker that ``worker`` names, as a plain integer.
+def checked_worker_index(worker: object, num_workers: int) -> int:
+    """Return the index of the one worker that ``worker`` names, as a plain integer.
 
     Raises:
         ValueError: it names none of ``num_workers`` workers, or several.

@@ -26,7 +26,7 @@ def inline_bytes(transport: TransportBackend | FlatTransport, connection: Connec
 
     If a thread had to send the rest, a trainer that is stopped meanwhile would leave half a message.
     """
-    return min(transport.inline_bytes, connection.sent_at_once) if isinstance(transport, FlatTransport) else 0
+    return min(transport.inline_bytes, connection.room_when_empty) if isinstance(transport, FlatTransport) else 0
 
 
 class Transfers:

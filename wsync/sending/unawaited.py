@@ -27,7 +27,7 @@ class Unawaited:
         self._members = members
         self._failed: list[Ack] = []  # deaths and refusals that were not raised yet
 
-    def stop_waiting_for(self, workers: Collection[int]) -> None:
+    def drop_workers(self, workers: Collection[int]) -> None:
         """Drop ``workers`` from all updates: a newer update replaces these, or the worker has gone."""
         for update in self.updates:
             update.workers = [worker for worker in update.workers if worker not in workers]

@@ -107,7 +107,7 @@ class Updates:
             for part, buffer, extra in packed:
                 self.channel.publish(buffer, update.version, extra, part.workers, acknowledge)
         self.note_published(update)
-        self.unawaited.stop_waiting_for(workers)
+        self.unawaited.drop_workers(workers)
         return update
 
     # --- packing ---

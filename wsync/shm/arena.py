@@ -76,7 +76,6 @@ from wsync.loops import ArenaWriter, PackPlan
 from wsync.loops.words import (
     BLOCK,
     MAX_SLOTS,
-    NONE,
     PUBLISHED,
     SLOT_CHECKSUM,
     SLOT_EXTRA_SIZE,
@@ -168,7 +167,7 @@ class Arena:
         assert self.fds[0] >= 0, "the arena is closed"  # else mmap would map new anonymous memory
         offset, flags = self._slots_offset + slot * self._slot_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = PinnedMapping(self.fds[0], self._slot_size, flags=flags, offset=offset)
-        memory.pin()
+        memory.pin()  # page-locked for copies to and from a GPU, if this process uses one
         flat = torch.frombuffer(memory, dtype=torch.uint8)[: self.layout.nbytes]
         return Buffer.over(self.layout, flat, slot, shared=True)
 
@@ -188,7 +187,7 @@ class Arena:
 
     def close(self) -> None:
         """Close the files; mappings stay, and keep the memory. Idempotent."""
-        fds, self.fds = self.fds, (NONE, NONE)
+        fds, self.fds = self.fds, (-1, -1)
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
@@ -197,9 +196,10 @@ class Arena:
 class SenderArena(Arena):
     """The sender's arena, which it creates. Its workers open it.
 
-    It is used under the channel's lock. In two cases the sender's lock is enough: for a fast update (the function that
-    ``ArenaWriter.fast_update`` returns) while no send-loop thread runs; and for ``published_slots`` and reads of those
-    slots, because slots are written only by a thread with the sender's lock.
+    It is used with the channel's lock, except in two cases, in which the sender's lock is enough:
+
+    - an update by the fast path, while no send-loop thread runs;
+    - ``published_slots``, and reads of these slots: each write of a slot needs the sender's lock as well.
 
     Args:
         num_workers: the number of workers.

@@ -99,8 +99,11 @@ class RegisteredWeights:
         self._word = memoryview(mmap.mmap(arena.fds[1], mmap.PAGESIZE, offset=EXTRA_END)).cast("q")
 
     @classmethod
-    def describe(cls, arena: SenderArena, tensors: Mapping[str, Tensor]) -> RegisteredWeights | None:
-        """Describe to the workers of ``arena`` where ``tensors`` lie; None if not all lie in shared memory files.
+    def create(cls, arena: SenderArena, tensors: Mapping[str, Tensor]) -> RegisteredWeights | None:
+        """Write into ``arena`` where ``tensors`` lie, for its workers, and return the sender's end.
+
+        Returns:
+            None if not all tensors lie in shared memory files.
 
         Raises:
             WeightSyncError: the machine has no memory left for the description.
@@ -115,7 +118,7 @@ class RegisteredWeights:
 
     @staticmethod
     def _described(tensors: Mapping[str, Tensor], opened: ExitStack) -> dict[str, Any] | None:
-        """Return what ``describe`` writes, or None; open the files for it, which ``opened`` closes."""
+        """Return what ``create`` writes, or None; open the files for it, which ``opened`` closes."""
         mappings = _shared_mappings() if all(tensor.is_cpu for tensor in tensors.values()) else []
         files: dict[tuple[int, int], int] = {}  # descriptors
         places: dict[str, Any] = {}
