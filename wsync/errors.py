@@ -51,7 +51,7 @@ class WorkerError(WeightSyncError):
     Attributes:
         workers: ``{worker_idx: cause}`` for each worker that failed.
         version: the update that they lack, and the others have; None if no worker was given one.
-        refused: those among them that answered with an error, or that could not be sent the update; all others died, or
+        failed: those among them that answered with an error, or that could not be sent the update; all others died, or
             did not answer.
     """
 
@@ -60,12 +60,12 @@ class WorkerError(WeightSyncError):
         message: str,
         workers: Mapping[int, str] | None = None,
         version: int | None = None,
-        refused: Collection[int] = (),
+        failed: Collection[int] = (),
     ) -> None:
         super().__init__(message)
         self.workers = dict(workers or {})
         self.version = version
-        self.refused = frozenset(refused)
+        self.failed = frozenset(failed)
 
 
 class SyncTimeout(WorkerError, TimeoutError):

@@ -1,8 +1,8 @@
 """The gate: no model changes while its forward runs.
 
 There is one re-entrant gate per process, for all synchronised models in it. A forward of a gated model holds it. Each
-receiver has a *hook*, the object that installs its updates (``GateHook``). Further hooks bind models to registered
-weights (``RegisteredBinder``), and refuse the forwards of a model mixed from two versions (``MixedWeightsGuard``).
+receiver has a *hook*, the object that installs its updates (``GateHook``). Further hooks bind models to tensors
+that the user shares (``RegisteredBinder``), and refuse forwards of a model with mixed weights (``MixedWeightsGuard``).
 When a thread that does not hold the gate yet enters it, and only then, the gate has each hook install a pending update;
 so a forward sees one version from its first layer to its last. When the thread leaves the gate, each hook releases what
 the forward used (a slot of shared memory). An error of a hook is raised in the caller of the forward. An error
@@ -75,7 +75,7 @@ class Gate:
             finally:
                 self._blocks -= 1
                 # The blocks of two coroutines may overlap without being nested: A begins (depth 1), B begins (2), A
-                # ends, at another depth than its own. Then set the depth before the first block plus those still open.
+                # ends. The depth is then the one from before the first block, plus one for each block still open.
                 if entered and gate_state.depth != depth_before + 1:
                     depth_before = self._depth_before_first + self._blocks
                 gate_state.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
@@ -184,7 +184,7 @@ class MixedWeightsGuard:
             _gate.detach(self)
 
     def poll_update(self) -> bool:
-        """See ``GateHook``; WeightSyncError while weights are mixed: a hook that installs a whole version ends that."""
+        """See ``GateHook``; WeightSyncError while weights are mixed, until a whole version is installed."""
         if self.why and entered_for_forward_of(self._model):
             raise WeightSyncError(self.why)
         return False

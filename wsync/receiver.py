@@ -150,7 +150,7 @@ class Receiver:
         self._state.last_returned = self._channel.first_version
         policy.install_now()
         # `install_now` installs the newest version. If the sender had no first weights, that version came by a later
-        # `send`, which was told of an error: `connect` does not raise it as well.
+        # `send`, which raises the error in the trainer: `connect` does not raise it too.
         error = self.updater.error if self._channel.first_version else ""
         self.updater.run_cascade()
         if error:

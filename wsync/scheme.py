@@ -111,7 +111,7 @@ class WeightSyncScheme(SchemeBase):
             RuntimeError: the scheme has neither a sender's address nor a torch store to find it in; or is initialised.
             LookupError, TypeError: the context has no such model.
             ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
-                of its own, if workers do not acknowledge: updates are passed on before an acknowledgement.
+                of its own and ``acknowledge="published"``, where no call would wait until updates are passed on.
         """
         self._make_ready_for_receiver()
         if self._sender_model_id not in (None, model_id):
@@ -177,8 +177,8 @@ class WeightSyncScheme(SchemeBase):
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
-        The replacement gets the newest update that was sent to this index. A replacement that has connected during an
-        earlier ``readmit`` is used, unless ``process`` has ended or was started after that connection. Any other worker
+        The replacement gets the newest update that was sent to this index. A replacement that connected in an earlier
+        ``readmit`` is used, unless it cannot be ``process`` (which has ended, or was started later). Any other worker
         with this index is disconnected. ``timeout``: seconds, None for the scheme's.
 
         Raises:
@@ -212,7 +212,7 @@ class WeightSyncScheme(SchemeBase):
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
             LayoutMismatch: the weights do not fit the model; no worker's model was changed.
             ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
-            WorkerDied, WorkerFailed, SyncTimeout: names the workers without update ``error.version`` (None: not sent).
+            WorkerDied, WorkerFailed, SyncTimeout: names workers without the update (``error.version``; None: unsent).
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update

@@ -166,16 +166,17 @@ class Sender:
             if early_join is None:
                 self._disconnect(worker)
             elif early_join.unanswered_version != newest:
-                to_await = 0  # it has answered; or `newest` was sent after the join, by a `send` that awaits the answer
+                to_await = (
+                    0  # it has answered; or `newest` was sent after the join, by a `send` that awaited the answer
+                )
             try:
                 if early_join is None:
                     self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
                 if to_await:
                     self._updates.acks.require([worker], to_await, deadline)
             except BaseException as error:
-                if not isinstance(
-                    error, WorkerDied | WorkerFailed
-                ):  # if it has connected, the next `readmit` uses that
+                # If the replacement has connected, the next `readmit` uses its connection.
+                if not isinstance(error, WorkerDied | WorkerFailed):
                     self.channel.keep_early_join(worker, EarlyJoin(to_await))
                 raise
             finally:

@@ -71,7 +71,7 @@ def _synchronize(
         _for_all([part for part, _ in parts.values()], Transaction.abort)
         if isinstance(error, WorkerError):
             message = f"'{name}': {error}"
-            raise type(error)(message, error.workers, error.version, error.refused) from None
+            raise type(error)(message, error.workers, error.version, error.failed) from None
         raise
     _for_all([part for part, _ in parts.values()], Transaction.commit)
     reports: dict[str, SyncReport] = {}
@@ -85,6 +85,6 @@ def _synchronize(
         first = errors[0]
         message = f"it was committed, so the other workers have all of {sorted(parts)}: {first}"
         causes = {w: c for error in errors for w, c in error.workers.items()}
-        refused = [worker for error in errors for worker in error.refused]
-        raise type(first)(message, causes, first.version, refused)
+        failed = [worker for error in errors for worker in error.failed]
+        raise type(first)(message, causes, first.version, failed)
     return reports

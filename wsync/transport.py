@@ -52,7 +52,8 @@ class TransportBackend(Protocol):
         returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
 
         After an Exception the worker is disconnected; ``connect`` in the trainer raises ``SyncTimeout`` (if it is one),
-        ``WorkerDied`` (if it is a ``NotConnected``) or ``WorkerFailed``. A call that waits for other workers logs it.
+        ``WorkerDied`` (if it is a ``NotConnected``) or ``WorkerFailed``. If that
+        call waits for other workers, the error is only logged.
         """
 
     def setup_connection_and_weights_on_receiver(
@@ -116,7 +117,7 @@ class TransportBackend(Protocol):
         notices no death: a call that waits has to raise when the other end has gone.
 
         The medium may deliver an older version first (a stream, after a receive that timed out): the scheme compares
-        each result with the update's checksum. For each update (unless a call for an earlier one has returned it):
+        each result with the update's checksum. For each update (unless a call for an earlier one returned its weights):
 
         1. The first call comes when the sender announces the update; ``send_weights`` may still run. If it returns the
            update's weights, no other call follows.

@@ -196,7 +196,7 @@ class WorkerGroup(WorkerSupervisor):
 
     def _fail_unreached(self, addressed: Collection[int], error: wsync.WorkerDied | wsync.SyncTimeout) -> bool:
         """Fail the workers that an update did not reach; return whether there were any."""
-        unreached = [worker for worker in addressed if worker in error.workers and worker not in error.refused]
+        unreached = [worker for worker in addressed if worker in error.workers and worker not in error.failed]
         for record in [self._records[worker] for worker in unreached]:
             if record.worker is not None:
                 self._error_of(record.worker, _patience_after(error))
@@ -206,9 +206,9 @@ class WorkerGroup(WorkerSupervisor):
             record, detail = self._records[worker], error.workers[worker].strip()
             if record.gets_updates:
                 self._fail(record, FailureCause(type(error), worker, f"lacks an update: {detail}"))
-        if error.refused:
-            refused = {worker: error.workers[worker] for worker in error.refused}
-            raise wsync.WorkerFailed(str(error), refused, error.version, refused) from error
+        if error.failed:
+            failed = {worker: error.workers[worker] for worker in error.failed}
+            raise wsync.WorkerFailed(str(error), failed, error.version, failed) from error
         return bool(unreached)
 
     def raise_worker_error(self, error: wsync.WorkerDied | wsync.SyncTimeout) -> None:
@@ -221,7 +221,7 @@ class WorkerGroup(WorkerSupervisor):
         """
         died = isinstance(error, wsync.WorkerDied)
         if died or error.version is not None:
-            self.failures.failed |= Counter(error.workers.keys() - error.refused)  # each once
+            self.failures.failed |= Counter(error.workers.keys() - error.failed)  # each once
         with self._lock.updating():
             if self.ended_by_failure or self.closing:
                 return  # another thread has raised it, or has shut the collector down

@@ -2,8 +2,8 @@
 
 When a process exits, its socket closes, which wakes every wait of the peer. A forked child may keep a copy of it open,
 so on one machine the peer also watches the process's pidfd (a descriptor that is readable once a process has exited).
-If a whole machine fails, or the network to it, the connection is shut down after about ten seconds; later, if the peer
-had stopped reading before the failure: see ``tcp_watch.py``. A stopped or busy peer, which does not read, stays
+If a whole machine fails, or the network to it, the connection is shut down after about ten seconds, or later if the
+peer had stopped reading before the failure: see ``tcp_watch.py``. A stopped or busy peer, which does not read, stays
 connected.
 """
 
@@ -255,7 +255,7 @@ class Connection:
             data, ancillary, flags, _ = self._socket.recvmsg(count, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:  # a Unix peer closed with unread data; what it sent before can still be read
             data, ancillary, flags, _ = self._socket.recvmsg(count, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
-        return data, [fd for _, _, some in ancillary for fd in struct.unpack(f"{len(some) // 4}i", some)], flags
+        return data, [fd for _, _, packed in ancillary for fd in struct.unpack(f"{len(packed) // 4}i", packed)], flags
 
     def attach(self, handler: MessageHandler) -> None:
         """In a worker: from now on ``handler.on_readable()`` is called for each message, and when the peer exits.

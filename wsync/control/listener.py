@@ -91,8 +91,8 @@ class Listener:
         self._opener = os.getpid()
         self._pending: dict[int, _Pending] = {}
         self._used: set[bytes] = set()  # replay protection: a claim is accepted once
-        # epoll, because ``fileno`` returns one descriptor for all sockets. A single socket is unregistered before it is
-        # closed: otherwise it would stay in the set while a forked child has a copy of it.
+        # epoll, because ``fileno`` returns one descriptor for all sockets. Each socket is unregistered before it is
+        # closed: otherwise it would stay in the set while a forked child has it open.
         self._epoll = select.epoll()
         self._socket.setblocking(False)
         self._epoll.register(self._socket.fileno(), select.EPOLLIN)

@@ -33,8 +33,8 @@ class Kind(IntEnum):
     # with the arena, where both are stored beside the weights.
     UPDATE = 4
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
-    # version: a transaction's number: drop what was prepared; or that of a BEGIN_RECEIVE: stop receiving. Versions are
-    # below LAST_VERSION, numbers of transactions are not.
+    # Drop what was prepared (version: the transaction's number), or stop receiving (version: that of BEGIN_RECEIVE).
+    # To tell them apart: versions are below LAST_VERSION, numbers of transactions are not.
     ABORT = 6
     # Install what was prepared; version: the number of the transaction. It is not sent to workers that read the arena:
     # for them the sender publishes the prepared slot.

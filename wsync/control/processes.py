@@ -84,7 +84,7 @@ def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int,
             ]
             if not ends:
                 raise
-            raise WorkerDied(f"{error}: {', '.join(ends)}", error.workers, error.version, error.refused) from error
+            raise WorkerDied(f"{error}: {', '.join(ends)}", error.workers, error.version, error.failed) from error
 
 
 def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Process]:

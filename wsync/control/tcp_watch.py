@@ -62,7 +62,7 @@ class TcpWatch:
                     self._starting = False
 
     def remove(self, sock: socket.socket) -> None:
-        """Stop watching a socket; with the last one, wait for the end of a thread that has started. Idempotent."""
+        """Stop watching a socket; after the last one, wait until the thread has ended. Idempotent."""
         if self._starting:
             # In ``add``, with the lock held, ``Thread.start()`` waits for the new thread to signal that it runs. A
             # finalizer that runs in the new thread before that signal may call this method: do not wait for the lock.

@@ -110,7 +110,7 @@ class WorkerConnections:
             if self._listener.fileno() in ready:
                 last_accept_worked = (worker := self._accept(workers, deadline)) >= 0
                 missing.discard(worker)
-            lost = set(workers) - {*missing, *self._connections, *self._answers}  # an answer says more than the death
+            lost = set(workers) - {*missing, *self._connections, *self._answers}  # an answer is reported instead
             if deaths := {one: death.error for one, death in self._deaths.copy().items() if one in lost}:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(deaths.items()))
                 raise WorkerDied(f"worker(s) {join_indices(deaths)} were lost after they had connected{causes}", deaths)
@@ -222,7 +222,7 @@ class WorkerConnections:
                     (self._deaths if ack.died else self._answers).pop(ack.worker)
                     self.early_joins.set_answered(ack.worker)
                 return acks
-            expired = deadline != NOW and remaining(deadline) == 0.0  # NOW: until all that has arrived was read
+            expired = deadline != NOW and remaining(deadline) == 0.0  # with NOW, read() ends the loop
 
     def _answer_of(self, worker: int, version: int) -> Ack | None:
         """Return the worker's answer to ``version``, else its death: an answer takes precedence over a death."""
@@ -255,7 +255,7 @@ class WorkerConnections:
             while self._ready:
                 self._process(self._ready.pop())
         finally:
-            self._ready.clear()  # after an error in a callback: the fast path may read the messages of those left
+            self._ready.clear()  # if a callback raised, some are left: the fast path may read them, so poll again
         return True
 
     def _process(self, fd: int) -> None:

@@ -105,7 +105,7 @@ class Transfers:
             if isinstance(error, SyncTimeout):
                 raise SyncTimeout(str(error), {worker: str(error)}) from error
             cause = f"the set-up of its transport raised {type(error).__name__}: {error}"
-            raise WorkerFailed(f"worker {worker}: {cause}", {worker: cause}, refused=[worker]) from error
+            raise WorkerFailed(f"worker {worker}: {cause}", {worker: cause}, failed=[worker]) from error
         queue.advance()
         for message in unread:
             self._connections.process(worker, message)

@@ -50,8 +50,8 @@ How long a worker uses a slot depends on how its model takes the weights:
 
 The worker notices either case at the beginning or the end of a forward. It then copies its model to memory of its own.
 Then it reads the slot's version word. The sender sets that word to 0 before it writes the slot, and a version is never
-used twice. So if the word still has the model's version, the copy is whole, and so were the forwards before: the model
-keeps it. Otherwise this forward and each later one raise an error, and return nothing, until a version is installed.
+used twice. So if the word still has the model's version, neither the copy nor an earlier forward was mixed: the model
+keeps the copy. Otherwise this forward and each later one raise an error, until a version is installed.
 
 The memory is anonymous (``memfd``). Workers get its file descriptors over a Unix socket. Over another connection, a
 worker of the same user on the same machine opens the files under ``/proc``, and checks their random name.

@@ -95,7 +95,7 @@ class Delivery(BackendHooks):
                     wsync.WorkerFailed, match=rf"(?s)worker 0.*{problem}.*worker 1.*{problem}"
                 ) as failed:
                     session.scheme.send(weights)
-                assert failed.value.version is None and set(failed.value.refused) == {0, 1}
+                assert failed.value.version is None and set(failed.value.failed) == {0, 1}
             session.send(2)
             assert session.outputs() == [2, 2]
 
