@@ -123,7 +123,7 @@ class EngineSendChannel(ConnectionlessChannel):
                 client.get_world_size()
             except EngineError as error:
                 if error.status and error.status < 500:
-                    raise WorkerFailed(f"worker {worker}: {error}", {worker: str(error)}, refused=(worker,)) from error
+                    raise WorkerFailed(f"worker {worker}: {error}", {worker: str(error)}, failed=(worker,)) from error
                 return str(error)
         return ""
 
