@@ -17,6 +17,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 from ray_workers import START_TIMEOUT
+from stopping import ends
 from torch import nn
 
 import wsync
@@ -177,7 +178,9 @@ def test_the_object_store_after_the_end_of_its_mailbox_and_while_that_hangs(clus
     with wsync.RayWeightSyncScheme(timeout=60.0, transport="object_store") as scheme:
         scheme.init_on_sender("nets['policy']", model=model, actors=made)
         scheme.connect()
+        first: Any = ray.get(mailbox().__ray_call__.remote(lambda _: os.getpid()))
         ray.kill(mailbox(), no_restart=False)
+        assert ends(first)  # until then the killed process may take an update, which is lost with it
         nn.init.constant_(model.bias, 5)
         scheme.send()
         assert ray.get([actor.act.remote() for actor in made]) == [[5, 5]] * 2
