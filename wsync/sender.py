@@ -166,9 +166,7 @@ class Sender:
             if early_join is None:
                 self._disconnect(worker)
             elif early_join.unanswered_version != newest:
-                to_await = (
-                    0  # it has answered; or `newest` was sent after the join, by a `send` that awaited the answer
-                )
+                to_await = 0  # it has answered; or a later `send` has sent it `newest`, and awaited the answer
             try:
                 if early_join is None:
                     self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)

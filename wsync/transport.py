@@ -52,8 +52,8 @@ class TransportBackend(Protocol):
         returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
 
         After an Exception the worker is disconnected; ``connect`` in the trainer raises ``SyncTimeout`` (if it is one),
-        ``WorkerDied`` (if it is a ``NotConnected``) or ``WorkerFailed``. If that
-        call waits for other workers, the error is only logged.
+        ``WorkerDied`` (if it is a ``NotConnected``) or ``WorkerFailed``. If ``connect``
+        waits for other workers, not for this one, the error is only logged.
         """
 
     def setup_connection_and_weights_on_receiver(
