@@ -57,7 +57,7 @@ class Gate:
         self.gate_state = loops.GateState(threading.RLock())
         self.call = self.gate_state.call
         self._blocks = 0  # open blocks of ``hold``, in the thread that has the lock
-        self._depth_before_first = 0  # the depth when the first of these began
+        self._depth_before_first = 0  # the depth when the first of these began; see the end of ``hold``
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -75,7 +75,7 @@ class Gate:
             finally:
                 self._blocks -= 1
                 # The blocks of two coroutines may overlap without being nested: A begins (depth 1), B begins (2), A
-                # ends. The depth is then the one from before the first block, plus one for each block still open.
+                # ends. Its own depth_before, 0, would open the gate while B's block runs: count the open blocks.
                 if entered and gate_state.depth != depth_before + 1:
                     depth_before = self._depth_before_first + self._blocks
                 gate_state.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
@@ -103,7 +103,7 @@ class Gate:
             in_time = lock.acquire(timeout=-1 if left is None else left)
             return self.call_for(subject, function, *args) if in_time else None
         finally:
-            try:  # noqa: SIM105  not with suppress(): a signal handler may raise in it, before release()
+            try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
                 lock.release()
             except RuntimeError:  # it was not acquired
                 pass
@@ -275,7 +275,7 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         function, arguments, *rest = original.__reduce_ex__(self, protocol)
-        # For these two functions, pickle checks that the class is the object's own: `_new` does the same unchecked.
+        # With one of these two functions, pickle checks that the class is the object's own; with `_new` it does not.
         if function is copyreg.__newobj__:  # pyright: ignore[reportAttributeAccessIssue]
             function, arguments = _new, (arguments[0], arguments[1:], {})
         elif function is copyreg.__newobj_ex__:  # pyright: ignore[reportAttributeAccessIssue]

@@ -91,7 +91,7 @@ class Receiver:
         try:
             self._gate_model()
         except BaseException:
-            self._state.close(finished=False)  # LOST; close() alone would record FINISHED
+            self._state.close(finished=False)  # Phase.LOST; the close() below would set Phase.FINISHED
             self.close()
             raise
         return descriptors
@@ -149,8 +149,8 @@ class Receiver:
         # A thread that waits in `receive` already (older API) must not return the first weights.
         self._state.last_returned = self._channel.first_version
         policy.install_now()
-        # `install_now` installs the newest version. If the sender had no first weights, that version came by a later
-        # `send`, which raises the error in the trainer: `connect` does not raise it too.
+        # `install_now` installs the newest version. If the sender had no first weights, that version is from a `send`
+        # that ran while this worker connected. That `send` raises the error in the trainer; `connect` does not.
         error = self.updater.error if self._channel.first_version else ""
         self.updater.run_cascade()
         if error:
@@ -226,9 +226,10 @@ class Receiver:
         arrived. If there is no version yet, wait for the first. See ``WeightSyncScheme.pull``.
 
         Raises:
-            NotConnected: the sender is gone, and there has been no version.
+            NotConnected: the connection has ended, and the newest version was returned already, or there is none.
             SyncTimeout: there is no version yet, or the sender did not send it in time.
-            WeightSyncError: the newest version was refused, or did not arrive; or a store cannot be read.
+            WeightSyncError: the newest version could not be installed, or ``send_weights`` has raised in the trainer;
+                or a store cannot be read.
             RuntimeError: called inside the gate.
         """
         self._state.require_begun()
@@ -236,7 +237,7 @@ class Receiver:
             raise RuntimeError("call pull() outside any forward and any wsync.gate() block")
         deadline, pause = deadline_in(timeout), _FIRST_PAUSE
         self._install_newest(timeout)
-        while not self._state.last_attempted_version:
+        while not self._state.newest_settled_version:
             left = remaining(deadline)
             if left == 0.0:
                 raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
@@ -268,7 +269,7 @@ class Receiver:
             WeightSyncError: see ``pull``.
         """
         # A store has no sender that announces versions: read the newest first, in this thread. If the store is watched,
-        # the receiver thread reads as well: one of them at a time, and each installs inside the gate.
+        # the receiver thread reads it too. The channel has a lock, and both install inside the gate.
         if self._store_channel is not None:
             self.updater.process(self._store_channel.fetch_newest())
             if self._state.closed:  # another thread has called shutdown(): drop what was read

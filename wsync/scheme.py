@@ -98,8 +98,8 @@ class WeightSyncScheme(SchemeBase):
         Args:
             model_id: the model's name, and its dotted path in ``context``.
             context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
-                ``update_policy_weights_``) is called after each update is installed and before it is acknowledged:
-                outside the gate, by the receiver thread or the thread in ``connect``.
+                ``update_policy_weights_``) is called when updates were installed, before they are acknowledged: once
+                for the newest, outside the gate, by the receiver thread or the thread in ``connect``.
             model: the model itself, or a mapping of tensors into which weights are copied. A module in memory shared
                 with another process is first given memory of its own: that process's model must not change.
             load: for an inference engine: called inside the gate, by the thread that installs, with an iterator over
@@ -108,7 +108,7 @@ class WeightSyncScheme(SchemeBase):
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
         Raises:
-            RuntimeError: the scheme has neither a sender's address nor a torch store to find it in; or is initialised.
+            RuntimeError: initialised already; or the scheme has no address of a sender, and no torch store with one.
             LookupError, TypeError: the context has no such model.
             ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
                 of its own and ``acknowledge="published"``, where no call would wait until updates are passed on.
@@ -149,7 +149,7 @@ class WeightSyncScheme(SchemeBase):
             NotConnected: not initialised; or the sender is gone, or refused this worker.
             SyncTimeout: a worker did not connect or install the first weights in time; or the sender did not answer.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
-            LayoutMismatch, WeightSyncError: on the receiver, if its model is not like the sender's, or raised an error.
+            LayoutMismatch, WeightSyncError: the weights do not fit a model, it raised an error, or the memory is full.
             TypeError, ValueError: a wrong form of ``processes``; no ``worker_idx``; an argument of the other end.
             RuntimeError: on a receiver that is connected already, or inside the gate.
         """
@@ -178,7 +178,7 @@ class WeightSyncScheme(SchemeBase):
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
         The replacement gets the newest update that was sent to this index. A replacement that connected in an earlier
-        ``readmit`` is used, unless it cannot be ``process`` (which has ended, or was started later). Any other worker
+        ``readmit`` is used, unless ``process`` has ended, or was started after that connection. Any other worker
         with this index is disconnected. ``timeout``: seconds, None for the scheme's.
 
         Raises:
@@ -210,9 +210,9 @@ class WeightSyncScheme(SchemeBase):
 
         Raises:
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
-            LayoutMismatch: the weights do not fit the model; no worker's model was changed.
+            LayoutMismatch, WeightSyncError: they do not fit the model; or the memory is full. No model was changed.
             ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
-            WorkerDied, WorkerFailed, SyncTimeout: names workers without the update (``error.version``; None: unsent).
+            WorkerDied, WorkerFailed, SyncTimeout: names workers without version ``error.version`` (None: not sent).
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update

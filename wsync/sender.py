@@ -136,7 +136,7 @@ class Sender:
             with self.exclusive():  # takes the lock again: it also disables the fast path
                 self._disconnect(worker)
         finally:
-            try:  # noqa: SIM105  not with suppress(): a signal handler may raise in it, before release()
+            try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
                 self._lock.release()
             except RuntimeError:  # a signal handler has raised before the lock was acquired
                 pass
@@ -161,12 +161,14 @@ class Sender:
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
             newest = self._members.version_sent_to(worker)  # the channel sends it to a replacement that connects
-            to_await = newest  # 0: no answer is awaited
+            to_await = newest  # 0: do not wait for an answer
             early_join = self.channel.pop_early_join(worker, sentinel)  # a replacement that is connected already
             if early_join is None:
                 self._disconnect(worker)
             elif early_join.unanswered_version != newest:
-                to_await = 0  # it has answered; or a later `send` has sent it `newest`, and awaited the answer
+                # 0: it has answered. An older version: a later call of `send` or `send_async` sent it `newest`, and
+                # reports what becomes of that update.
+                to_await = 0
             try:
                 if early_join is None:
                     self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)

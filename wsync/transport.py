@@ -40,8 +40,8 @@ class TransportBackend(Protocol):
     shared memory. It is called by the thread in ``connect`` or ``readmit``; after ``init_on_worker`` (the older API,
     which connects in the background), by the receiver thread.
 
-    A transport must not keep a model or a strategy. It may also be used standalone (without a scheme). Under a scheme
-    ``model`` is None in every call, and so is ``weights`` in ``setup_connection_and_weights_on_receiver``.
+    A transport stores no model and no strategy: each call is given those to use. Without a scheme (standalone) both may
+    be given. Under a scheme, ``model`` and the receiver's ``weights`` at the set-up are always None.
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
@@ -51,9 +51,9 @@ class TransportBackend(Protocol):
         calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If the call has not
         returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
 
-        After an Exception the worker is disconnected; ``connect`` in the trainer raises ``SyncTimeout`` (if it is one),
-        ``WorkerDied`` (if it is a ``NotConnected``) or ``WorkerFailed``. If ``connect``
-        waits for other workers, not for this one, the error is only logged.
+        After an Exception the worker is disconnected; ``connect`` or ``readmit`` in the trainer raises ``SyncTimeout``
+        (if it is one), ``WorkerDied`` (if it is a ``NotConnected``) or ``WorkerFailed``. In a ``readmit`` of another
+        worker, the error is only logged.
         """
 
     def setup_connection_and_weights_on_receiver(
@@ -117,13 +117,13 @@ class TransportBackend(Protocol):
         notices no death: a call that waits has to raise when the other end has gone.
 
         The medium may deliver an older version first (a stream, after a receive that timed out): the scheme compares
-        each result with the update's checksum. For each update (unless a call for an earlier one returned its weights):
+        each result with the update's checksum. For each update, unless a call for an older one returned its weights:
 
         1. The first call comes when the sender announces the update; ``send_weights`` may still run. If it returns the
            update's weights, no other call follows.
         2. Otherwise (it returned None or older weights, or raised), the second call comes when ``send_weights`` has
-           returned. While calls return older weights, more follow: at most eight after the first.
-        3. If one of these eight returns None or raises, or all return older weights, the trainer raises
+           returned. While calls return older weights, more follow, up to the ninth.
+        3. If one of calls 2 to 9 returns None or raises, or all return older weights, the trainer raises
            ``WorkerFailed``.
 
         Args:
@@ -171,9 +171,10 @@ class FlatTransport(Protocol):
     Attributes (set by the constructor):
         device: the device on which the packed buffers have to be.
         receives_ahead: whether a worker calls ``begin_receive`` before the sender announces a version: directly after
-            it has acknowledged the version before (for the first version: after it got the layout).
-        inline_bytes: updates with at most this many bytes of packed weights travel in the message that announces them,
-            and are not given to ``begin_send``, except in a transaction. Read on the sender. 0 if ``device`` is a GPU.
+            each answer (installed, checked or failed) of the worker, and for the first version after it got the layout.
+        inline_bytes: updates with at most this many bytes (weights and extra state; or as many as the socket can take)
+            travel in the message that announces them, and are not given to ``begin_send``, except in a transaction.
+            The sender's value is used; it must be 0 if ``device`` is a GPU.
     """
 
     device: torch.device
@@ -242,7 +243,7 @@ class FlatTransport(Protocol):
             pending: a transfer that has not been completed.
 
         Returns:
-            If True, the peer may still read or write the buffer, so the caller must never reuse it.
+            If True, the peer may still read or write the buffer of ``pending``: the caller must never reuse it.
         """
         ...
 
@@ -290,7 +291,7 @@ def require_transport(made: object) -> TransportBackend | FlatTransport:
     kind = FlatTransport if hasattr(made, "begin_send") else TransportBackend
     needed = [name for name in (*kind.__annotations__, *vars(kind)) if name[0] != "_"]
     what = ", ".join(name for name in needed if not hasattr(made, name))
-    hint = "" if kind is FlatTransport else " (one class serves both ends, unless it derives from SenderEnd)"
+    hint = "" if kind is FlatTransport else " (a class without the worker's methods derives from wsync.SenderEnd)"
     raise TypeError(f"create_transport() returned {made!r}, which lacks {what} of wsync.{kind.__name__}{hint}")
 
 

@@ -29,7 +29,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             where it crosses a network, not in shared memory.
         shared_memory: whether workers on the sender's machine take weights from its memory, in a fraction of the time.
             False sends to all by gloo, as over a network; nccl, and a user's group, always do.
-        inline_bytes: updates with at most this many bytes of packed weights travel in the message that announces them,
+        inline_bytes: updates with at most this many bytes of weights and extra state travel in the announcing message,
             which is faster than by gloo, and needs a socket that takes them at once; 0: all by gloo. Without effect in
             shared memory, with nccl, and with a group of the user's.
         group: a process group of the user's with the sender and all workers in it, to carry the weights: worker 0 is

@@ -48,6 +48,7 @@ class ConnectionCallbacks(Protocol):
     def on_disconnected(self, worker: int) -> None:
         """Release what the worker used, e.g. its slot in shared memory.
 
-        Called when this side has closed a connection for which ``accepted_message`` was called; perhaps twice.
+        Called when this side closes a connection for which ``accepted_message`` was called, before or after it does;
+        perhaps twice.
         """
         ...

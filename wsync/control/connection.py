@@ -120,7 +120,7 @@ class Connection:
 
     @property
     def room_when_empty(self) -> int:
-        """The bytes that fit into the empty socket: half of SO_SNDBUF, which includes the kernel's overhead."""
+        """The bytes that fit into the empty socket: half of SO_SNDBUF (the rest is for the kernel)."""
         return self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
     def fileno(self) -> int:
@@ -179,7 +179,7 @@ class Connection:
         flags = _WAIT if wait else _NO_WAIT
         try:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-            # One call in C that sends and records the bytes, see `Outbox`. (socket.send_fds() would ignore its flags.)
+            # One call in C that sends and records the bytes, see `Outbox`. socket.send_fds() ignores its flags.
             sent.extend(map(self._socket.sendmsg, [parts], [rights], [flags]))
         except BlockingIOError:
             pass
@@ -288,7 +288,7 @@ class Connection:
     def close(self) -> None:
         """Close this side. Idempotent. Any thread may call it: on the sender a finalizer may do so in any thread."""
         if self._socket.fileno() >= 0:
-            self._finalizer.detach()  # close here instead: at interpreter exit, calling a finalizer has no effect
+            self._finalizer.detach()  # and close here: at interpreter exit, calling the finalizer would do nothing
             if os.getpid() == self._opener:  # a forked child has none of the threads
                 tcp_watch().remove(self._socket)
                 self.interrupt()  # ends the outbox's thread, which must not use the descriptor's number after close()

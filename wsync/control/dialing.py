@@ -17,7 +17,7 @@ from wsync.errors import NotConnected, SyncTimeout
 def connect(address: Address, worker: int, deadline: float | None, payload: bytes = b"") -> Connection:
     """Connect to a listener and send the ``HELLO`` of worker ``worker``; does not wait for an answer.
 
-    Called in a worker, by the thread in ``connect``.
+    Called in a worker: by the thread in ``connect``, or (older API) in ``init_on_worker``; and by collectors.
 
     Args:
         address: the address of the listener.

@@ -27,20 +27,21 @@ class EarlyJoin:
 
 
 class EarlyJoins:
-    """The early joins, by worker. Used by ``WorkerConnections``, under the channel's lock.
-
-    Attributes:
-        connected_at: when each worker's last connection was accepted, in seconds of CLOCK_BOOTTIME (the clock of the
-            start times in /proc). Entries are never removed: an index without one was never connected.
-    """
+    """The early joins, by worker. Used by ``WorkerConnections``, under the channel's lock."""
 
     def __init__(self) -> None:
         self._joins: dict[int, EarlyJoin] = {}
-        self.connected_at: dict[int, float] = {}
+        # When each worker's last connection was accepted, in seconds of CLOCK_BOOTTIME (the clock of the start times in
+        # /proc). Entries are never removed.
+        self._connected_at: dict[int, float] = {}
+
+    def has_connected(self, worker: int) -> bool:
+        """Return whether a worker with this index was ever accepted."""
+        return worker in self._connected_at
 
     def note_connection(self, worker: int, version: int | None) -> None:
-        """Record that a worker connects now. ``version``: what it is sent, 0 for nothing; None: it is no early join."""
-        self.connected_at[worker] = time.clock_gettime(time.CLOCK_BOOTTIME)
+        """Record that a worker connects now. ``version``: that of an early join (0: none is sent); None for others."""
+        self._connected_at[worker] = time.clock_gettime(time.CLOCK_BOOTTIME)
         if version is not None:
             self.add(worker, EarlyJoin(version))
 
@@ -66,7 +67,7 @@ class EarlyJoins:
             sentinel: readable when the process that should have made it has ended; None if any process may.
         """
         join = self._joins.pop(worker, None)
-        if join is None or (sentinel is not None and _is_another_process(sentinel, self.connected_at[worker])):
+        if join is None or (sentinel is not None and _is_another_process(sentinel, self._connected_at[worker])):
             return None
         return join
 

@@ -117,7 +117,7 @@ class Listener:
         for fd in ready - {own}:
             if (accepted := self._read(fd)) is not None:
                 return accepted
-        if own in ready:  # last: a new attempt may reuse the descriptor number of one closed just now
+        if own in ready:  # last: a new socket may get the number of one in `ready` that was closed just now
             fd = self._add_pending()
             if fd >= 0 and (accepted := self._read(fd)) is not None:  # its HELLO has usually arrived as well
                 return accepted
@@ -160,8 +160,8 @@ class Listener:
     def _authenticate(self, pending: _Pending) -> tuple[Connection, Message]:
         """Read what has arrived of the ``HELLO``; return the connection once it is complete.
 
-        Everything that has arrived is read. So a complete ``HELLO`` is accepted in this call, and the connection is not
-        closed by the time limit.
+        Everything that has arrived is read: otherwise the time limit could close a connection whose ``HELLO`` is
+        complete, with a part of it still in the socket.
 
         Raises:
             BlockingIOError: more has to arrive.
@@ -203,12 +203,13 @@ class Listener:
         return len(received) == HEADER_SIZE + length
 
     def _drop(self, fd: int) -> None:
-        with closing(self._pending.pop(fd).socket), suppress(OSError):  # if a signal handler raised before register()
+        # OSError: it is not registered, because a signal handler has raised before.
+        with closing(self._pending.pop(fd).socket), suppress(OSError):
             self._epoll.unregister(fd)
 
     def close(self) -> None:
         """Stop listening and close all pending attempts. Idempotent."""
-        self._finalizer.detach()  # close here instead: at interpreter exit, calling a finalizer has no effect
+        self._finalizer.detach()  # and close here: at interpreter exit, calling the finalizer would do nothing
         _close(self._socket, self._epoll, self._pending, self._opener)
 
 
@@ -220,6 +221,6 @@ def _close(listening: socket.socket, epoll: select.epoll, pending: dict[int, _Pe
     if os.getpid() == opener_pid:
         with suppress(OSError):  # no client is left in the queue, or the listener was closed before
             listening.shutdown(socket.SHUT_RDWR)
-            while True:  # refuse queued clients one by one: close() alone does not if a forked child holds the socket
+            while True:  # refuse queued clients: close() alone leaves them waiting if a forked child has the socket
                 close_socket(listening.accept()[0], opener_pid)
     listening.close()

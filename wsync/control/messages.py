@@ -29,8 +29,8 @@ class Kind(IntEnum):
     ACCEPTED = 1  # the worker is registered; version: of its first weights, 0 for none; payload: SenderSettings
     REFUSED = 2  # the worker is not registered; payload: the reason
     LAYOUT = 3  # the layout of the weights; payload: SenderSettings
-    # Install a version; payload: checksum and extra state. The payload is empty after BEGIN_RECEIVE (it had both), and
-    # with the arena, where both are stored beside the weights.
+    # Install a version; payload: checksum and extra state. The payload is empty if a BEGIN_RECEIVE had them, and with
+    # the arena, where both are stored beside the weights.
     UPDATE = 4
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
     # Drop what was prepared (version: the transaction's number), or stop receiving (version: that of BEGIN_RECEIVE).
@@ -59,7 +59,9 @@ class Kind(IntEnum):
     # both ways
     # this side closes the connection on purpose; version: 1 if it is a sender that shuts down, else 0; payload: why
     LEAVE = 32
-    STORE = 33  # a key and its value, while a process group is being formed; payload: see transport_setup.py
+    # A key and its value of a torch.distributed store, while a process group is being formed; payload: see
+    # transport_setup.py.
+    STORE = 33
     DATA = 34  # for other users of a connection, such as collectors
 
 

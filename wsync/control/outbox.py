@@ -23,7 +23,7 @@ class Send(Protocol):
     """See ``Outbox``."""
 
     def __call__(self, parts: Parts, fds: Sequence[int], sent: list[int], *, wait: bool) -> None:
-        """Send, and append the number of bytes to ``sent``, which is empty; nothing if there is no room."""
+        """Send; append the number of bytes sent to ``sent``, an empty list, or append nothing if there is no room."""
         ...
 
 
@@ -97,8 +97,8 @@ class Outbox:
             if self._waiting or 0 < sum(sent) < size:
                 self._error = ConnectionError("the sending of an earlier message was interrupted")
             raise
-        # Keep these two ``try`` adjacent: signal handlers run where a function begins, so none can raise between them,
-        # where ``busy`` would stay True without a thread.
+        # Keep these two ``try`` adjacent: a signal handler that raised between them would leave ``busy`` True without a
+        # thread. Python runs none there, but only where a function begins, a loop repeats or a call has returned.
         try:
             thread.start()
         except RuntimeError as error:  # the limit of threads; what was sent may be half a message

@@ -59,8 +59,8 @@ _EXIT_CODE_TIMEOUT = 1.0  # seconds to wait for the exit code of a process that 
 def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int, int]]:
     """Yield ``{worker: descriptor}``: each descriptor is readable when the worker's process has ended.
 
-    If the block raises ``WorkerDied``, it is raised again with the exit codes, where known. The exit code of a child
-    that had ended before this call is not known if the child was given by its ``Process.sentinel``.
+    If the block raises ``WorkerDied``, it is raised again with the exit codes, where known. That of a child given by
+    its ``Process.sentinel`` is not, if it has ended before this call: multiprocessing may have reaped it already.
 
     Args:
         processes: those to watch; None for none.
@@ -183,7 +183,7 @@ def _describe_end(process: _Watched, sentinel: int) -> str:
         name, code = f"process {process.pid}", _exit_code(process)
         if code is None and wait_readable([sentinel], NOW):
             if isinstance(process, BaseProcess):
-                with suppress(AssertionError):  # raised by join() in a forked child: it has not started the process
+                with suppress(AssertionError):  # join() raises it in a process that has not started `process`
                     process.join(_EXIT_CODE_TIMEOUT)
             else:
                 with suppress(subprocess.TimeoutExpired):

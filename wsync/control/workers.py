@@ -60,7 +60,7 @@ class WorkerConnections:
 
     @property
     def fast_path_descriptors(self) -> bytes:
-        """All sockets, then all pidfds (an ``array("i")``); empty if a worker lacks one, or its outbox is busy."""
+        """All sockets, then all pidfds (an ``array("i")``); empty if one is missing, or an outbox is busy."""
         each = [one.descriptors for _, one in sorted(self._connections.items()) if not one.busy]
         if len(each) < self._num_workers or any(len(both) != 2 for both in each):
             return b""
@@ -89,7 +89,7 @@ class WorkerConnections:
         self.process_arrived_messages()  # notices deaths, so that replacements are accepted
         self._given_up.clear()
         self.early_joins.discard(*workers)
-        # After the deadline, those queued in the listener are accepted, until an accept yields no worker.
+        # After the deadline, workers that are in the listener's queue are still accepted: until it yields none.
         missing, last_accept_worked = set(workers) - self._connections.keys(), True
         while missing:
             if self._listener.fileno() < 0:
@@ -110,7 +110,7 @@ class WorkerConnections:
             if self._listener.fileno() in ready:
                 last_accept_worked = (worker := self._accept(workers, deadline)) >= 0
                 missing.discard(worker)
-            lost = set(workers) - {*missing, *self._connections, *self._answers}  # an answer is reported instead
+            lost = set(workers) - {*missing, *self._connections, *self._answers}  # one that has answered: by wait_acks
             if deaths := {one: death.error for one, death in self._deaths.copy().items() if one in lost}:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(deaths.items()))
                 raise WorkerDied(f"worker(s) {join_indices(deaths)} were lost after they had connected{causes}", deaths)
@@ -132,7 +132,7 @@ class WorkerConnections:
                 connection.send(Message(Kind.REFUSED, worker, payload=reason.encode()))
             connection.close()
             return -1
-        rejoined = worker in self.early_joins.connected_at
+        rejoined = self.early_joins.has_connected(worker)
         self._answers.pop(worker, None)
         death = self._deaths.pop(worker, None)  # of the worker that it replaces; may be unreported
         try:
@@ -222,7 +222,7 @@ class WorkerConnections:
                     (self._deaths if ack.died else self._answers).pop(ack.worker)
                     self.early_joins.set_answered(ack.worker)
                 return acks
-            expired = deadline != NOW and remaining(deadline) == 0.0  # with NOW, read() ends the loop
+            expired = deadline != NOW and remaining(deadline) == 0.0  # NOW: until nothing is left to read
 
     def _answer_of(self, worker: int, version: int) -> Ack | None:
         """Return the worker's answer to ``version``, else its death: an answer takes precedence over a death."""
@@ -255,7 +255,7 @@ class WorkerConnections:
             while self._ready:
                 self._process(self._ready.pop())
         finally:
-            self._ready.clear()  # if a callback raised, some are left: the fast path may read them, so poll again
+            self._ready.clear()  # of those left after an error, the fast path may read the messages: poll again
         return True
 
     def _process(self, fd: int) -> None:
@@ -274,7 +274,7 @@ class WorkerConnections:
     def process(self, worker: int, message: Message | None) -> None:
         """Process what ``read`` or ``reading_directly`` received from a worker; None: its connection has ended."""
         connection = self._connections.get(worker)
-        if connection is None or (message is not None and message.kind is Kind.STORE):  # a STORE after the set-up
+        if connection is None or (message is not None and message.kind is Kind.STORE):  # a late STORE is ignored
             return
         if message is None or message.kind not in _EXPECTED_KINDS:
             return self.mark_dead(worker, why_ended(connection.peer_name, message))

@@ -184,7 +184,7 @@ class InstallOnRequest:
 
     def _has_come(self, request: int) -> bool:
         version = self._requests[request]
-        return self._state.closed or (version is not None and self._state.last_attempted_version >= version)
+        return self._state.closed or (version is not None and self._state.newest_settled_version >= version)
 
     def on_newest(self, version: int, request: int) -> None:
         """See ``InstallOnArrival``. ``request`` is 0 where the sender announces a version that it has just queued."""

@@ -86,8 +86,8 @@ class VersionState:
         return self._updater.in_forward
 
     @property
-    def last_attempted_version(self) -> int:
-        """The newest version that was installed, or could not be."""
+    def newest_settled_version(self) -> int:
+        """The newest version that was installed, could not be, or did not arrive; 0 if there is none."""
         return max(self.version, self.failed_version)
 
     @property

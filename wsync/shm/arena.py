@@ -7,6 +7,7 @@ A *word* is a control field of 8 bytes. The arena has two files, the second for 
              one record per slot    among other words, the version in the slot
              slots                  from _slots_offset on; _slot_size bytes each: one version of the packed weights
     file 2   one extra per slot     every _EXTRA_SPAN bytes; sparse
+             registered weights     where they lie (see ``shm/registered.py``); from EXTRA_END on
 
 ``loops/words.py`` describes all words.
 
@@ -43,15 +44,16 @@ How long a worker uses a slot depends on how its model takes the weights:
   a worker compares, under the mutex, the number of the connection in its words with its own number; if they differ, it
   stores nothing. A worker that was stopped (SIGSTOP) between this comparison and its stores still holds the mutex, and
   finishes the stores when it is continued. They are harmless: the sender ignores the words of an index without a
-  worker; and the replacement's first forward, which has to wait for the mutex, overwrites them. Until then they may
-  keep the sender from reusing the slots that they name.
+  worker. Once there is a replacement, they may keep the sender from reusing the slots that they name, until the
+  replacement's first forward, which has to wait for the mutex, overwrites them.
 - *An install has failed because the worker changed the structure of its model, and the model does not hold its slot.*
   The model stays bound to the older slot. (Where an install may fail for other reasons, the slot is held: see above.)
 
-The worker notices either case at the beginning or the end of a forward. It then copies its model to memory of its own.
-Then it reads the slot's version word. The sender sets that word to 0 before it writes the slot, and a version is never
-used twice. So if the word still has the model's version, neither the copy nor an earlier forward was mixed: the model
-keeps the copy. Otherwise this forward and each later one raise an error, until a version is installed.
+The worker notices the first case at the beginning or the end of a forward, the second when the install fails. It then
+copies its model to memory of its own, and reads the slot's version word. The sender sets that word to 0 before it
+writes the slot, and a version is never used twice. So if the word still has the model's version, neither the copy nor
+an earlier forward was mixed: the model keeps the copy. Otherwise this forward and each later one raise an error, until
+a version is installed.
 
 The memory is anonymous (``memfd``). Workers get its file descriptors over a Unix socket. Over another connection, a
 worker of the same user on the same machine opens the files under ``/proc``, and checks their random name.
@@ -199,7 +201,7 @@ class SenderArena(Arena):
     It is used with the channel's lock, except in two cases, in which the sender's lock is enough:
 
     - an update by the fast path, while no send-loop thread runs;
-    - ``published_slots``, and reads of these slots: each write of a slot needs the sender's lock as well.
+    - ``published_slots``, and reads of these slots, because no slot is written without the sender's lock.
 
     Args:
         num_workers: the number of workers.
@@ -221,7 +223,7 @@ class SenderArena(Arena):
             opened.pop_all()  # ``close`` closes them
 
     def set_layout(self, layout: Layout) -> None:
-        """See ``Arena``. Frees the slots of an earlier call, which failed for lack of memory."""
+        """See ``Arena``. Frees slots that were allocated after an earlier call, before memory ran out."""
         super().set_layout(layout)
         os.ftruncate(self.fds[0], self._slots_offset)
 

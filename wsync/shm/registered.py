@@ -88,7 +88,8 @@ class RegisteredWeights:
     Args:
         arena: the arena of the sender.
         tensors: the registered tensors, by name.
-        close_files: closes the memory files' descriptors. Called by ``close``, or when this object is no longer used.
+        close_files: closes the descriptors of the files with these tensors, which ``create`` has opened. Called by
+            ``close``, or when this object is no longer used.
     """
 
     def __init__(self, arena: SenderArena, tensors: Mapping[str, Tensor], close_files: Callable[[], None]) -> None:
