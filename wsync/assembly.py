@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -151,3 +152,11 @@ def connect_in_process(scheme: SchemeBase, model_id: str, model: nn.Module, sour
     sender = Sender(channel, source, 1, scheme.timeout, record=scheme.metrics.record)
     sender.connect(None, {})
     return SenderRole(model_id=model_id, model=model, sender=sender, in_process_receiver=receiver)
+
+
+def close_when_abandoned(role: SenderRole) -> None:
+    """Close the channel of the sender when its scheme is garbage-collected, or this process ends, without ``shutdown``.
+
+    It runs before ``multiprocessing`` joins the trainer's child processes, and never in a forked child.
+    """
+    util.Finalize(role, role.sender.channel.close, exitpriority=0)

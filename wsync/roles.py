@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from multiprocessing import util
 from typing import Any, Literal
 
 from wsync.control.processes import Processes, watched
@@ -34,6 +33,14 @@ class Role:
     context: Any = None
     model: Any = None
     pid: int = field(default_factory=os.getpid)
+
+    def __str__(self) -> str:
+        """Return the side, the model and the version, for a reader."""
+        if self.model_id is None:
+            return "not initialised"
+        worker = "worker" if self.worker_idx is None else f"worker {self.worker_idx}"
+        end = f"sender to {self.num_workers} worker(s)" if self.side == "sender" else worker
+        return f"{end}, model '{self.model_id}', version {self.version}"
 
     @property
     def inherited(self) -> bool:
@@ -288,11 +295,3 @@ def prepared_weights(role: Role, weights: Any, model_id: str, strategy: WeightSt
     if weights is None:
         raise NotConnected(f"there are no weights of '{model_id}' to prepare: give weights or a context")
     return extracted(weights, strategy)
-
-
-def close_when_abandoned(role: SenderRole) -> None:
-    """Close the channel of the sender when its scheme is garbage-collected, or this process ends, without ``shutdown``.
-
-    It runs before ``multiprocessing`` joins the trainer's child processes, and never in a forked child.
-    """
-    util.Finalize(role, role.sender.channel.close, exitpriority=0)

@@ -25,7 +25,7 @@ from wsync.errors import NotConnected
 from wsync.legacy import api as older
 from wsync.legacy.pipes import invite_all, pipes_of
 from wsync.registry import load_backend
-from wsync.roles import ReceiverRole, Role, SenderRole, close_when_abandoned
+from wsync.roles import ReceiverRole, Role, SenderRole
 from wsync.scheme_base import SchemeBase
 from wsync.sending.counting import agreed_count
 from wsync.sending.membership import checked_worker_index
@@ -78,7 +78,7 @@ class WeightSyncScheme(SchemeBase):
         sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         sender = self._open_sender(model_id, self._make_source(model_id, source_weights, device_map_fn), count)
         self._role = SenderRole(model_id=model_id, context=context, model=model, sender=sender, sentinels=sentinels)
-        close_when_abandoned(self._role)  # closes the channel if shutdown() is never called
+        assembly.close_when_abandoned(self._role)  # closes the channel if shutdown() is never called
         if pipes:
             self._pipes[:] = pipes  # the same list object: transports of the older API refer to it
         invite_all(self, pipes)  # send each worker the address through its pipe

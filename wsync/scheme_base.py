@@ -36,8 +36,7 @@ class SchemeBase(ABC):
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
         bind: whether a worker's parameters may point directly into received, possibly shared memory. False for a worker
             that writes to its parameters, e.g. trains: it would corrupt the shared copy.
-        send_transform: what is done to weights before they are sent: a function, or a list (``wsync.transforms``).
-            Called by the thread that calls ``send``.
+        send_transform: a function, or a list (``wsync.transforms``), that ``send`` applies to weights, in its thread.
         receive_transform: what is done to them in the worker, before they are installed; picklable. Called inside the
             gate, by the thread that installs.
         initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: it only makes the version
@@ -101,6 +100,9 @@ class SchemeBase(ABC):
         """Have ``inspect.signature`` name every option of a scheme."""
         super().__init_subclass__(**options)
         cls.__signature__ = full_signature(cls)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._role}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, model, role; for workers also without ``send_transform``."""

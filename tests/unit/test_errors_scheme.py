@@ -40,6 +40,16 @@ def test_from_backend(name: str) -> None:
     scheme.shutdown()
 
 
+def test_a_scheme_is_printed_with_its_state() -> None:
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        assert repr(scheme) == "<SharedMemWeightSyncScheme: not initialised>"
+        scheme.init_on_sender("policy", model=Small(), num_workers=2)
+        assert repr(scheme) == "<SharedMemWeightSyncScheme: sender to 2 worker(s), model 'policy', version 0>"
+        with pickle.loads(pickle.dumps(scheme)) as worker:
+            worker.init_on_receiver("policy", model=Small(), worker_idx=1)
+            assert repr(worker) == "<SharedMemWeightSyncScheme: worker 1, model 'policy', version 0>"
+
+
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match=r"distributed, http, multiprocess, none, ray, .*rpc, shared_mem"):
         wsync.WeightSyncScheme.from_backend("carrier_pigeon")
