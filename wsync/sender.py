@@ -144,7 +144,8 @@ class Sender:
     def _disconnect(self, worker: int) -> None:
         """Disconnect a worker, and await no more answers from it."""
         self._updates.unawaited.drop_workers([worker])
-        self._members.remove([worker])  # before disconnect(), in which a signal handler may raise
+        # Before channel.disconnect(), in which a signal handler may raise.
+        self._members.remove({worker: "disconnect() was called for it"})
         self.channel.disconnect(worker)
 
     def readmit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:

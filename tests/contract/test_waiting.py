@@ -107,6 +107,10 @@ def test_an_update_that_no_worker_is_left_for_is_not_said_to_be_sent(backend: Bu
         with pytest.raises(wsync.WeightSyncError, match="every worker has died or left") as none_left:
             session.send(4)
         assert getattr(none_left.value, "version", None) is None
+        with pytest.raises(wsync.WorkerDied, match="died or left earlier; present: none") as named:
+            session.scheme.send(worker_ids=0)
+        for error in (none_left.value, named.value):  # says why it is absent
+            assert died.value.workers[0].strip() in str(error)
         session.restart(0)
         session.send(5)
         session.scheme.wait_async()

@@ -96,7 +96,7 @@ class Acknowledgements:
     def note_deaths(self) -> None:
         """Remove the workers that have died by now from the members. Does not wait, and raises nothing for them."""
         acks = self._channel.wait_acks(self._members.present, ANY_VERSION + 1, NOW)  # no answer has such a version
-        self._members.remove([ack.worker for ack in acks if ack.died])
+        self._members.remove({ack.worker: ack.error for ack in acks if ack.died})
 
     def _error_of(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wsync.errors import NotConnected, WorkerDied
+from wsync.errors import NotConnected, WorkerDied, join_indices
 from wsync.weights.binding import dump_extra
 
 
@@ -36,6 +36,7 @@ class Membership:
         self.connected = False
         self._sent_to: dict[int, int] = {}  # by worker, the newest version that ``note_sent`` has recorded
         self._newest = 0  # of these
+        self._causes: dict[int, str] = {}  # by absent worker: why it is absent
 
     @property
     def sent_version(self) -> int:
@@ -46,12 +47,14 @@ class Membership:
         """Return the newest version that was sent to a worker's index; 0 if none was."""
         return max(self.sent_to_all, self._sent_to.get(worker, 0))
 
-    def remove(self, workers: Collection[int]) -> None:
-        """Record that workers have died or left."""
-        self._set({*self.absent, *workers})
+    def remove(self, causes: Mapping[int, str]) -> None:
+        """Record that workers have died or left: ``{worker: cause}``. A worker that is absent keeps its first cause."""
+        self._causes = {**causes, **self._causes}
+        self._set({*self.absent, *causes})
 
     def add(self, workers: Collection[int]) -> None:
         """Record that workers are connected."""
+        self._causes = {worker: cause for worker, cause in self._causes.items() if worker not in workers}
         self._set({*self.absent}.difference(workers))
 
     def _set(self, absent: Collection[int]) -> None:
@@ -85,15 +88,21 @@ class Membership:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) before send()")
         if worker_ids is None:
             if not self.present:
-                raise NotConnected("every worker has died or left: start another process, then readmit(index, process)")
+                hint = "start another process, then readmit(index, process)"
+                raise NotConnected(f"every worker has died or left: {hint}{self._why(self.absent)}")
             return self.present, self.absent
         wanted = worker_list(worker_ids, self.num_workers)
-        gone = {worker: "has died or left before" for worker in wanted if worker in self.absent}
-        if gone:
-            raise WorkerDied(f"worker(s) {sorted(gone)} have died or left; the others are {list(self.present)}", gone)
+        if gone := {worker: self._causes[worker] for worker in wanted if worker in self.absent}:
+            left = join_indices(self.present) or "none"
+            why = self._why(gone)
+            raise WorkerDied(f"worker(s) {join_indices(gone)} died or left earlier; present: {left}{why}", gone)
         if not wanted:
             raise ValueError("worker_ids is empty: name at least one worker, or None for all")
         return wanted, ()
+
+    def _why(self, workers: Collection[int]) -> str:
+        """Return a line for each of these absent workers: why it is absent."""
+        return "".join(f"\nworker {worker}: {self._causes[worker].strip()}" for worker in sorted(workers))
 
     def note_sent(self, version: int, extra: Sequence[tuple[Sequence[int], bytes]]) -> None:
         """Record a published version, with the extra state of each group of workers."""

@@ -43,7 +43,7 @@ class Unawaited:
             gone = [ack.worker for ack in failed if ack.died or ack.version >= update.version]
             update.workers = [worker for worker in update.workers if worker not in gone]
             self._failed += [ack._replace(version=ack.version or update.version) for ack in failed]
-            self._members.remove([ack.worker for ack in failed if ack.died])
+            self._members.remove({ack.worker: ack.error for ack in failed if ack.died})
         installed = [update for update in self.updates if update.workers and not update.unanswered]
         self.updates = [update for update in self.updates if update.unanswered]
         return installed
