@@ -131,6 +131,7 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
     ]
 
     with stop_requests() as stop, failure_advice(cfg.collector), ExitStack() as running:
+        stop.add_callback(console.note_stop_request)
         try:
             collector = instantiate_setting("collector", cfg.collector, _partial_=True)(
                 [env_factory(cfg.env, cfg.num_envs)] * cfg.num_workers,

@@ -88,15 +88,26 @@ class OneHotCodec:
 
     def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete) -> None:
         """Lay the one-hot vectors of all components of ``space`` end to end."""
-        counts = np.ravel(space.n if isinstance(space, spaces.Discrete) else space.nvec).astype(np.int64)
-        self._offsets = np.cumsum(counts) - counts - np.ravel(space.start)
-        size = torch.Size((int(counts.sum()),))
+        self._counts = np.ravel(space.n if isinstance(space, spaces.Discrete) else space.nvec).astype(np.int64)
+        self._starts = np.ravel(space.start)
+        self._offsets = np.cumsum(self._counts) - self._counts
+        size = torch.Size((int(self._counts.sum()),))
         self.spec = Spec(size, torch.float32, torch.zeros(size), torch.ones(size))
 
     def write(self, raw: Array, out: Array) -> None:
-        """Set one element of ``out`` to 1 for each component."""
+        """Set one element of ``out`` to 1 for each component.
+
+        Raises:
+            ValueError: a component is outside ``space``.
+        """
+        chosen = raw.reshape(len(out), -1) - self._starts
+        wrong = (chosen < 0) | (chosen >= self._counts)
+        if wrong.any():
+            row, i = np.argwhere(wrong)[0]
+            low, value = self._starts[i], chosen[row, i] + self._starts[i]
+            raise ValueError(f"component {i} is {value}, outside its space, {low} to {low + self._counts[i] - 1}")
         out[...] = 0
-        np.put_along_axis(out, raw.reshape(len(out), -1) + self._offsets, 1, axis=1)
+        np.put_along_axis(out, chosen + self._offsets, 1, axis=1)
 
 
 class TreeCodec:
@@ -113,9 +124,16 @@ class TreeCodec:
         self.spec: SpecTree = {str(key): codec.spec for key, codec in self._codecs.items()}
 
     def write(self, raw: Any, out: ArrayTree) -> None:
-        """Write each entry."""
+        """Write each entry.
+
+        Raises:
+            ValueError: an entry does not fit its space; names it.
+        """
         for key, codec in self._codecs.items():
-            codec.write(raw[key], out.parts[str(key)])  # pyright: ignore[reportArgumentType]  (of the codec's kind)
+            try:
+                codec.write(raw[key], out.parts[str(key)])  # pyright: ignore[reportArgumentType]  (of the codec's kind)
+            except ValueError as error:
+                raise ValueError(f"part {key!r} of the observation: {error}") from error
 
 
 ObservationCodec = BoxCodec | OneHotCodec | TreeCodec

@@ -106,6 +106,7 @@ class ConsoleReporter(Reporter):
         self._printed: Row | None = None
         self._folder: Path | None = None
         self._live: Live | None = None
+        self._stopping = False
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Show the title, the folder and the ids of the workers' processes."""
@@ -134,7 +135,12 @@ class ConsoleReporter(Reporter):
                 Text.assemble((f"{name} ", "dim"), (text, "bold"))
                 for name, text in figures(self._latest, self.solved_at).items()
             )
-        return Group(self._bar, line)
+        stopping = Text("stopping after this batch; Ctrl-C again ends at once", style="bold yellow")
+        return Group(self._bar, line, stopping) if self._stopping else Group(self._bar, line)
+
+    def note_stop_request(self) -> None:
+        """Have the live display say that the run is about to stop. Called inside a signal handler."""
+        self._stopping = True
 
     def update(self, row: Row) -> None:
         """Show `row`; plain lines at most every `interval` seconds."""

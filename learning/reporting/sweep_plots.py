@@ -1,4 +1,4 @@
-"""The plots of a sweep: returns over time, over a setting that is a number, and the latency of the weight sync."""
+"""The plots of a sweep: returns over frames and time, over a setting that is a number; latency of the weight sync."""
 
 from __future__ import annotations
 
@@ -35,33 +35,40 @@ _LABEL_WIDTH = 0.17  # of the x axis, for the label of a tick
 
 
 def returns(groups: Groups) -> Figure:
-    """Draw each run's mean return over wall-clock seconds, a colour for each group of runs."""
+    """Draw each run's mean return over frames (left) and wall-clock seconds, a colour for each group of runs."""
     runs = [run for group in groups.values() for run in group]
     env, solved_at = common(runs, "env"), common(runs, "solved_at")
-    title = "Return over wall-clock time" + ("" if env is None else f", {env}")
+    title = "Return over frames and over wall-clock time" + ("" if env is None else f", {env}")
     subtitle = "a line for each run, from its 100th episode; dashed: fewer than 100 episodes ended in it"
-    figure, (ax,) = new_figure(9, 1, title, subtitle, height=4.6 + 0.2 * _legend_lines(groups))
+    figure, axes = new_figure(11, 2, title, subtitle, (1, 1), height=4.6 + 0.2 * _legend_lines(groups))
+    for ax, of_row, label in zip(axes, ("frames", "seconds"), ("frames", "seconds from the first step"), strict=True):
+        _draw_returns(ax, groups, of_row)
+        if solved_at is not None:
+            threshold(ax, solved_at, MUTED)
+        ax.set_xlabel(label, color=INK)
+        ax.set_ylabel("mean return of the last 100 episodes", color=INK)
+        if ax.get_legend_handles_labels()[1]:
+            ax.set_xlim(left=0)
+        else:
+            say_instead(ax, "No episode has ended.")
+            ax.set(xticks=[], yticks=[])
+    if axes[0].get_legend_handles_labels()[1]:
+        _legend(figure, axes[0], groups)
+    return figure
+
+
+def _draw_returns(ax: Axes, groups: Groups, of_row: str) -> None:
+    """Draw a line for each run, over an entry of its rows: "frames" or "seconds"."""
     colours = _colours(groups)
     for name, group in groups.items():
         label: str | None = name  # of the first run that is drawn
         for run in group:
             known, few = means(run.rows)
             if known:
-                line = [(run.rows[i]["seconds"], mean) for i, mean in known]
+                line = [(run.rows[i][of_row], mean) for i, mean in known]
                 ax.plot(*zip(*line, strict=True), color=colours[name], linewidth=1.8, alpha=0.85,
                         linestyle="--" if few else "-", label=label)  # fmt: skip
                 label = None
-    if solved_at is not None:
-        threshold(ax, solved_at, MUTED)
-    ax.set_xlabel("seconds from the first environment step", color=INK)
-    ax.set_ylabel("mean return of the last 100 episodes", color=INK)
-    if ax.get_legend_handles_labels()[1]:
-        ax.set_xlim(left=0)
-        _legend(figure, ax, groups)
-    else:
-        say_instead(ax, "No episode has ended.")
-        ax.set(xticks=[], yticks=[])
-    return figure
 
 
 def over_setting(groups: Groups) -> Figure:

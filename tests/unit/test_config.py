@@ -273,6 +273,16 @@ def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str
     assert str(caught.value) == said
 
 
+def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needing.py").write_text(
+        "import wsync\ntry:\n    import absent_package\nexcept ModuleNotFoundError as error:\n"
+        "    raise wsync.missing_extra(error, 'ray') from error\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"absent_package is not installed: pip install '\.\[ray\]'"):
+        instantiate_setting("collector", {"_target_": "needing.Collector"})
+
+
 def test_arguments_from_yaml_are_plain_lists_and_dictionaries() -> None:
     tuple_, array = {"_target_": "builtins.tuple", "_args_": [[84, 84]]}, {"_target_": "numpy.array", "object": [-1, 1]}
     given = {"a": [1, {"b": [2]}], "c": {"d": 3}, "shape": tuple_, "low": array}

@@ -472,6 +472,37 @@ def test_a_wrong_action_is_an_error() -> None:
         env.step(env.reset())
 
 
+class Wandering(Scripted):
+    """Its second step gives an observation outside its space."""
+
+    def __init__(self, wrong: Any) -> None:
+        place = spaces.Dict(at=spaces.MultiDiscrete([7, 7], start=[0, 1]), speed=spaces.Box(-1, 1, (2,)))
+        super().__init__(spaces.Dict(place=place, level=spaces.Discrete(2)))
+        self.wrong = wrong
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        seen, *rest = super().step(action)
+        if self.count == 2:
+            seen["place"] = {**seen["place"], **self.wrong}
+        return seen, *rest  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"at": np.array([7, 1])}, "part 'at' of the observation: component 0 is 7, outside its space, 0 to 6"),
+        ({"at": np.array([0, 0])}, "part 'at' of the observation: component 1 is 0, outside its space, 1 to 7"),
+    ],
+)
+def test_an_observation_outside_its_space_is_named(wrong: dict[str, Any], what: str) -> None:
+    env = GymEnv(lambda: Wandering(wrong), 2)
+    env.reset()
+    env.step(TensorDict({"action": torch.zeros(2, dtype=torch.int64)}, [2]))
+    with pytest.raises(ValueError, match=f"part 'place' of the observation: {what}"):
+        env.step(TensorDict({"action": torch.zeros(2, dtype=torch.int64)}, [2]))
+    env.close()
+
+
 @pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.Box(-1, 1, (2,)), spaces.MultiDiscrete([2, 2])])
 def test_an_action_with_its_dimensions_in_another_order_is_an_error(space: spaces.Space) -> None:
     env = GymEnv(lambda: Scripted(actions=space), 3)

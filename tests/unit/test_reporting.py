@@ -184,6 +184,15 @@ def test_a_live_display_in_a_terminal(tmp_path: Path) -> None:
         assert part in out.getvalue()
 
 
+def test_a_request_to_stop_is_shown_in_the_live_display(tmp_path: Path) -> None:
+    out = io.StringIO()
+    reporter = ConsoleReporter("x", 1, Console(file=out, width=120, force_terminal=True, _environ={"TERM": "xterm"}))
+    reporter.begin(tmp_path, {})
+    reporter.note_stop_request()
+    reporter.finish(summary(status="interrupted"))
+    assert "stopping after this batch" in out.getvalue()
+
+
 def test_plain_lines_in_a_terminal_that_cannot_show_a_live_display(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, width=120, force_terminal=True, _environ={"TERM": "dumb"})
@@ -215,9 +224,9 @@ def test_a_picture_says_that_no_episode_has_ended(tmp_path: Path) -> None:
     swept(tmp_path, "num_workers=2", "seed=0", rows=[first])
     (run,), _ = read_runs(tmp_path)
     for figure in (learning_curve(run.rows, run.summary), returns(groups([run]))):
-        (ax,) = figure.axes
-        assert "No episode has ended." in [text.get_text() for text in ax.texts]
-        assert not len(ax.get_yticks())
+        for ax in figure.axes:
+            assert "No episode has ended." in [text.get_text() for text in ax.texts]
+            assert not len(ax.get_yticks())
     (ax,) = learning_curve(run.rows, run.summary).axes
     assert ax.get_xlim() == (0, 1024)
 
@@ -226,9 +235,11 @@ def test_the_first_run_that_is_drawn_names_its_group(tmp_path: Path) -> None:
     swept(tmp_path, "num_workers=2", "seed=0", rows=[replace(row(1), episode_return_mean_100=None)], status="failed")
     for seed in (1, 2):
         swept(tmp_path, "num_workers=2", f"seed={seed}", rows=[row(1), row(2)])
-    (ax,) = returns(groups(read_runs(tmp_path)[0])).axes
-    assert ax.get_legend_handles_labels()[1] == ["shared_mem"]
-    assert "No episode has ended." not in [text.get_text() for text in ax.texts]
+    over_frames, over_seconds = returns(groups(read_runs(tmp_path)[0])).axes
+    for ax in (over_frames, over_seconds):
+        assert ax.get_legend_handles_labels()[1] == ["shared_mem"]
+        assert "No episode has ended." not in [text.get_text() for text in ax.texts]
+    assert [list(line.get_xdata()) for line in over_frames.lines] == [[1024, 2048]] * 2
 
 
 def test_the_latencies_of_a_resumed_run_are_those_since_the_resume(tmp_path: Path) -> None:
@@ -243,10 +254,11 @@ def test_the_names_of_many_groups_cover_no_curve(tmp_path: Path) -> None:
         swept(tmp_path, f"num_workers={workers}", "seed=0", "algorithm.minibatch_size=512", rows=[row(1), row(2)])
     figure = returns(groups(read_runs(tmp_path)[0]))
     figure.savefig(tmp_path / "returns.png")
-    (legend,), (ax,) = figure.legends, figure.axes
+    (legend,) = figure.legends
     assert len(legend.get_texts()) == 10
-    assert not legend.get_window_extent().overlaps(ax.get_window_extent())
-    assert figure.bbox.containsx(legend.get_window_extent().x1) and ax.get_window_extent().height > 400
+    for ax in figure.axes:
+        assert not legend.get_window_extent().overlaps(ax.get_window_extent())
+        assert figure.bbox.containsx(legend.get_window_extent().x1) and ax.get_window_extent().height > 400
 
 
 def test_a_run_that_ended_before_its_first_row_has_no_pictures(tmp_path: Path) -> None:
