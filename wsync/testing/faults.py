@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from wsync.testing import commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import SHORT, TIMEOUT, BackendHooks
 from wsync.testing.models import Large, Small, WithExtraState
-from wsync.testing.workers import WorkerError
+from wsync.testing.workers import Worker, WorkerError
 
 
 def _reshape(state: WorkerState, size: int) -> None:
@@ -26,6 +27,21 @@ def _reshape(state: WorkerState, size: int) -> None:
 
 def _connect_again(state: WorkerState, worker_idx: int) -> None:
     state.schemes["policy"].connect(worker_idx=worker_idx)
+
+
+@contextmanager
+def killed_after(seconds: float, worker: Worker) -> Iterator[None]:
+    """Kill ``worker`` while the block runs; the thread that does it has ended when the block has.
+
+    That thread waits for the process on a descriptor. If it still did when the process is closed, it might read from
+    the descriptor of the next process, which would have the same number.
+    """
+    timer = threading.Timer(seconds, worker.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
 
 
 def in_forked_child(function: Callable[[], object]) -> str:
@@ -70,16 +86,14 @@ class Faults(BackendHooks):
         with self.connected() as session:
             session.workers[1].stop()
             session.post(2)
-            threading.Timer(0.1, session.workers[1].kill).start()
-            with pytest.raises(wsync.WorkerDied, match="worker 1"):
+            with killed_after(0.1, session.workers[1]), pytest.raises(wsync.WorkerDied, match="worker 1"):
                 session.scheme.wait_async()
             assert session.outputs() == [2]
 
     def test_a_death_during_a_large_transfer(self) -> None:
         with self.connected(make=Large) as session:
             session.workers[1].stop()
-            threading.Timer(0.02, session.workers[1].kill).start()
-            with pytest.raises(wsync.WorkerDied, match="worker 1"):
+            with killed_after(0.02, session.workers[1]), pytest.raises(wsync.WorkerDied, match="worker 1"):
                 session.update(2)
             for value in (3, 4, 5):
                 session.update(value)
