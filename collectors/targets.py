@@ -45,8 +45,9 @@ def _described(error: InstantiationException, setting: str) -> str:
         message = " ".join(str(cause).split()) or repr(cause)
         return f"{setting}: {message if message.startswith(found[1]) else f'{found[1]}: {message}'}"
     if cause is not None and (found := re.match(r"Error locating target '(.+?)'", text)):
-        wrapped = str(cause).startswith("Error loading ")  # Hydra's own error around that of the import
-        return f"{setting}._target_={found[1]}: {_not_loaded(found[1], (wrapped and cause.__cause__) or cause)}"
+        # Hydra's "Error loading …" has the error of the import as its cause; a module's own error comes as it is.
+        origin = cause.__cause__ if str(cause).startswith("Error loading ") else cause
+        return f"{setting}._target_={found[1]}: {_not_loaded(found[1], origin or cause)}"
     return f"{setting}: {text.splitlines()[0]}"
 
 

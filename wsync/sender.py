@@ -145,7 +145,7 @@ class Sender:
         """Disconnect a worker, and await no more answers from it."""
         self._updates.unawaited.drop_workers([worker])
         # Before channel.disconnect(), in which a signal handler may raise.
-        self._members.remove({worker: "disconnect() was called for it"})
+        self._members.remove({worker: "it was disconnected by disconnect() or readmit()"})
         self.channel.disconnect(worker)
 
     def readmit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:

@@ -87,7 +87,7 @@ class ObjectPublisher:
     def __init__(self, name: str) -> None:
         options: dict[str, Any] = {"name": name, "namespace": _NAMESPACE, "num_cpus": 0, "max_concurrency": _CALLS}
         # A mailbox that has died begins without references: the next update brings them. An update that it took just
-        # before its end is an error of the workers that had not fetched it.
+        # before its end fails on the workers that had not fetched it.
         options |= {"max_restarts": -1, "max_task_retries": -1}
         self._mailbox: Any = ray.remote(mailbox_class()).options(**options).remote()
         self._connection = connection()

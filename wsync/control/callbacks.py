@@ -48,7 +48,7 @@ class ConnectionCallbacks(Protocol):
     def on_disconnected(self, worker: int) -> None:
         """Release what the worker used, e.g. its slot in shared memory.
 
-        Called when this side closes a connection for which ``accepted_message`` was called, before or after it does;
-        perhaps twice.
+        Called once or twice when this side closes a connection for which ``accepted_message`` was called: before or
+        after the socket is closed.
         """
         ...

@@ -160,8 +160,8 @@ class Listener:
     def _authenticate(self, pending: _Pending) -> tuple[Connection, Message]:
         """Read what has arrived of the ``HELLO``; return the connection once it is complete.
 
-        Everything that has arrived is read: otherwise the time limit could close a connection whose ``HELLO`` is
-        complete, with a part of it still in the socket.
+        Everything that has arrived is read: otherwise the time limit could close a connection although all of its
+        ``HELLO`` has arrived.
 
         Raises:
             BlockingIOError: more has to arrive.

@@ -132,8 +132,8 @@ class ReceiverThread:
                 _shut_down(socket_fd)
         elif self._call(handler, socket_fd):
             return False
-        # If ``descriptor`` is the socket, the connection has ended: stop watching it, and the pidfd registered with it,
-        # whose entry is ``(handler, descriptor)`` too.
+        # If ``descriptor`` is the socket, the connection has ended: stop watching it, and the pidfd registered with it.
+        # Both have the entry ``(handler, descriptor)``.
         # If it is the pidfd, stop watching it alone, because the socket still has to be read to its end.
         with self._lock:
             finished = [fd for fd, one in handlers.items() if fd == descriptor or one == (handler, descriptor)]

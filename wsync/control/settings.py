@@ -124,7 +124,8 @@ def _plain(layout: Layout) -> list[Any]:
     dtypes = [str(dtype).removeprefix("torch.") for dtype in layout.dtypes]
     extra = None if layout.extra is None else sorted(layout.extra)
     tensors = [layout.names, dtypes, layout.shapes, layout.strides, layout.offsets]
-    # optional: entries that later weights may lack; model_may_have_more: a receiver's model, which keeps the rest
+    # optional: entries that later weights may lack. model_may_have_more: whether the receiving model may have other
+    # weights, which it then keeps.
     return [*tensors, layout.ties, layout.nbytes, extra, sorted(layout.optional), layout.model_may_have_more]
 
 

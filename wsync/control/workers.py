@@ -110,7 +110,7 @@ class WorkerConnections:
             if self._listener.fileno() in ready:
                 last_accept_worked = (worker := self._accept(workers, deadline)) >= 0
                 missing.discard(worker)
-            lost = set(workers) - {*missing, *self._connections, *self._answers}  # one that has answered: by wait_acks
+            lost = set(workers) - {*missing, *self._connections, *self._answers}  # wait_acks reports an answer
             if deaths := {one: death.error for one, death in self._deaths.copy().items() if one in lost}:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(deaths.items()))
                 raise WorkerDied(f"worker(s) {join_indices(deaths)} were lost after they had connected{causes}", deaths)
@@ -255,7 +255,7 @@ class WorkerConnections:
             while self._ready:
                 self._process(self._ready.pop())
         finally:
-            self._ready.clear()  # of those left after an error, the fast path may read the messages: poll again
+            self._ready.clear()  # after an error, poll again: the fast path may read what is left
         return True
 
     def _process(self, fd: int) -> None:

@@ -21,7 +21,6 @@ class Membership:
 
     Attributes:
         present: the workers that are sent updates.
-        absent: workers that have died or left; updates to all workers are kept for their replacements.
         sent_to_all: the newest version that was published to all workers by the fast path; 0 if there is none.
         extra_states: each worker's extra state, as last sent.
         connected: whether all workers have connected once, and the sender was not closed since.
@@ -30,18 +29,22 @@ class Membership:
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         self.present: Sequence[int] = range(num_workers)
-        self.absent: Sequence[int] = ()
         self.sent_to_all = 0
         self.extra_states: dict[int, bytes] = {}
         self.connected = False
         self._sent_to: dict[int, int] = {}  # by worker, the newest version that ``note_sent`` has recorded
         self._newest = 0  # of these
-        self._causes: dict[int, str] = {}  # by absent worker: why it is absent
+        self._causes: Mapping[int, str] = {}  # by absent worker: why it is absent
 
     @property
     def sent_version(self) -> int:
         """The newest version that was published; 0 before the first."""
         return max(self.sent_to_all, self._newest)
+
+    @property
+    def absent(self) -> Sequence[int]:
+        """Workers that have died or left; updates to all workers are kept for their replacements."""
+        return sorted(self._causes)
 
     def version_sent_to(self, worker: int) -> int:
         """Return the newest version that was sent to a worker's index; 0 if none was."""
@@ -49,17 +52,15 @@ class Membership:
 
     def remove(self, causes: Mapping[int, str]) -> None:
         """Record that workers have died or left: ``{worker: cause}``. A worker that is absent keeps its first cause."""
-        self._causes = {**causes, **self._causes}
-        self._set({*self.absent, *causes})
+        self._set({**causes, **self._causes})
 
     def add(self, workers: Collection[int]) -> None:
         """Record that workers are connected."""
-        self._causes = {worker: cause for worker, cause in self._causes.items() if worker not in workers}
-        self._set({*self.absent}.difference(workers))
+        self._set({worker: cause for worker, cause in self._causes.items() if worker not in workers})
 
-    def _set(self, absent: Collection[int]) -> None:
-        self.absent = sorted(absent)
-        self.present = [worker for worker in range(self.num_workers) if worker not in absent]
+    def _set(self, causes: Mapping[int, str]) -> None:
+        self._causes = causes
+        self.present = [worker for worker in range(self.num_workers) if worker not in causes]
 
     def by_extra_state(
         self, workers: Sequence[int], extra: Mapping[str, Any] | None
@@ -92,7 +93,7 @@ class Membership:
                 raise NotConnected(f"every worker has died or left: {hint}{self._why(self.absent)}")
             return self.present, self.absent
         wanted = worker_list(worker_ids, self.num_workers)
-        if gone := {worker: self._causes[worker] for worker in wanted if worker in self.absent}:
+        if gone := {worker: self._causes[worker] for worker in wanted if worker in self._causes}:
             left = join_indices(self.present) or "none"
             why = self._why(gone)
             raise WorkerDied(f"worker(s) {join_indices(gone)} died or left earlier; present: {left}{why}", gone)
