@@ -175,7 +175,7 @@ class MixedWeightsGuard:
         self.why = ""
 
     def set(self, why: str) -> None:
-        """Refuse forwards, for the reason ``why``; with an empty one, allow them again. Called inside the gate."""
+        """Make forwards raise, for the reason ``why``; with an empty one, allow them again. Called inside the gate."""
         attached = self in _gate.gate_state.hooks  # false in a forked child: its new gate has no hooks
         self.why = why
         if why and not attached:

@@ -100,7 +100,7 @@ class Receiver:
         """Connect to the sender, and install the first weights if the sender has any yet.
 
         Raises:
-            NotConnected: there is no sender, or it refused this worker.
+            NotConnected: there is no sender, or it rejected this worker.
             SyncTimeout: it did not answer within ``timeout`` seconds.
             LayoutMismatch: its weights do not fit the model.
             RuntimeError: this worker is connected already; the existing connection is kept. Or it was called inside the

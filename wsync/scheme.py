@@ -146,7 +146,7 @@ class WeightSyncScheme(SchemeBase):
                 at once, with its exit code. ``docs/lifecycle.md`` has the forms: ``[process, …]``, ``{worker: …}``.
 
         Raises:
-            NotConnected: not initialised; or the sender is gone, or refused this worker.
+            NotConnected: not initialised; or the sender is gone, or rejected this worker.
             SyncTimeout: a worker did not connect or install the first weights in time; or the sender did not answer.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch, WeightSyncError: the weights do not fit a model, it raised an error, or the memory is full.

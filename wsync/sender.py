@@ -285,7 +285,7 @@ class Sender:
             yield
 
     def end_in_forked_child(self) -> None:
-        """Refuse every later call but ``close``. Called by the fork hook in ``sending/forking.py``."""
+        """Make every later call raise, except ``close``. Called by the fork hook in ``sending/forking.py``."""
         self._in_forked_child = True
         self._fast, self._lock = None, threading.RLock()  # a thread that does not exist here may hold the old one
 

@@ -109,14 +109,14 @@ def close_transport(transport: TransportBackend | FlatTransport, pending: Transf
 
 
 def _key_and_value(message: Message) -> tuple[str, bytes]:
-    """Return key and value of a ``STORE`` message.
+    """Return key and value of a ``SETUP_KEY`` message.
 
     Raises:
         ValueError: it is malformed.
     """
     payload = message.payload
     if len(payload) < _KEY_LENGTH.size:
-        raise ValueError("a STORE message without a key")
+        raise ValueError("a SETUP_KEY message without a key")
     (length,) = _KEY_LENGTH.unpack_from(payload)
     begin = _KEY_LENGTH.size
     return payload[begin : begin + length].decode(), payload[begin + length :]
@@ -175,7 +175,7 @@ class TransportSetup:
     def _relay(self, key: str, value: bytes) -> None:
         name = key.encode()
         payload = _KEY_LENGTH.pack(len(name)) + name + value
-        self._connection.send(Message(Kind.STORE, self._worker, payload=payload))
+        self._connection.send(Message(Kind.SETUP_KEY, self._worker, payload=payload))
 
     def _run(self, set_up: Callable[[], Any]) -> None:
         try:
@@ -253,7 +253,7 @@ class TransportSetup:
     def _take(self, message: Message | None) -> None:
         if message is None or message.kind is Kind.LEAVE:
             raise NotConnected(f"worker {self._worker}: {why_ended(self._connection.peer_name, message)}")
-        if message.kind is Kind.STORE:
+        if message.kind is Kind.SETUP_KEY:
             self._store.put(*_key_and_value(message))
         else:
             self._unread.append(message)

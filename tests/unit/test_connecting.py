@@ -141,10 +141,10 @@ def test_a_connect_that_was_interrupted_leaves_nothing_behind(tmp_path: Path) ->
 
 
 def test_receive_after_a_connect_that_failed_raises() -> None:
-    def refuse(sender: Connection) -> None:
-        sender.send(Message(Kind.REFUSED, payload=b"not today"))
+    def reject(sender: Connection) -> None:
+        sender.send(Message(Kind.REJECTED, payload=b"not today"))
 
-    with Scripted(refuse) as worker:
+    with Scripted(reject) as worker:
         worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=0)
         for wait in (worker.receive, worker.pull):
             with pytest.raises(wsync.NotConnected, match="call connect"):

@@ -632,7 +632,7 @@ def test_a_refused_version_leaves_the_slot_before_it_held() -> None:
     slot.release()
     writer.publish(0, 2, 2, False, 1.0)
     assert slot.take() == (2, 2, False) and (block[USED_SLOT], block[HELD_SLOT]) == (2, 1)
-    slot.refused = 2
+    slot.failed_version = 2
     slot.release()
     assert (block[USED_SLOT], block[HELD_SLOT]) == (NONE, 1)
     assert slot.take() is None and block[USED_SLOT] == 1

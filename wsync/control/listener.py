@@ -221,6 +221,6 @@ def _close(listening: socket.socket, epoll: select.epoll, pending: dict[int, _Pe
     if os.getpid() == opener_pid:
         with suppress(OSError):  # no client is left in the queue, or the listener was closed before
             listening.shutdown(socket.SHUT_RDWR)
-            while True:  # refuse queued clients: close() alone leaves them waiting if a forked child has the socket
+            while True:  # reject queued clients: close() alone leaves them waiting if a forked child has the socket
                 close_socket(listening.accept()[0], opener_pid)
     listening.close()

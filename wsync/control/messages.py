@@ -27,7 +27,7 @@ class Kind(IntEnum):
 
     # from the sender to a worker
     ACCEPTED = 1  # the worker is registered; version: of its first weights, 0 for none; payload: SenderSettings
-    REFUSED = 2  # the worker is not registered; payload: the reason
+    REJECTED = 2  # the worker is not registered; payload: the reason
     LAYOUT = 3  # the layout of the weights; payload: SenderSettings
     # Install a version; payload: checksum and extra state. The payload is empty if a BEGIN_RECEIVE had them, and with
     # the arena, where both are stored beside the weights.
@@ -59,9 +59,9 @@ class Kind(IntEnum):
     # both ways
     # this side closes the connection on purpose; version: 1 if it is a sender that shuts down, else 0; payload: why
     LEAVE = 32
-    # A key and its value of a torch.distributed store, while a process group is being formed; payload: see
-    # transport_setup.py.
-    STORE = 33
+    # A key and its value that one end of a transport sets for the other end, while a process group is being formed;
+    # payload: see transport_setup.py.
+    SETUP_KEY = 33
     DATA = 34  # for other users of a connection, such as collectors
 
 
@@ -111,8 +111,8 @@ def why_not_connected(workers: Collection[int], running: Collection[int]) -> str
     )
 
 
-def why_refused(hello: Message, num_workers: int, taken_by: str) -> str:
-    """Return why a sender refuses the worker that has sent ``hello``; empty if it does not.
+def why_rejected(hello: Message, num_workers: int, taken_by: str) -> str:
+    """Return why a sender rejects the worker that has sent ``hello``; empty if it does not.
 
     Args:
         hello: the first message of a worker.

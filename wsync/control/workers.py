@@ -12,7 +12,7 @@ from wsync.control.callbacks import ConnectionCallbacks
 from wsync.control.connection import Connection
 from wsync.control.early_joins import EarlyJoins
 from wsync.control.listener import Listener
-from wsync.control.messages import Kind, Message, why_ended, why_not_connected, why_refused
+from wsync.control.messages import Kind, Message, why_ended, why_not_connected, why_rejected
 from wsync.deadlines import NOW, deadline_in, earlier, milliseconds, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, join_indices
 from wsync.types import Ack
@@ -126,10 +126,10 @@ class WorkerConnections:
             return -1
         self.process_arrived_messages()  # notices the death of the worker that it replaces
         taken_by = self._connections[worker].peer_name if worker in self._connections else ""
-        if reason := why_refused(hello, self._num_workers, taken_by):
-            _log.debug("refused worker %d: %s", worker, reason)
+        if reason := why_rejected(hello, self._num_workers, taken_by):
+            _log.debug("rejected worker %d: %s", worker, reason)
             with suppress(ConnectionError):  # it has disconnected
-                connection.send(Message(Kind.REFUSED, worker, payload=reason.encode()))
+                connection.send(Message(Kind.REJECTED, worker, payload=reason.encode()))
             connection.close()
             return -1
         rejoined = self.early_joins.has_connected(worker)
@@ -274,7 +274,7 @@ class WorkerConnections:
     def process(self, worker: int, message: Message | None) -> None:
         """Process what ``read`` or ``reading_directly`` received from a worker; None: its connection has ended."""
         connection = self._connections.get(worker)
-        if connection is None or (message is not None and message.kind is Kind.STORE):  # a late STORE is ignored
+        if connection is None or (message is not None and message.kind is Kind.SETUP_KEY):  # a late one is ignored
             return
         if message is None or message.kind not in _EXPECTED_KINDS:
             return self.mark_dead(worker, why_ended(connection.peer_name, message))

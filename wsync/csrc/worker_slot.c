@@ -191,7 +191,7 @@ static PyMemberDef WorkerSlot_members[] = {
     {"version", T_LONGLONG, offsetof(WorkerSlot, version), 0, NULL},
     {"bound_slot", T_LONGLONG, offsetof(WorkerSlot, bound_slot), 0, NULL},
     {"used", T_LONGLONG, offsetof(WorkerSlot, used), 0, NULL},
-    {"refused", T_LONGLONG, offsetof(WorkerSlot, refused), 0, NULL},
+    {"failed_version", T_LONGLONG, offsetof(WorkerSlot, failed_version), 0, NULL},
     {"hold", T_BOOL, offsetof(WorkerSlot, hold), 0, NULL},
     {"busy", T_BOOL, offsetof(WorkerSlot, busy), 0, NULL},
     {"disconnected", T_BOOL, offsetof(WorkerSlot, disconnected), 0, NULL},

@@ -7,7 +7,7 @@
 
 typedef struct {
     PyObject_HEAD
-    long long version, bound_slot, used, refused; /* see the Python class */
+    long long version, bound_slot, used, failed_version; /* see the Python class */
     char hold, busy, disconnected, torn;
     Py_buffer words;
     Block *block; /* the worker's words; NULL before map_words() */
@@ -23,7 +23,7 @@ typedef struct {
 /* The newest version that was installed, or could not be. */
 static inline long long tried_version(WorkerSlot *self)
 {
-    return self->version > self->refused ? self->version : self->refused;
+    return self->version > self->failed_version ? self->version : self->failed_version;
 }
 
 /* Whether the words are still this worker's; called with the mutex locked, before a word is stored. */

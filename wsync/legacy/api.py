@@ -171,7 +171,7 @@ class WeightReceiver:
 
         Raises:
             NotConnected: ``init_on_worker`` has not been called; or the sender is gone.
-            WeightSyncError: the sender's weights do not fit this model, or it refused this worker.
+            WeightSyncError: the sender's weights do not fit this model, or it rejected this worker.
         """
         deadline = deadline_in(timeout)
         if not self._begin(deadline):

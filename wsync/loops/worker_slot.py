@@ -80,7 +80,7 @@ class WorkerSlot:
         bound_slot: the slot that the model is bound to; -1 if the model has memory of its own.
         used: the slot in the worker's ``USED_SLOT``, as last stored here; -1 after a release. It keeps its value if the
             worker is disconnected first, so that ``ArenaReader`` can check that slot.
-        refused: the newest version that could not be installed.
+        failed_version: the newest version that could not be installed.
         hold: whether the model's slot is kept between forwards as well, so that a failed install can roll back.
         busy: whether a slot is in use.
         disconnected: whether the words have been found to belong to another connection.
@@ -91,7 +91,7 @@ class WorkerSlot:
         self.version = 0
         self.bound_slot = NONE
         self.used = NONE
-        self.refused = 0
+        self.failed_version = 0
         self.hold = False
         self.busy = False
         self.disconnected = False
@@ -168,7 +168,7 @@ class WorkerSlot:
             block.mutex.lock()
             if block[CONNECTION] == self._connection:
                 word = block[PUBLISHED]
-                newer = version_in(word) > max(self.version, self.refused)
+                newer = version_in(word) > max(self.version, self.failed_version)
                 # The sender reads PUBLISHED, then USED_SLOT, then HELD_SLOT, without the mutex. A slot that is needed
                 # must be in one of them at any moment. So the word that will protect it is stored before the word that
                 # protects it now is changed.

@@ -169,7 +169,7 @@ class ArenaReader:
             if self.binds:
                 self._slot.bound_slot = update.slot
         else:
-            self._slot.refused = update.version
+            self._slot.failed_version = update.version
             self._stop_fast_path()  # the updater must see the next install, to allow forwards again
             if self.binds and not self._slot.hold:
                 self._copy_out(f"version {update.version} could not be installed")

@@ -224,7 +224,7 @@ class WorkerSideChannel:
             if reader.last_answer is not None:
                 ack, prepared = reader.last_answer
                 self._open().send(Message.answer(ack, prepared=prepared))
-        elif kind is not Kind.STORE:  # one that arrives after the set-up of the transport has no effect
+        elif kind is not Kind.SETUP_KEY:  # one that arrives after the set-up of the transport has no effect
             raise ValueError(f"an unexpected message {kind.name}")
         return None
 

@@ -34,12 +34,12 @@ def wait_accepted(connection: Connection, worker: int, deadline: float | None) -
     """Return the ``ACCEPTED`` message, which must arrive by ``deadline``.
 
     Raises:
-        NotConnected: the sender refused this worker, or has gone.
+        NotConnected: the sender rejected this worker, or has gone.
         SyncTimeout: it did not answer in time.
     """
     message = _wait_message(connection, worker, deadline)
     if message.kind is not Kind.ACCEPTED:
-        raise NotConnected(f"worker {worker} was refused: {message.payload.decode(errors='replace')}")
+        raise NotConnected(f"worker {worker} was rejected by the sender: {message.payload.decode(errors='replace')}")
     return message
 
 

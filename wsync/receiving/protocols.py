@@ -58,7 +58,7 @@ class ReceiveChannel(Protocol):
         Called outside the gate; by the receiver thread after ``begin_connect``.
 
         Raises:
-            NotConnected: there is no sender, or it refused this worker.
+            NotConnected: there is no sender, or it rejected this worker.
             SyncTimeout: it did not answer in time.
         """
         ...

@@ -11,7 +11,7 @@ class ForkAware(Protocol):
     """A sender or channel, which a fork copies into the child."""
 
     def end_in_forked_child(self) -> None:
-        """Refuse every later call but ``close``, and replace locks: the thread that holds one is not in the child.
+        """Make every later call raise, except ``close``; replace locks: the thread that holds one is not in the child.
 
         Called once, in the forked child, before any of the child's own code runs.
         """

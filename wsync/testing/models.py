@@ -88,6 +88,7 @@ class EveryTensorKind(nn.Module):
         self.transposed = nn.Parameter(torch.zeros(4, 6).t())
         self.empty = nn.Parameter(torch.zeros(0, 4))
         self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.single = nn.Parameter(torch.zeros(1, 2)[:, ::2])  # of one element, with a stride of 2
         self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
         self.register_buffer("count", torch.zeros(5, dtype=torch.int64))
         self.register_buffer("mask", torch.zeros(9, dtype=torch.bool))
@@ -164,7 +165,8 @@ def digest(model: nn.Module) -> dict[str, Any]:
 
 
 def _digest_of(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+    data = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
     return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(data).hexdigest()[:16]
 
 

@@ -253,7 +253,14 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are alike, NaNs included."""
     if torch.equal(one, other):
         return True
-    return torch.equal(*(tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+    return torch.equal(raw_bytes(one), raw_bytes(other))
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, ``uint8[nbytes]``: its own memory if it is contiguous, else a copy."""
+    dense = tensor.detach().contiguous()
+    # Not reshape(-1): one element is contiguous with any stride, and view(dtype) needs a stride of 1.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _in_memory_order(values: Tensor, own: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.weights.layout import Layout
+from wsync.weights.layout import Layout, raw_bytes
 
 LENGTH_BYTES = 8
 """A file begins with the length of its header, in as many bytes."""
@@ -141,7 +141,7 @@ def dump_tensors(
 def _bytes_of(view: Tensor) -> memoryview:
     if not view.numel():
         return memoryview(b"")
-    return view.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return raw_bytes(view.cpu()).numpy().data
 
 
 def find_misfit(entries: Mapping[str, Entry], layout: Layout, indices: Mapping[str, int]) -> str:
@@ -196,7 +196,7 @@ def read_tensors(
     for name in entries:  # in the order of their bytes
         view = views[indices[name]]
         dense = view if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
-        rest: Any = dense.reshape(-1).view(torch.uint8).numpy().data if dense.numel() else memoryview(b"")
+        rest: Any = raw_bytes(dense).numpy().data if dense.numel() else memoryview(b"")
         while rest:
             count = file.readinto(rest)
             if not count:
