@@ -75,7 +75,7 @@ class Gate:
             finally:
                 self._blocks -= 1
                 # The blocks of two coroutines may overlap without being nested: A begins (depth 1), B begins (2), A
-                # ends. Its own depth_before, 0, would open the gate while B's block runs: count the open blocks.
+                # ends. A's depth_before, 0, would open the gate while B's block runs: so the open blocks are counted.
                 if entered and gate_state.depth != depth_before + 1:
                     depth_before = self._depth_before_first + self._blocks
                 gate_state.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
@@ -95,15 +95,15 @@ class Gate:
     ) -> Any | None:
         """Wait for the gate's lock until ``deadline``, and do as ``call_for``. None if the lock was not free by then.
 
-        Called by the thread in ``receive()``, never inside the gate. ``release`` is always called, as a signal handler
-        may raise just after ``acquire``; if the lock was not acquired, ``release`` raises an error, which is ignored.
+        Called by the thread in ``receive()`` or ``pull()``, never inside the gate. ``release`` is always called, since
+        a signal handler may raise just after ``acquire``. If the lock was not acquired, the error is ignored.
         """
         lock, left = self.gate_state.lock, remaining(deadline)
         try:
             in_time = lock.acquire(timeout=-1 if left is None else left)
             return self.call_for(subject, function, *args) if in_time else None
         finally:
-            try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
+            try:  # noqa: SIM105  not suppress(): a signal handler may raise in it, and release() would be skipped
                 lock.release()
             except RuntimeError:  # it was not acquired
                 pass
@@ -255,7 +255,7 @@ def gate_model(module: nn.Module) -> None:
 
 
 def ungate_model(module: nn.Module) -> None:
-    """Give ``module`` its own class back. Called inside the gate, by the thread that shuts down."""
+    """Give ``module`` its own class back. Called inside the gate, by the thread that closes the receiver."""
     original = vars(type(module)).get(_ORIGINAL)
     if original is not None:
         module.__class__ = original

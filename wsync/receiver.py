@@ -130,7 +130,7 @@ class Receiver:
             self.updater.require_fit()
             self._gate_model()
         except Exception:
-            # ANY_VERSION is above all versions: it answers whichever one the sender waits for.
+            # ANY_VERSION is above all versions: the error is an answer to any version for which the sender waits.
             self._channel.answer(Ack(self.updater.worker_idx, ANY_VERSION, traceback.format_exc()))
             raise
 

@@ -98,8 +98,8 @@ class WeightSyncScheme(SchemeBase):
         Args:
             model_id: the model's name, and its dotted path in ``context``.
             context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
-                ``update_policy_weights_``) is called when updates were installed, before they are acknowledged: once
-                for the newest, outside the gate, by the receiver thread or the thread in ``connect``.
+                ``update_policy_weights_``) is called after an update is installed and before it is acknowledged (of
+                several, for the newest): outside the gate, by the receiver thread or the thread in ``connect``.
             model: the model itself, or a mapping of tensors into which weights are copied. A module in memory shared
                 with another process is first given memory of its own: that process's model must not change.
             load: for an inference engine: called inside the gate, by the thread that installs, with an iterator over
@@ -108,10 +108,10 @@ class WeightSyncScheme(SchemeBase):
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
         Raises:
-            RuntimeError: initialised already; or the scheme has no address of a sender, and no torch store with one.
+            RuntimeError: initialised already; or the scheme has no sender's address and no torch store with one.
             LookupError, TypeError: the context has no such model.
             ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
-                of its own and ``acknowledge="published"``, where no call would wait until updates are passed on.
+                of its own, and ``send`` awaits no acknowledgements (``published``, pull mode, ``store``).
         """
         self._make_ready_for_receiver()
         if self._sender_model_id not in (None, model_id):
@@ -169,8 +169,8 @@ class WeightSyncScheme(SchemeBase):
     def disconnect(self, worker_idx: int) -> None:
         """On the sender: treat a worker as dead. See ``readmit``.
 
-        If a call in another thread waits for this worker, it raises ``WorkerDied``. If it waits for other workers, this
-        method waits for the end of that call, which with ``timeout=None`` may never come.
+        If a call in another thread waits for this worker, that call raises ``WorkerDied``. If it waits only for others,
+        this method waits for the end of that call, which with ``timeout=None`` may never come.
         """
         self._role.as_sender("disconnect").sender.disconnect(worker_idx)
 
@@ -212,7 +212,7 @@ class WeightSyncScheme(SchemeBase):
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
             LayoutMismatch, WeightSyncError: they do not fit the model; or the memory is full. No model was changed.
             ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
-            WorkerDied, WorkerFailed, SyncTimeout: names workers without version ``error.version`` (None: not sent).
+            WorkerDied, WorkerFailed, SyncTimeout: names workers that lack version ``error.version`` (None: not sent).
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update
@@ -254,7 +254,7 @@ class WeightSyncScheme(SchemeBase):
         ``"sender"`` only if none has arrived yet. The wait for a running forward, or for a store, is not limited.
 
         Raises:
-            NotConnected: before ``connect``; the connection ended before the first version; or it is lost, and the last
+            NotConnected: before ``connect``; the connection ended before the first version; or is lost, and the last
                 version was returned already (by ``connect``, ``receive`` or ``pull``).
             SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
             WeightSyncError: the newest version failed to install, or send_weights raised; or a store is unreadable.

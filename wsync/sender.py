@@ -132,11 +132,11 @@ class Sender:
         worker = checked_worker_index(worker, self.num_workers)
         try:
             while not self._lock.acquire(timeout=_PATIENCE):
-                self.channel.give_up(worker)  # repeated: the next holder of the lock may wait for it too
-            with self.exclusive():  # takes the lock again: it also disables the fast path
+                self.channel.give_up(worker)  # repeated: the next call with the lock may wait for this worker too
+            with self.exclusive():  # the lock is held already; this also disables the fast path
                 self._disconnect(worker)
         finally:
-            try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
+            try:  # noqa: SIM105  not suppress(): a signal handler may raise in it, and release() would be skipped
                 self._lock.release()
             except RuntimeError:  # a signal handler has raised before the lock was acquired
                 pass
@@ -167,8 +167,8 @@ class Sender:
             if early_join is None:
                 self._disconnect(worker)
             elif early_join.unanswered_version != newest:
-                # 0: it has answered. An older version: a later call of `send` or `send_async` sent it `newest`, and
-                # reports what becomes of that update.
+                # 0: the worker has answered. Older than `newest`: a later call of `send` or `send_async` sent it
+                # `newest`, and reports the result.
                 to_await = 0
             try:
                 if early_join is None:
@@ -193,16 +193,16 @@ class Sender:
     def send(
         self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool, partial: bool = False
     ) -> SyncReport | None:
-        """Deliver an update; with ``wait``, return when every worker uses it. ``partial``: see ``WeightSyncScheme``."""
+        """Deliver an update, as ``WeightSyncScheme.send`` does; without ``wait``, do not wait for the workers."""
         # Hot path: no avoidable calls or allocations. In a forked child `_fast` is None, and `_send` raises.
         with self._lock:
             began = time.perf_counter()
             fast = self._fast
             if fast is not None and wait and worker_ids is None and not partial:
                 finders = self._finders
-                # the source's tensors are known; other arguments are searched
-                known = finders.source_tensors if weights is None or weights is finders.source_weights else None
-                tensors = known if known is not None else finders.find(weights)
+                # the usual arguments, `None` and the source itself, need no search
+                own = finders.source_tensors if weights is None or weights is finders.source_weights else None
+                tensors = own if own is not None else finders.find(weights)
                 if tensors is not None:
                     updates = self._updates
                     # Counted before sending: if a signal interrupts the update, its number is not used again.

@@ -40,8 +40,8 @@ class TransportBackend(Protocol):
     shared memory. It is called by the thread in ``connect`` or ``readmit``; after ``init_on_worker`` (the older API,
     which connects in the background), by the receiver thread.
 
-    A transport stores no model and no strategy: each call is given those to use. Without a scheme (standalone) both may
-    be given. Under a scheme, ``model`` and the receiver's ``weights`` at the set-up are always None.
+    A transport stores no model and no strategy: the receiver's methods are given those to use. Standalone (without a
+    scheme) these may be any. Under a scheme, ``model`` and the set-up's ``weights`` are always None.
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
@@ -88,7 +88,7 @@ class TransportBackend(Protocol):
         Each worker has one thread in the trainer that makes these calls, one at a time, once for each update that is
         not sent as a difference (``Delta``). An update that is replaced by a newer one while it waits is never sent.
         May block until the worker receives. If a call of the scheme waits for the update, and this method has not
-        returned by its deadline, ``close()`` is called, if there is one, and the worker is disconnected.
+        returned by that call's deadline, ``close()`` is called, if there is one, and the worker is disconnected.
 
         Raise ``ConnectionError`` (such as ``BrokenPipeError``) if nothing can be sent to this worker any more: it is
         then disconnected, and named in a ``WorkerDied`` in the trainer. After any other error the worker stays
@@ -117,7 +117,7 @@ class TransportBackend(Protocol):
         notices no death: a call that waits has to raise when the other end has gone.
 
         The medium may deliver an older version first (a stream, after a receive that timed out): the scheme compares
-        each result with the update's checksum. For each update, unless a call for an older one returned its weights:
+        each result with the update's checksum. For each update (unless a call for an earlier one returned its weights):
 
         1. The first call comes when the sender announces the update; ``send_weights`` may still run. If it returns the
            update's weights, no other call follows.
@@ -172,9 +172,9 @@ class FlatTransport(Protocol):
         device: the device on which the packed buffers have to be.
         receives_ahead: whether a worker calls ``begin_receive`` before the sender announces a version: directly after
             each answer (installed, checked or failed) of the worker, and for the first version after it got the layout.
-        inline_bytes: updates with at most this many bytes (weights and extra state; or as many as the socket can take)
-            travel in the message that announces them, and are not given to ``begin_send``, except in a transaction.
-            The sender's value is used; it must be 0 if ``device`` is a GPU.
+        inline_bytes: updates with at most this many bytes of weights and extra state (or what the empty socket can
+            take, if that is less) travel in the message that announces them, and are not given to ``begin_send``,
+            except in a transaction. The sender's value is used; it must be 0 if ``device`` is a GPU.
     """
 
     device: torch.device
@@ -206,8 +206,8 @@ class FlatTransport(Protocol):
     def begin_send(self, flat: Tensor, transfers: list[Transfer]) -> None:
         """Begin to send, and append the transfer to ``transfers``.
 
-        One call at a time: by the thread that has called the scheme; for an update that had to wait for the worker's
-        answer to an earlier one, by the thread that reads this answer (in a scheme's method, or in the send loop).
+        One call at a time, usually by the thread that has called the scheme. If the update had to wait for the
+        worker's answer to an earlier one, by the thread that reads that answer (in a scheme's method or the send loop).
 
         Args:
             flat: ``uint8[nbytes]``; unchanged until the worker has answered.

@@ -109,7 +109,10 @@ class CascadingContext(Protocol):
     """A receiver's context that has workers of its own, to which updates are passed on."""
 
     def cascade_weights(self, model_id: str) -> None:
-        """Send the model's weights to the workers below. Called outside the gate, after each installed update."""
+        """Send the model's weights to the workers below. Called outside the gate, after an update is installed.
+
+        If several were installed at once, it is called for the newest.
+        """
         ...
 
 

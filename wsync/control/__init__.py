@@ -7,8 +7,8 @@ Public: collectors use it too, for connections of their own.
 - ``Connection``: framed messages; its ``descriptors`` become readable when a message arrives, or the process on the
   other side exits.
 - ``WorkerConnections``: a sender's connections to all workers: registration, acknowledgements, deaths.
-- ``seal`` and ``unseal``: encrypt and authenticate an address for places that other processes can read and write, such
-  as a store.
+- ``seal`` and ``unseal``: authenticate an address, and encrypt its token, for places that other processes can read and
+  write, such as a store.
 - ``PeerProcess``: a descriptor that is readable once a process on this machine has exited.
 """
 

@@ -23,7 +23,7 @@ class Address:
 
     @property
     def public(self) -> bytes:
-        """The address without the token. Credentials include it, see ``credentials.py``."""
+        """The address without the token. The credentials authenticate it: see ``credentials.py``."""
         return f"{self.host} {self.port}".encode()
 
     def dump(self) -> str:

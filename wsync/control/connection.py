@@ -260,7 +260,7 @@ class Connection:
     def attach(self, handler: MessageHandler) -> None:
         """In a worker: from now on ``handler.on_readable()`` is called for each message, and when the peer exits.
 
-        It is called by the process's receiver thread. ConnectionError: this side was closed.
+        The process's receiver thread makes these calls. ConnectionError: this side was closed.
         """
         if self.fileno() < 0:
             raise ConnectionError("this connection was closed")

@@ -1,4 +1,4 @@
-"""Early joins: replacements that are connected before ``readmit`` is called for them: it then need not wait.
+"""Early joins: replacements that have connected before ``readmit`` is called for them, which need not wait for that.
 
 They connected while only other workers were awaited, or in a ``readmit`` that timed out or was interrupted.
 """
@@ -40,7 +40,10 @@ class EarlyJoins:
         return worker in self._connected_at
 
     def note_connection(self, worker: int, version: int | None) -> None:
-        """Record that a worker connects now. ``version``: that of an early join (0: none is sent); None for others."""
+        """Record that a worker connects now.
+
+        ``version``: None if the worker was awaited; in an early join, the version that it is sent (0: none).
+        """
         self._connected_at[worker] = time.clock_gettime(time.CLOCK_BOOTTIME)
         if version is not None:
             self.add(worker, EarlyJoin(version))
@@ -60,19 +63,19 @@ class EarlyJoins:
             self._joins.pop(worker, None)
 
     def pop(self, worker: int, sentinel: int | None) -> EarlyJoin | None:
-        """Return a worker's early join, and forget it. None if there is none, or another process has made it.
+        """Return a worker's early join, and forget it. None if there is none, or if it cannot be by this process.
 
         Args:
             worker: its index.
-            sentinel: readable when the process that should have made it has ended; None if any process may.
+            sentinel: of the process that must have made it (readable once it has ended); None if any process may.
         """
         join = self._joins.pop(worker, None)
-        if join is None or (sentinel is not None and _is_another_process(sentinel, self._connected_at[worker])):
+        if join is None or (sentinel is not None and _cannot_be_process(sentinel, self._connected_at[worker])):
             return None
         return join
 
 
-def _is_another_process(sentinel: int, connected_at: float) -> bool:
+def _cannot_be_process(sentinel: int, connected_at: float) -> bool:
     """Return whether the connection cannot be by the process of ``sentinel``: it has ended, or was started later.
 
     False if ``sentinel`` is no pidfd and is not readable: the time of the start is then not known.

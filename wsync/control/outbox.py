@@ -33,7 +33,7 @@ class Outbox:
     Any thread may call ``put`` and ``flush``, also while another thread is in one of them.
 
     Args:
-        send: ``(parts, fds, sent, wait=…)`` sends what the socket has room for, descriptors with the first byte, and
+        send: ``(parts, fds, sent, wait=…)`` sends what the socket has room for, ``fds`` with the first byte, and
             appends the number of bytes to ``sent`` in the same C call: a signal handler that raises between two calls
             would lose the number.
             With ``wait``, it waits for room for some time. It raises ConnectionError if the connection has broken.
@@ -98,7 +98,7 @@ class Outbox:
                 self._error = ConnectionError("the sending of an earlier message was interrupted")
             raise
         # Keep these two ``try`` adjacent: a signal handler that raised between them would leave ``busy`` True without a
-        # thread. Python runs none there, but only where a function begins, a loop repeats or a call has returned.
+        # thread. Python runs handlers only where a function begins, a loop repeats or a call has returned.
         try:
             thread.start()
         except RuntimeError as error:  # the limit of threads; what was sent may be half a message
@@ -156,7 +156,7 @@ class Outbox:
         Any thread may call it, also in a finalizer or a signal handler.
         """
         # Without the lock: in put(), with the lock held, ``Thread.start()`` waits for the new thread to signal that it
-        # runs. A finalizer that runs in the new thread before that signal may call this method.
+        # runs. A finalizer that runs in the new thread before that signal may call this method: a deadlock.
         thread = self._thread
         # No join in the background thread itself, nor inside ``put``: the background thread may wait for the lock.
         if thread is not None and thread is not threading.current_thread() and self._putter != threading.get_ident():

@@ -59,8 +59,8 @@ _EXIT_CODE_TIMEOUT = 1.0  # seconds to wait for the exit code of a process that 
 def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int, int]]:
     """Yield ``{worker: descriptor}``: each descriptor is readable when the worker's process has ended.
 
-    If the block raises ``WorkerDied``, it is raised again with the exit codes, where known. That of a child given by
-    its ``Process.sentinel`` is not, if it has ended before this call: multiprocessing may have reaped it already.
+    If the block raises ``WorkerDied``, it is raised again with the exit codes, where known. Not known is that of a
+    child given by its ``Process.sentinel`` that ended before this call: multiprocessing may have reaped it already.
 
     Args:
         processes: those to watch; None for none.
@@ -106,7 +106,7 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
 
 
 def _as_process(worker: int, process: Process) -> _Watched:
-    """Return ``process``, or another object of which the exit code can be read.
+    """Return the object by which ``process`` is watched, and by which its exit code is read, where possible.
 
     - for the sentinel of a ``multiprocessing.Process``, the ``Process``, which knows the exit code;
     - for a ``Popen`` that this process has inherited by a fork, a ``_ProcessId``, because ``Popen.poll()`` returns 0

@@ -113,7 +113,7 @@ class ReceiverThread:
                 continue
             with self._calling:
                 # `_running` is stored before `_serve_one` reads `_handlers`; `unregister` changes `_handlers` before it
-                # reads `_running`. So this thread sees that the handler was removed, or `unregister` that it runs.
+                # reads `_running`. So this thread sees that the handler was removed, or `unregister` waits for it.
                 self._running = handlers[descriptor][0]
                 try:
                     changed |= self._serve_one(descriptor, handlers)

@@ -32,10 +32,10 @@ class SenderSettings:
     """How the sender will send weights to a worker.
 
     Attributes:
-        layout: the layout of the weights (its fields: see ``Layout``); None until the sender has some.
+        layout: the layout of the weights (its fields: see ``Layout``); None until the sender has weights.
         checksum: which updates have a checksum, as the scheme's option says. True: all. None (by default): all that do
-            not lie in the arena. False: only those by a ``TransportBackend``, where the checksum shows whether an older
-            version has arrived.
+            not lie in the arena. False: only those by a ``TransportBackend``, which may deliver an older version: the
+            checksum shows it.
         num_workers: the number of workers.
         connection_number: how many connections were accepted with this index, this one included; 0 where it is not
             used.
@@ -124,8 +124,8 @@ def _plain(layout: Layout) -> list[Any]:
     dtypes = [str(dtype).removeprefix("torch.") for dtype in layout.dtypes]
     extra = None if layout.extra is None else sorted(layout.extra)
     tensors = [layout.names, dtypes, layout.shapes, layout.strides, layout.offsets]
-    # optional: entries that later weights may lack. model_may_have_more: whether the receiving model may have other
-    # weights, which it then keeps.
+    # optional: entries that later weights may lack. model_may_have_more: whether the receiving model may have further
+    # weights, which stay as they are.
     return [*tensors, layout.ties, layout.nbytes, extra, sorted(layout.optional), layout.model_may_have_more]
 
 

@@ -38,7 +38,7 @@ class TcpWatch:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may call ``remove`` inside any of the methods
-        # successive checks without an answer, of all sockets that are watched
+        # for each watched socket: how many checks in a row found no answer
         self._silent_checks: WeakKeyDictionary[socket.socket, int] = WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         self._starting = False

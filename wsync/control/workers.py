@@ -83,20 +83,20 @@ class WorkerConnections:
 
         Raises:
             NotConnected, SyncTimeout: this object was closed; or workers, which are named, did not connect in time.
-            WorkerDied: a worker's process exited first, or a worker died after it had connected.
+            WorkerDied: a worker's process exited first, a worker died after it had connected, or was given up.
             Exception: of ``on_accepted`` for one of ``workers`` (for another worker, it is logged); or of the listener.
         """
         self.process_arrived_messages()  # notices deaths, so that replacements are accepted
         self._given_up.clear()
         self.early_joins.discard(*workers)
-        # After the deadline, workers that are in the listener's queue are still accepted: until it yields none.
+        # After the deadline, workers in the listener's queue are still accepted, until an accept() returns none.
         missing, last_accept_worked = set(workers) - self._connections.keys(), True
         while missing:
             if self._listener.fileno() < 0:
                 raise NotConnected("the scheme was shut down while it connected")
             watched = {worker: sentinels[worker] for worker in missing if worker in sentinels}
             descriptors = [self._listener.fileno(), *watched.values(), *self.awaited_descriptors]
-            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # 0.1 s: give_up() does not wake it
+            ready = wait_readable(descriptors, earlier(deadline, deadline_in(0.1)))  # 0.1 s: give_up() ends no wait
             if given_up := dict.fromkeys(missing & self._given_up, "disconnect() was called before it had connected"):
                 raise WorkerDied(f"worker(s) {join_indices(given_up)}: disconnect() was called", given_up)
             died_early = {worker: "died before it had connected" for worker, fd in watched.items() if fd in ready}
@@ -110,13 +110,14 @@ class WorkerConnections:
             if self._listener.fileno() in ready:
                 last_accept_worked = (worker := self._accept(workers, deadline)) >= 0
                 missing.discard(worker)
-            lost = set(workers) - {*missing, *self._connections, *self._answers}  # wait_acks reports an answer
+            # Not those that answered (FAILED, for example) before they were lost: wait_acks() reports their answers.
+            lost = set(workers) - {*missing, *self._connections, *self._answers}
             if deaths := {one: death.error for one, death in self._deaths.copy().items() if one in lost}:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(deaths.items()))
                 raise WorkerDied(f"worker(s) {join_indices(deaths)} were lost after they had connected{causes}", deaths)
 
     def _accept(self, awaited: Collection[int], deadline: float | None) -> int:
-        """Register the worker of one new connection; return its index, or -1 if there is none."""
+        """Register the worker of one new connection; return its index, or -1 if no worker was registered."""
         if (arrival := self._listener.accept()) is None:
             return -1
         connection, hello = arrival
@@ -166,7 +167,7 @@ class WorkerConnections:
         self._callbacks.on_disconnected(worker)  # again: disconnect() does nothing if it was not registered yet
 
     def disconnect(self, worker: int) -> None:
-        """Close the connection to a worker; later messages from it are ignored. Idempotent."""
+        """Close the connection to a worker; its later messages are ignored. Records no death. Idempotent."""
         if (connection := self._connections.get(worker)) is None:
             return
         try:  # a signal handler may raise after any call
@@ -191,7 +192,7 @@ class WorkerConnections:
         self.disconnect(worker)
 
     def give_up(self, worker: int) -> None:
-        """Record a worker's death, which ends a call in another thread that waits for it. Any thread; takes no lock."""
+        """Do as ``mark_dead``, while another thread waits for this worker: its wait ends. Any thread; takes no lock."""
         self._given_up.add(worker)
         if (connection := self._connections.get(worker)) is not None:
             self._deaths[worker] = Ack(worker, 0, died=True, error="disconnect() was called for it")
@@ -286,7 +287,7 @@ class WorkerConnections:
 
     def close(self, *, finished: bool = False) -> None:
         """Close all connections, and accept no more. Idempotent. If ``finished``, send ``LEAVE`` to all first."""
-        with ExitStack() as steps:  # the steps run last, in reverse order, even if a signal handler raises in one
+        with ExitStack() as steps:  # the steps run as this block ends, the last one first, even if a handler raises
             steps.callback(self._listener.close)
             steps.callback(self._callback_of.clear)
             for worker in list(self._connections):  # not disconnect(): these deaths end a wait_acks() in progress

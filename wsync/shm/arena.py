@@ -6,7 +6,7 @@ A *word* is a control field of 8 bytes. The arena has two files, the second for 
     file 1   one block per worker   a mutex and the worker's words
              one record per slot    among other words, the version in the slot
              slots                  from _slots_offset on; _slot_size bytes each: one version of the packed weights
-    file 2   one extra per slot     every _EXTRA_SPAN bytes; sparse
+    file 2   extra state per slot   every _EXTRA_SPAN bytes; sparse
              registered weights     where they lie (see ``shm/registered.py``); from EXTRA_END on
 
 ``loops/words.py`` describes all words.
@@ -26,8 +26,9 @@ forward locks it to read the published word and to record the slot as used. Ther
    it: a replacement of that worker would still read it.
 4. *Three slots are enough* while all workers are sent the same versions: one published, one older one still in use, one
    free. If forwards use two older ones, the arena does not grow: the sender waits for a forward to end, or for its
-   worker to die. It grows by one slot for each further version that is published to some workers (``worker_ids``,
-   weights per worker), held by a model (see below), prepared in a transaction, or still being sent by a transport.
+   worker to die. The arena grows by one slot for each further version that is published to some workers
+   (``worker_ids``, weights per worker), held by a model (see below), prepared in a transaction, or still being sent by
+   a transport.
 
 How long a worker uses a slot depends on how its model takes the weights:
 
@@ -282,7 +283,7 @@ class WorkerArena(Arena):
         return version_in(self.words[worker * BLOCK + PUBLISHED])
 
     def slot_version(self, slot: int) -> int:
-        """Return the version of the weights in a slot; 0 while the sender writes to it."""
+        """Return the version in a slot; 0 from before the sender writes to it until it is published."""
         return self.words[record_at(self.num_workers, slot) + SLOT_VERSION]
 
     def find_damage(self, version: int, slot: int, extra: bytes) -> str:

@@ -119,7 +119,7 @@ class RegisteredWeights:
 
     @staticmethod
     def _described(tensors: Mapping[str, Tensor], opened: ExitStack) -> dict[str, Any] | None:
-        """Return what ``create`` writes, or None; open the files for it, which ``opened`` closes."""
+        """Return what ``create`` writes, or None. Opens the files of the tensors; ``opened`` closes them."""
         mappings = _shared_mappings() if all(tensor.is_cpu for tensor in tensors.values()) else []
         files: dict[tuple[int, int], int] = {}  # descriptors
         places: dict[str, Any] = {}
@@ -194,7 +194,7 @@ class RegisteredView:
 
     @property
     def version(self) -> int:
-        """Their version; 0 before the first, and while the sender writes them."""
+        """The registered weights' version; 0 before the first, and while the sender writes them."""
         return self._word[0]
 
     @classmethod
