@@ -148,5 +148,6 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
     close = get_close_matches(name, elsewhere, n=1, cutoff=0.0) or [
         own[one] for one in get_close_matches(key, own, n=1)
     ]
-    close = close or get_close_matches(name, [one for one in names if one not in own.values()], n=1)
+    others = [one for one in names if one not in own.values() and not name.startswith(f"{one}.")]
+    close = close or get_close_matches(name, others, n=1)
     return f"; did you mean '{close[0]}'?" if close else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
 
@@ -12,7 +12,7 @@ from wsync import assembly
 from wsync.control.processes import Processes
 from wsync.deadlines import as_timeout
 from wsync.metrics import SyncMetrics
-from wsync.options import full_signature
+from wsync.options import check_option_names, check_pull_options, full_signature
 from wsync.receiving.protocols import RequestChannel
 from wsync.rendezvous import Rendezvous, SocketRendezvous
 from wsync.roles import ReceiverRole, Role, SenderRole, prepared_weights
@@ -77,10 +77,7 @@ class SchemeBase(ABC):
         initiator: Literal["sender", "receiver"] = "sender",
         max_staleness: int | None = None,
     ) -> None:
-        if initiator not in ("sender", "receiver"):
-            raise ValueError(f"initiator is 'sender' or 'receiver', not {initiator!r}")
-        if max_staleness is not None and (initiator == "sender" or max_staleness < 0):
-            raise ValueError("max_staleness is a number of versions, 0 or more, and needs initiator='receiver'")
+        check_pull_options(initiator, max_staleness)
         self.initiator: Literal["sender", "receiver"] = initiator
         self.max_staleness = max_staleness
         self._role = Role()
@@ -100,6 +97,11 @@ class SchemeBase(ABC):
         """Have ``inspect.signature`` name every option of a scheme."""
         super().__init_subclass__(**options)
         cls.__signature__ = full_signature(cls)
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Raise TypeError for an unknown option: a base class would name itself instead of ``cls``."""
+        check_option_names(cls, options)
+        return super().__new__(cls)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._role}>"
@@ -268,8 +270,6 @@ class SchemeBase(ABC):
     def sender(self) -> Sender:
         """The send path; used by ``wsync.synchronize`` (``transaction.py``)."""
         return self._role.as_sender("sender").sender
-
-    # --- local calls ---
 
     def _make_ready_for_receiver(self) -> None:
         """Close what a forked child has of the trainer's end. RuntimeError: this end is initialised already."""

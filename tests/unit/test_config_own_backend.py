@@ -94,6 +94,7 @@ def test_a_registered_backend_needs_no_yaml_file(folder: Path, monkeypatch: pyte
     [
         ("weight_sync=mine weight_sync.timout=3", "no setting is called 'weight_sync.timout'; did you mean "),
         ("weight_sync=passing weight_sync.timout=3", "weight_sync=passing has: depth, folder, timeout"),
+        ("weight_sync=mine weight_sync.xyz=3", "no setting is called 'weight_sync.xyz'; weight_sync=mine has: "),
         ("weight_sync=mine weight_sync.timeout=soon", "weight_sync.timeout=soon: Value 'soon'"),
         ("weight_sync=mine collector=ray", "collector=ray cannot carry FileScheme: choose collector=multi_async, "),
         ("weight_sync=slip", "weight_sync/slip.yaml: no setting is called 'weight_sync.timout'; did you mean "),

@@ -50,6 +50,35 @@ def test_a_scheme_is_printed_with_its_state() -> None:
             assert repr(worker) == "<SharedMemWeightSyncScheme: worker 1, model 'policy', version 0>"
 
 
+class WithFolder(wsync.NoWeightSyncScheme):
+    """A user's scheme, which passes its other options on."""
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.folder = folder
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: WithFolder(foldr="/x"), "WithFolder has no argument 'foldr': did you mean 'folder'?"),
+        (lambda: WithFolder("/x", tiemout=3), "WithFolder has no argument 'tiemout': did you mean 'timeout'?"),
+        (
+            lambda: wsync.WeightSyncScheme.from_backend("shared_mem", acknowlege="published"),
+            "SharedMemWeightSyncScheme has no argument 'acknowlege': did you mean 'acknowledge'?",
+        ),
+        (
+            lambda: wsync.WeightSyncScheme.from_backend("store", xyz=1),
+            "StoreWeightSyncScheme has no argument 'xyz': there are url, strategy, ",
+        ),
+    ],
+)
+def test_an_unknown_option_names_the_class_that_was_called(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        make()
+    assert str(caught.value).startswith(said)
+
+
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match=r"distributed, http, multiprocess, none, ray, .*rpc, shared_mem"):
         wsync.WeightSyncScheme.from_backend("carrier_pigeon")
