@@ -41,7 +41,7 @@ class TransportBackend(Protocol):
     which connects in the background), by the receiver thread.
 
     A transport stores no model and no strategy: the receiver's methods are given those to use. Standalone (without a
-    scheme) these may be any. Under a scheme, ``model`` and the set-up's ``weights`` are always None.
+    scheme) a caller may give both. Under a scheme, ``model`` and the set-up's ``weights`` are always None.
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:

@@ -1,4 +1,4 @@
-"""Early joins: replacements that have connected before ``readmit`` is called for them, which need not wait for that.
+"""Early joins: replacements that have connected before ``readmit`` is called for them.
 
 They connected while only other workers were awaited, or in a ``readmit`` that timed out or was interrupted.
 """
@@ -63,7 +63,7 @@ class EarlyJoins:
             self._joins.pop(worker, None)
 
     def pop(self, worker: int, sentinel: int | None) -> EarlyJoin | None:
-        """Return a worker's early join, and forget it. None if there is none, or if it cannot be by this process.
+        """Return a worker's early join, and forget it. None if there is none, or if another process has made it.
 
         Args:
             worker: its index.

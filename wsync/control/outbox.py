@@ -156,7 +156,7 @@ class Outbox:
         Any thread may call it, also in a finalizer or a signal handler.
         """
         # Without the lock: in put(), with the lock held, ``Thread.start()`` waits for the new thread to signal that it
-        # runs. A finalizer that runs in the new thread before that signal may call this method: a deadlock.
+        # runs. A finalizer that runs in the new thread before that signal may call this method.
         thread = self._thread
         # No join in the background thread itself, nor inside ``put``: the background thread may wait for the lock.
         if thread is not None and thread is not threading.current_thread() and self._putter != threading.get_ident():
