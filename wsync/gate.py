@@ -96,7 +96,7 @@ class Gate:
         """Wait for the gate's lock until ``deadline``, and do as ``call_for``. None if the lock was not free by then.
 
         Called by the thread in ``receive()`` or ``pull()``, never inside the gate. ``release`` is always called, since
-        a signal handler may raise just after ``acquire``. If the lock was not acquired, the error is ignored.
+        a signal handler may raise just after ``acquire``. If the lock was not acquired, its error is ignored.
         """
         lock, left = self.gate_state.lock, remaining(deadline)
         try:

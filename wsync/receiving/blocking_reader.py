@@ -29,7 +29,7 @@ class _Arriving:
 
     Attributes:
         filled: whether the buffer has what the last call returned.
-        damaged: whether a call has returned weights with another checksum.
+        mismatched: whether a call has returned weights with another checksum.
         complete: whether the buffer has the checksum.
         error: the traceback of the last call; empty if it did not raise.
         deadline: by when it must have arrived.
@@ -40,14 +40,14 @@ class _Arriving:
     extra: bytes
     deadline: float | None
     filled: bool = False
-    damaged: bool = False
+    mismatched: bool = False
     complete: bool = False
     error: str = ""
 
     def check(self) -> None:
-        """Set ``complete`` and ``damaged``."""
+        """Set ``complete`` and ``mismatched``."""
         self.complete = checksum_of(self.buffer.flat, self.extra) == self.checksum
-        self.damaged |= not self.complete
+        self.mismatched |= not self.complete
 
 
 class BlockingReader(TransportReader):
@@ -147,7 +147,7 @@ class BlockingReader(TransportReader):
             return Update(version, buffer.views, arriving.extra, buffer.slot)
         self._free(buffer.slot)
         reason = f"did not arrive: {self._method} returned " + ("" if arriving.filled else "None")
-        if arriving.damaged:
+        if arriving.mismatched:
             earlier = "" if arriving.filled else ", and before that "
             reason += f"{earlier}weights with another checksum: they are corrupt, or of another version"
         return Failed(version, arriving.error or f"version {version} {reason}")
