@@ -1,0 +1,142 @@
+"""How the two ends of a connection prove to each other that they have the same key, before anything else is read.
+
+    trainer   Challenge: random bytes ──────────────────────────→ worker
+    trainer   ←────────── Hello: what the worker is, random bytes, and a MAC of all that with both random bytes
+    trainer   Proof: a MAC of the same with the other role ─────→ worker
+
+The key is never sent. Both MACs cover the random bytes of the other end, so what was recorded in another connection is
+worth nothing. They cover the names as well (the purpose of the connection, the model, the worker's index), so that what
+was meant for one sender is not accepted by another one. The keys for the frames that follow come from the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from wsync.errors import NotConnected
+
+PROTOCOL = 100
+"""Of all messages: two ends have to be of one revision."""
+NONCE_SIZE = 16
+MAX_HELLO = 2048
+AUTHKEY = "WSYNC_AUTHKEY"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a sender listens, and the key that a worker must have. A pickled scheme contains it.
+
+    Attributes:
+        host: an IP address or host name, by which workers on other machines reach it; empty for this machine only.
+        port: its TCP port; 0 for none.
+        unix: the abstract name of its Unix socket, for workers on this machine; empty for none.
+        key: secret. Empty in an address for a public place: the processes that read it there share a key.
+    """
+
+    host: str
+    port: int
+    unix: str
+    key: bytes = field(repr=False, default=b"")
+
+    def dump(self, *, public: bool = False) -> str:
+        """Return the address as text; with the key, unless ``public``."""
+        key = "" if public else self.key.hex()
+        return msgspec.json.encode([self.host, self.port, self.unix, key]).decode()
+
+    @classmethod
+    def load(cls, text: str | bytes) -> Address:
+        """Parse the output of ``dump``; ValueError if ``text`` is something else."""
+        try:
+            host, port, unix, key = msgspec.json.decode(text, type=tuple[str, int, str, str])
+            return cls(host, port, unix, bytes.fromhex(key))
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ValueError("this is not the address of a sender") from error
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """What a worker says of itself.
+
+    Attributes:
+        protocol: ``PROTOCOL``.
+        purpose: what the connection is for: ``"weights"``, or a collector's name for its own.
+        name: of the model, or of the collector.
+        worker: the worker's index.
+        nonce: random bytes.
+        pid: its process id.
+        native: whether it has the compiled extension, without which it cannot use the arena.
+        payload: for connections of a collector.
+    """
+
+    protocol: int
+    purpose: str
+    name: str
+    worker: int
+    nonce: bytes
+    pid: int
+    native: bool = False
+    payload: bytes = b""
+
+
+def new_key() -> bytes:
+    """Return a random key."""
+    return secrets.token_bytes(32)
+
+
+def new_nonce() -> bytes:
+    """Return random bytes for one handshake."""
+    return secrets.token_bytes(NONCE_SIZE)
+
+
+def mac_of(key: bytes, role: str, challenge: bytes, hello: bytes) -> bytes:
+    """Return the MAC by which ``role`` (``"worker"`` or ``"trainer"``) proves that it has the key: 32 bytes."""
+    return hmac.digest(key, b"wsync " + role.encode() + b"\0" + challenge + hello, "sha256")
+
+
+def frame_keys(key: bytes, end: str, challenge: bytes, hello: bytes) -> tuple[bytes, bytes]:
+    """Return the keys of the frames that ``end`` sends, and receives."""
+    keys = [mac_of(key, f"frames of the {role}", challenge, hello) for role in ("trainer", "worker")]
+    return (keys[0], keys[1]) if end == "trainer" else (keys[1], keys[0])
+
+
+def shared_key() -> bytes:
+    """Return the key that this user's processes share: ``WSYNC_AUTHKEY``, or a file that only this user can read.
+
+    Raises:
+        NotConnected: ``WSYNC_AUTHKEY`` is not set, and the file cannot be made or read, or others can read it.
+    """
+    given = os.environ.get(AUTHKEY)
+    if given:
+        return hashlib.sha256(given.encode()).digest()
+    remedy = f"set {AUTHKEY} to the same secret in all processes instead"
+    try:
+        path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "wsync" / "key"
+        if not path.exists():
+            _make(path)
+        with path.open("rb") as file:
+            state, key = os.fstat(file.fileno()), file.read()
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home
+        raise NotConnected(f"the key file in ~/.local/state/wsync cannot be used ({error}): {remedy}") from error
+    if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077 or len(key) != 32:
+        raise NotConnected(f"the key file {path} is damaged, or others can read it: remove it, or {remedy}")
+    return key
+
+
+def _make(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f"key.{os.getpid()}.{secrets.token_hex(4)}")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(new_key())
+    try:
+        with suppress(FileExistsError):  # another process was faster
+            os.link(temporary, path)
+    finally:
+        temporary.unlink()

@@ -1,0 +1,194 @@
+"""The control thread: the one thread of a process that has connections, deadlines and deaths of other processes.
+
+It runs an asyncio loop. A public call of the library hands it a coroutine and waits for the result. Python runs signal
+handlers in the main thread, so Ctrl-C ends that wait, and never meets a connection in the middle of a change: what the
+coroutine does goes on.
+
+This file is the only one that knows of threads and forks. A forked child has none of its parent's threads: there,
+``ControlLoop.inherited`` is true of the parent's loop, every call raises, and ``control_loop()`` returns a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+from wsync.deadlines import remaining
+from wsync.errors import NotConnected, forked_child_error
+
+try:
+    from uvloop import new_event_loop
+except ModuleNotFoundError:  # an extra: the loop of the standard library takes half as long again for a small update
+    from asyncio import new_event_loop
+
+P = ParamSpec("P")
+T = TypeVar("T")
+THREAD_NAME = "wsync-control"
+
+
+class ControlLoop:
+    """The control thread of one process. It runs while an end of a connection has acquired it.
+
+    Attributes:
+        inherited: whether this process is a forked child of the one that made it.
+    """
+
+    def __init__(self) -> None:
+        self.inherited = False
+        self._lock = threading.Lock()  # guards the three below
+        self._users = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> ControlLoop:
+        """Have the thread run until ``release`` is called as often; return this object."""
+        self.require_own()
+        with self._lock:
+            self._users += 1
+            if self._loop is None:
+                self._loop = new_event_loop()
+                self._thread = threading.Thread(target=self._run, args=[self._loop], name=THREAD_NAME, daemon=True)
+                self._thread.start()
+        return self
+
+    def release(self) -> None:
+        """Undo one ``acquire``; the last one ends the thread."""
+        if self.inherited:
+            return
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            if thread is not threading.current_thread():
+                thread.join()
+
+    @staticmethod
+    def _run(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+        loop.run_until_complete(asyncio.sleep(0))  # transports that were closed close their sockets now
+        loop.close()
+
+    def require_own(self) -> None:
+        """Check that this process is no forked child of the one that made this object.
+
+        Raises:
+            NotConnected: it is.
+        """
+        if self.inherited:
+            raise forked_child_error()
+
+    @property
+    def here(self) -> bool:
+        """Whether the calling thread is the control thread."""
+        return self._thread is threading.current_thread()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], deadline: float | None = None) -> T:
+        """Run a coroutine in the control thread, and wait for its result.
+
+        Args:
+            coroutine: has deadlines of its own; it goes on if an exception, such as Ctrl-C, ends the wait.
+            deadline: when to stop waiting.
+
+        Raises:
+            TimeoutError: at the deadline.
+            RuntimeError: called by the control thread, which would wait for itself.
+        """
+        if self.here:
+            coroutine.close()
+            raise RuntimeError("a blocking call in the control thread: call it from a thread of your own")
+        answers = queue.SimpleQueue[tuple[T | None, BaseException | None]]()  # its wait is in C: no lock to be left
+        self.post(self._begin, coroutine, answers)
+        try:
+            result, error = answers.get(timeout=remaining(deadline))
+        except queue.Empty:
+            raise TimeoutError from None
+        if error is not None:
+            raise error
+        return result  # pyright: ignore[reportReturnType]
+
+    def _begin(self, coroutine: Coroutine[Any, Any, T], answers: queue.SimpleQueue[Any]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        task.add_done_callback(partial(self._end, answers))
+
+    @staticmethod
+    def _end(answers: queue.SimpleQueue[Any], task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            answers.put((None, NotConnected("this end was shut down by another thread")))
+        else:
+            error = task.exception()
+            answers.put((None, error) if error is not None else (task.result(), None))
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the control thread without waiting."""
+        self.require_own()
+        assert self._loop is not None, "acquire() comes first"
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def post(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call a function in the control thread, soon. Called by any thread.
+
+        Raises:
+            NotConnected: in a forked child; or the thread has ended.
+        """
+        self.require_own()
+        if self._loop is None:
+            raise NotConnected("this end was shut down")
+        self._loop.call_soon_threadsafe(partial(function, *args, **kwargs))
+
+
+async def run_blocking(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function that blocks in a thread of its own, and await its result.
+
+    If the caller is cancelled, the thread goes on to the function's end, and its result is dropped.
+    """
+    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_result(result) if error is None else future.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as raised:  # noqa: BLE001  raised again where it is awaited
+            error = raised
+        try:
+            loop.call_soon_threadsafe(settle, result, error)
+        except RuntimeError:  # the loop has ended: nothing awaits the result
+            pass
+
+    threading.Thread(target=work, name=f"wsync-{name}", daemon=True).start()
+    return await future
+
+
+_current = ControlLoop()
+
+
+def control_loop() -> ControlLoop:
+    """Return this process's control loop."""
+    return _current
+
+
+def _in_child() -> None:
+    global _current
+    _current.inherited = True
+    _current = ControlLoop()
+
+
+os.register_at_fork(after_in_child=_in_child)

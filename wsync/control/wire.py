@@ -1,0 +1,394 @@
+"""What travels between the two ends of a connection, and the connection itself.
+
+A *frame* is its length, a MAC, and one message in msgpack; weights follow a message as plain bytes. The MAC is made
+with a key of this connection and this direction (``auth.py``) and counts the frames, so that none can be repeated,
+left out or taken from another connection. No message is a pickle; the pickled ``extra_state`` of a model is a field of
+one, and so is covered by its MAC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import socket
+from contextlib import suppress
+from typing import Any, Protocol
+
+import msgspec
+
+MAC_SIZE = 16
+SMALL, LARGE = 1 << 17, 1 << 30
+"""The most bytes in a message of a worker, and in one of a trainer (a layout, an extra state)."""
+MAX_TEXT = 1 << 16
+"""The most characters of an error that a worker reports."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages."""
+
+
+# --- trainer to worker ---
+
+
+class Settings(Message, frozen=True, tag=True):
+    """The first message to an accepted worker: how this connection is used.
+
+    Attributes:
+        sender: identifies the sender, for ``requires``.
+        layout: of the weights; empty if no weights have defined it yet.
+        checksum: whether updates in the arena carry a checksum.
+        on_request: whether the worker fetches versions (``initiator="receiver"``).
+        first: the version that ``connect`` of the worker waits for; 0 for none.
+        arena: how many blocks of words the arena has, and which one is this connection's; None without an arena.
+        medium: the name of the medium; see ``media``.
+        options: what that medium has to know.
+    """
+
+    sender: str
+    layout: bytes
+    checksum: bool
+    on_request: bool
+    first: int
+    arena: tuple[int, int] | None
+    medium: str
+    options: dict[str, Any] = {}
+
+
+class NewLayout(Message, frozen=True, tag=True):
+    """The layout, where it was not known when the worker connected."""
+
+    layout: bytes
+
+
+class CheckLayout(Message, frozen=True, tag=True):
+    """Asks whether weights of a layout would fit; the answer is ``Fits``."""
+
+    layout: bytes
+
+
+class Offer(Message, frozen=True, tag=True):
+    """An update. Its ``size`` bytes follow, or come through the medium.
+
+    Attributes:
+        version: its number.
+        size: bytes that are carried; fewer than the layout has, if it is a difference.
+        checksum: of the whole weights and ``extra``; 0 for none.
+        extra: pickled extra state.
+        requires: as in ``Update``.
+        undecided: as in ``Update``.
+        base: the version to which a difference is applied; 0 for whole weights.
+        medium: whether it is carried by the connection's medium, and not by this connection.
+    """
+
+    version: int
+    size: int
+    checksum: int = 0
+    extra: bytes = b""
+    requires: dict[str, int] = {}
+    undecided: bool = False
+    base: int = 0
+    medium: bool = False
+
+
+class OfferSlot(Message, frozen=True, tag=True):
+    """An update that lies in a slot of the arena, to be prepared."""
+
+    version: int
+    slot: int
+
+
+class Sent(Message, frozen=True, tag=True):
+    """The medium's ``send`` has returned, or has failed."""
+
+    version: int
+    error: str = ""
+
+
+class Decide(Message, frozen=True, tag=True):
+    """Whether what was prepared is committed."""
+
+    version: int
+    commit: bool
+
+
+class Newest(Message, frozen=True, tag=True):
+    """The newest version that can be fetched."""
+
+    version: int
+
+
+class Finished(Message, frozen=True, tag=True):
+    """The sender has shut down in order."""
+
+
+# --- worker to trainer ---
+
+
+class Fits(Message, frozen=True, tag=True):
+    """The answer to ``Settings`` and ``CheckLayout``: why weights of the layout do not fit; empty if they do."""
+
+    error: str = ""
+
+
+class Received(Message, frozen=True, tag=True):
+    """An update is in the worker's memory, verified and checked against the model; or why it never will be."""
+
+    version: int
+    error: str = ""
+
+
+class Ready(Message, frozen=True, tag=True):
+    """Every forward that starts from now on uses this version, or a newer one."""
+
+    version: int
+
+
+class Installed(Message, frozen=True, tag=True):
+    """The model has this version. Seconds: from its arrival until the gate was free, and of the installation."""
+
+    version: int
+    wait: float = 0.0
+    apply: float = 0.0
+
+
+class Refused(Message, frozen=True, tag=True):
+    """This version could not be installed; the model keeps the version that it has."""
+
+    version: int
+    error: str
+
+
+class Fetch(Message, frozen=True, tag=True):
+    """Asks for the newest version."""
+
+
+class Leaving(Message, frozen=True, tag=True):
+    """The worker has shut down in order."""
+
+
+# --- both ways ---
+
+
+class Side(Message, frozen=True, tag=True):
+    """What the two ends of a medium tell each other."""
+
+    data: bytes
+
+
+FromTrainer = Settings | NewLayout | CheckLayout | Offer | OfferSlot | Sent | Decide | Newest | Finished | Side
+FromWorker = Fits | Received | Ready | Installed | Refused | Fetch | Leaving | Side
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {
+    "worker": msgspec.msgpack.Decoder(FromTrainer),  # by the end that reads
+    "trainer": msgspec.msgpack.Decoder(FromWorker),
+}
+
+
+class Stream(Protocol):
+    """A connection's bytes. Used by the control thread alone."""
+
+    async def read(self, size: int) -> bytes:
+        """Return exactly ``size`` bytes; ConnectionError if the connection has ended."""
+        ...
+
+    async def read_into(self, memory: memoryview) -> None:
+        """Fill ``memory``; ConnectionError if the connection has ended."""
+
+    async def write(self, head: bytes, payload: memoryview | bytes = b"") -> None:
+        """Take both at once, in this order; then wait until the memory may be reused."""
+
+    def close(self) -> None:
+        """End the connection; pending reads and writes raise ConnectionError."""
+
+
+class Link:
+    """An authenticated connection, at either end.
+
+    Args:
+        stream: its bytes.
+        end: ``"trainer"`` or ``"worker"``.
+        keys: for the MACs of the frames that are sent, and received.
+
+    Attributes:
+        cause: why it has ended; None while it has not.
+    """
+
+    def __init__(self, stream: Stream, end: str, keys: tuple[bytes, bytes]) -> None:
+        self._stream = stream
+        self._decoder = _decoders[end]
+        self._limit = LARGE if end == "worker" else SMALL
+        self._send_key, self._receive_key = keys
+        self._sent = self._received = 0
+        self._writing = asyncio.Lock()
+        self.cause: Exception | None = None
+
+    async def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
+        """Send a message, and the bytes that follow it; return when their memory may be reused."""
+        body = _encoder.encode(message)
+        async with self._writing:  # the whole of it: another task may send meanwhile
+            self._sent += 1
+            mac = frame_mac(self._send_key, self._sent, body)
+            await self._stream.write(len(body).to_bytes(4, "little") + mac + body, payload)
+
+    async def receive(self) -> Any:
+        """Return the next message.
+
+        Raises:
+            ConnectionError: the connection has ended, or what came is not a message of the other end.
+        """
+        head = await self._stream.read(4 + MAC_SIZE)
+        length = int.from_bytes(head[:4], "little")
+        if length > self._limit:
+            raise ConnectionError(f"the other end has announced a message of {length} bytes: too many")
+        body = await self._stream.read(length)
+        self._received += 1
+        if frame_mac(self._receive_key, self._received, body) != head[4:]:
+            raise ConnectionError("a message without the key of this connection")
+        try:
+            return self._decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise ConnectionError(f"the other end has sent something unknown: {error}") from error
+
+    async def read_into(self, memory: memoryview) -> None:
+        """Read the bytes that follow a message."""
+        await self._stream.read_into(memory)
+
+    def close(self, cause: Exception) -> None:
+        """End the connection; the first cause counts."""
+        if self.cause is None:
+            self.cause = cause
+            self._stream.close()
+
+
+def frame_mac(key: bytes, number: int, body: bytes) -> bytes:
+    """Return the MAC of the frame with this number."""
+    return hashlib.blake2b(number.to_bytes(8, "little") + body, key=key, digest_size=MAC_SIZE).digest()
+
+
+class SocketStream(asyncio.BufferedProtocol):
+    """A ``Stream`` over a socket: a payload is read from the kernel into its place, and written without a copy.
+
+    Args:
+        connected: called with this stream, once it is connected.
+    """
+
+    def __init__(self) -> None:
+        self._head = bytearray(1 << 16)
+        self._have = 0  # bytes in `_head` that were not read
+        self._target: memoryview | None = None  # what `read_into` fills
+        self._changed: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None
+        self._error: ConnectionError | None = None
+        self._paused = self._full = False
+
+    # --- called by the loop ---
+
+    def connection_made(self, transport: Any) -> None:
+        """Keep the transport."""
+        self._transport: asyncio.Transport = transport
+        transport.set_write_buffer_limits(high=1)  # `write` returns when the kernel has the payload
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wake the reader and the writer."""
+        self._error = self._error or ConnectionError(f"the connection has ended ({exc or 'closed by the other end'})")
+        self._wake()
+
+    def eof_received(self) -> bool:
+        """The other end has closed: this end does, too."""
+        return False
+
+    def pause_writing(self) -> None:
+        """The kernel has no room."""
+        self._full = True
+
+    def resume_writing(self) -> None:
+        """The kernel has taken everything."""
+        self._full = False
+        self._wake()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes belong."""
+        return self._target if self._target is not None else memoryview(self._head)[self._have :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take note of bytes that have arrived."""
+        if self._target is not None:
+            self._target = self._target[nbytes:]
+            if self._target:
+                return
+        else:
+            self._have += nbytes
+            if self._have == len(self._head):
+                self._transport.pause_reading()
+                self._paused = True
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def _wake(self) -> None:
+        for future in (self._changed, self._room):
+            if future is not None and not future.done():
+                future.set_result(None)
+
+    # --- Stream ---
+
+    async def read(self, size: int) -> bytes:
+        """Return exactly ``size`` bytes."""
+        if size > len(self._head):
+            data = bytearray(size)
+            await self.read_into(memoryview(data))
+            return bytes(data)
+        while self._have < size:
+            await self._change()
+        data = bytes(self._head[:size])
+        self._drop(size)
+        return data
+
+    async def read_into(self, memory: memoryview) -> None:
+        """Fill ``memory``: first with what has arrived already."""
+        ready = min(len(memory), self._have)
+        memory[:ready] = self._head[:ready]
+        self._drop(ready)
+        if ready < len(memory):
+            self._target = memory[ready:]
+            try:
+                while self._target:
+                    await self._change()
+            finally:
+                self._target = None
+
+    def _drop(self, size: int) -> None:
+        self._head[: self._have - size] = self._head[size : self._have]
+        self._have -= size
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+
+    async def _change(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._changed = asyncio.get_running_loop().create_future()
+        await self._changed
+
+    async def write(self, head: bytes, payload: memoryview | bytes = b"") -> None:
+        """Write both; return when the kernel has them."""
+        if self._error is not None:
+            raise self._error
+        if payload:
+            self._transport.writelines([head, payload])
+        else:
+            self._transport.write(head)
+        while self._full:
+            self._room = asyncio.get_running_loop().create_future()
+            await self._room
+            if self._error is not None:
+                raise self._error
+
+    def close(self) -> None:
+        """End the connection, after what was written."""
+        self._error = self._error or ConnectionError("the connection was closed at this end")
+        with suppress(AttributeError):  # it was never connected
+            self._transport.close()
+        self._wake()

@@ -1,0 +1,213 @@
+"""The values that travel: an update, why a worker lacks it, and what it has cost. And what carries them at each end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wsync.weights.layout import Layout
+    from wsync.weights.packing import Buffer
+
+LAST_VERSION = 2**40
+"""Versions stay below: a word of the arena has room for a version and a slot."""
+PHASES = ("extract", "pack", "transfer", "wait", "apply", "acknowledge")
+Stage = Literal["received", "ready", "installed"]
+
+
+class Update:
+    """One version of one model's weights. Immutable once it is published.
+
+    Attributes:
+        version: counts up by one with each update of a model; the first is 1.
+        buffer: the packed weights, at this end. Its memory is not reused while the update exists.
+        extra: the pickled ``extra_state`` of the model's modules; empty where there is none.
+        checksum: of the buffer and ``extra``; 0 if the update carries none.
+        requires: ``{sender: version}``: a worker that has a model of that sender installs this update only together
+            with that version of it, or a newer one. Every later update of this model requires it as well.
+        acknowledge: whether the sender awaits an answer.
+        undecided: whether it is part of a transaction that may still be aborted.
+        damage: in a worker: why it must not be installed; else empty.
+    """
+
+    __slots__ = ("acknowledge", "buffer", "checksum", "damage", "extra", "requires", "undecided", "version")
+
+    def __init__(
+        self,
+        version: int,
+        buffer: Buffer,
+        extra: bytes = b"",
+        checksum: int = 0,
+        requires: Mapping[str, int] | None = None,
+        *,
+        acknowledge: bool = True,
+        undecided: bool = False,
+        damage: str = "",
+    ) -> None:
+        self.version = version
+        self.buffer = buffer
+        self.extra = extra
+        self.checksum = checksum
+        self.requires = requires or {}
+        self.acknowledge = acknowledge
+        self.undecided = undecided
+        self.damage = damage
+
+    @property
+    def views(self) -> Sequence[Tensor]:
+        """One tensor per entry of the layout, in its order."""
+        return self.buffer.views
+
+    def __repr__(self) -> str:
+        return f"<Update {self.version}{' undecided' * self.undecided}>"
+
+
+class Cause(NamedTuple):
+    """Why a worker lacks an update.
+
+    Attributes:
+        kind: ``died``: the process or its connection has ended; ``failed``: it refused the update, or could not be sent
+            it; ``late``: no answer came before the deadline.
+        text: for people; the remote traceback of a worker that failed.
+    """
+
+    kind: Literal["died", "failed", "late"]
+    text: str
+
+
+class SyncReport:
+    """What one update cost.
+
+    Attributes:
+        version: the update.
+        bytes: the size of one copy of the weights, as it is carried; with ``Delta``, what a worker is sent of it.
+        seconds: from the call to the moment when the promise of ``send`` held.
+        workers: ``{worker_idx: version}``, as acknowledged (or as published, without acknowledgements).
+    """
+
+    __slots__ = ("_costs", "bytes", "seconds", "version", "workers")
+
+    def __init__(
+        self, version: int, nbytes: int, seconds: float, costs: tuple[float, ...], workers: Mapping[int, int]
+    ) -> None:
+        self.version = version
+        self.bytes = nbytes
+        self.seconds = seconds
+        self.workers = workers
+        self._costs = costs  # seconds of extract, pack, transfer, wait, apply
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of ``extract``, ``pack``, ``transfer``, ``wait``, ``apply``, ``acknowledge``; ``seconds`` in all.
+
+        ``wait`` and ``apply`` are those of the slowest worker.
+        """
+        left, result = self.seconds, {}
+        for phase, cost in zip(PHASES, self._costs, strict=False):
+            result[phase] = min(max(cost, 0.0), left)
+            left -= result[phase]
+        return {**result, "acknowledge": self.seconds - sum(result.values())}
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{phase} {seconds * 1e6:.0f}" for phase, seconds in self.phases.items())
+        to = ", ".join(str(worker) for worker in self.workers)
+        return f"version {self.version} → workers {to}: {self.bytes:,} bytes in {self.seconds * 1e6:.0f} µs ({phases})"
+
+    __repr__ = __str__
+
+
+class Outlet(Protocol):
+    """What a sender publishes to: workers, files, engines, or a model in this process.
+
+    Called under the sender's lock by the thread that calls the scheme; ``close`` by any thread.
+    """
+
+    transactional: bool
+    """Whether an update can be prepared first, and committed or aborted later (``Transactional``)."""
+
+    @property
+    def workers(self) -> Sequence[int]:
+        """The workers that are present, in order."""
+        ...
+
+    def causes(self) -> Mapping[int, str]:
+        """Why a worker that was connected is absent, by worker."""
+        ...
+
+    def connect(self, processes: Any, deadline: float | None) -> None:
+        """Wait until all workers are connected; WorkerDied, SyncTimeout: names those that are not."""
+
+    def set_layout(self, layout: Layout) -> None:
+        """Define what a buffer contains. Called once, before the first ``reserve``."""
+
+    def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
+        """Ask the workers, which have connected before there was a layout, whether weights of it would fit."""
+        ...
+
+    def reserve(self, deadline: float | None) -> Buffer:
+        """Return memory for one version that nobody reads; it stays reserved as long as the buffer exists."""
+        ...
+
+    def publish(self, update: Update, workers: Sequence[int]) -> None:
+        """Give ``workers`` the update, also those that will take the place of absent ones. Does not wait for them."""
+
+    def wait(
+        self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None
+    ) -> Mapping[int, Cause]:
+        """Wait until ``workers`` have the version; return why those that do not have it lack it."""
+        ...
+
+    def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
+        """Return the slowest worker's seconds of waiting and of installing, and the bytes that one was sent."""
+        ...
+
+    def disconnect(self, worker: int, cause: str) -> None:
+        """Treat a worker as dead."""
+
+    def readmit(self, worker: int, process: Any, deadline: float | None) -> None:
+        """Wait for the process that takes the place of a worker, and until it has the newest update of that index."""
+
+    def close(self, *, graceful: bool) -> None:
+        """Release everything. Idempotent."""
+
+
+class Transactional(Outlet, Protocol):
+    """An outlet that can hold an update back until it is decided."""
+
+    def prepare(self, update: Update, workers: Sequence[int]) -> None:
+        """Give ``workers`` an undecided update; ``wait`` with the stage ``received`` tells whether they can take it."""
+
+    def announce_commit(self, update: Update, workers: Sequence[int]) -> None:
+        """First half of a commit, called for every model before ``commit`` is called for any."""
+
+    def commit(self, update: Update, workers: Sequence[int]) -> None:
+        """Make the prepared update the newest one, for these workers and those that take the place of absent ones."""
+
+    def abort(self, version: int, workers: Sequence[int]) -> None:
+        """Drop what was prepared."""
+
+
+class Inbox(Protocol):
+    """What a receiver polls: its end of a connection, a store, or a sender in the same process.
+
+    ``poll`` and ``leave`` are called inside the gate.
+    """
+
+    def connect(self, worker_idx: int, deadline: float | None) -> int:
+        """Connect; return the version with which the receiver begins, 0 if there is none yet."""
+        ...
+
+    def poll(self) -> Update | None:
+        """Return the update that a forward that starts now has to use, if it is newer than what is installed."""
+        ...
+
+    def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
+        """Tell the sender that ``update`` is installed, or why it is not. Called by any thread."""
+
+    def leave(self) -> None:
+        """A forward has ended."""
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
