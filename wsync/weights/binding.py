@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -10,18 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wsync import loops
 from wsync.errors import LayoutMismatch
-from wsync.loops.tensors import is_sharded
-from wsync.weights.clean_thread import in_clean_thread
-from wsync.weights.fitting import checked_tensors
+from wsync.native import native
 from wsync.weights.layout import Layout
-from wsync.weights.overlaps import is_expanded
-from wsync.weights.snapshot import ModuleIndex, describe
+from wsync.weights.snapshot import ModuleIndex
+from wsync.weights.tensors import copy_into_model, defect_of, describe, in_clean_thread
 
 
 def dump_extra(extra: Mapping[str, Any] | None) -> bytes:
-    """Extra state as bytes; empty for none. A pickle: it goes only from a trainer to its own workers.
+    """Return extra state as bytes; empty for none. A pickle: it goes only from a trainer to its own workers.
 
     Raises:
         LayoutMismatch: some of it cannot be pickled; names each module's.
@@ -44,7 +42,7 @@ def _unpicklable(name: str, value: object) -> str:
 
 
 def load_extra(blob: bytes) -> dict[str, Any]:
-    """The extra state that a trainer dumped."""
+    """Return the extra state that a trainer dumped."""
     return pickle.loads(blob) if blob else {}
 
 
@@ -67,7 +65,7 @@ def unshare(model: nn.Module) -> None:
     """
     copies: dict[int, torch.UntypedStorage] = {}
     for tensor in ModuleIndex(model).tensors().values():
-        if tensor.layout is not torch.strided or is_sharded(tensor) or not tensor.is_cpu or not tensor.is_shared():
+        if defect_of(tensor) or not tensor.is_cpu or not tensor.is_shared():
             continue
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in copies:  # several may lie in one
@@ -77,12 +75,8 @@ def unshare(model: nn.Module) -> None:
             tensor.data = own.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _is_stand_in(tensor: Tensor | None) -> bool:
-    return tensor is not None and not isinstance(tensor, nn.Parameter)
-
-
 def _accumulators(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """What keeps alive the node by which autograd accumulates gradients of each parameter; it takes no memory.
+    """Return what keeps alive the node by which autograd accumulates gradients of each parameter; it takes no memory.
 
     PyTorch makes that node while it holds a lock of the parameter and waits for the interpreter's lock; a thread that
     binds the parameter holds the interpreter's lock and waits for the parameter's. So a thread that reads a parameter
@@ -91,24 +85,36 @@ def _accumulators(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [
         (parameter.narrow(0, 0, 0) if parameter.dim() else parameter).clone()
         for parameter in parameters
-        if parameter.requires_grad and type(parameter) is nn.Parameter and not parameter.is_inference()
+        if parameter.requires_grad and type(parameter) is nn.Parameter
     ]
+
+
+def _aliased(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the storages of a model that somebody outside it has as well: a view, a NumPy array, a kept state dict.
+
+    Such an alias follows a copy into the tensor's memory, and would not notice that the tensor is bound elsewhere.
+    """
+    storages = [tensor.untyped_storage() for tensor in {id(one): one for one in tensors}.values()]
+    own = Counter(storage._cdata for storage in storages)
+    own_and_python = {cdata: count + 1 for cdata, count in own.items()}  # one for the objects in the list above
+    use_count: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
+    return {cdata for cdata, count in own_and_python.items() if use_count(cdata) > count}
 
 
 class Binding:
     """The plan by which one model takes on weights of one layout.
 
-    Parameters are bound (``p.data = view``, no copy) where that is possible and wanted; everything else, buffers
-    above all, is copied into the model's own memory.
+    Each tensor is bound (``p.data = view``, no copy), copied into, or first given memory of its own and then copied
+    into. Bound are parameters, if that is wanted and nothing else has their memory, until ``detach``.
 
     Args:
-        model: the receiving model.
+        model: the receiving model, which no other binding has.
         layout: what it will be given.
         bind: whether parameters may be bound. False for a worker that trains.
 
     Attributes:
-        installer: switches the model while it does not change; replaced when it has changed.
-        mixed: see ``Target``. True from the first write of an install to its last one.
+        installer: the ``native.Installer`` of the model as it is now; None without the C extension.
+        mixed: True from the first write of an install to its last one.
 
     Raises:
         LayoutMismatch: the model has other names, shapes or dtypes; a tensor in it is sharded, sparse, quantised or
@@ -126,43 +132,49 @@ class Binding:
     def _resolve(self) -> None:
         index, layout = ModuleIndex(self._model), self._layout
         own = index.tensors()
-        for name, (where, key) in index.parameters.items():
-            if _is_stand_in(where[key]):
-                raise LayoutMismatch(
-                    f"'{name}' of the worker's model is a plain tensor in a parameter's place: hold wsync.gate() "
-                    "around functional_call()"
-                )
-        self._own = self._checked_tensors(own, index)
+        stand_ins = [name for name in index.parameters if not isinstance(own[name], nn.Parameter)]
+        if stand_ins:
+            raise LayoutMismatch(
+                f"'{stand_ins[0]}' of the worker's model is a plain tensor in a parameter's place: hold wsync.gate() "
+                "around functional_call()"
+            )
+        problems: list[str] = []
+        if layout.extra is not None and layout.extra != index.extra.keys():
+            problems.append(f"extra state differs: {describe(sorted(layout.extra ^ index.extra.keys()))}")
+        self._own = layout.fit(own, "the worker's model", optional=index.optional, problems=problems)
         # A tensor under several names is installed once, from its first name; `_agree` lists the other names, which
         # must carry the same values where the sender did not tie them.
         seen: dict[int, int] = {}
-        before = self._bound
-        self._bound = []
-        self._copied: list[tuple[Tensor, int]] = []
+        before = {id(parameter): parameter for parameter, _ in self._bound}
+        aliased = _aliased(self._own)
+        self._bound, self._copied = [], list[tuple[Tensor, int]]()
         self._agree: list[tuple[int, int]] = []
-        for i, name in enumerate(layout.names):
-            tensor = own[name]
+        for i, (name, tensor) in enumerate(zip(layout.names, self._own, strict=True)):
             first = seen.setdefault(id(tensor), i)
             if first != i:
                 if layout.offsets[first] != layout.offsets[i]:
                     self._agree.append((first, i))
-            elif self._bind and isinstance(tensor, nn.Parameter) and tensor.device.type == "cpu":
-                self._bound.append((tensor, i))
-            else:
-                if is_expanded(tensor):
-                    tensor.data = tensor.data.contiguous()  # one place cannot take the values of several elements
-                self._copied.append((tensor, i))
+                continue
+            kept = id(tensor) in before or tensor.untyped_storage()._cdata not in aliased
+            if self._bind and isinstance(tensor, nn.Parameter) and tensor.is_cpu and not tensor.is_inference():
+                if kept and name not in index.self_written:
+                    self._bound.append((tensor, i))
+                    continue
+            if defect_of(tensor, writable=True):  # expanded, say: one place cannot take several values
+                with torch.inference_mode(tensor.is_inference()):
+                    tensor.data = tensor.data.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+            self._copied.append((tensor, i))
         self._agree += layout.tied_elsewhere(self._copied)
-        for parameter, _ in before:
-            if id(parameter) not in seen:  # taken out of the model: what it is bound to will be written
-                parameter.data = parameter.data.clone()
         bound = [parameter for parameter, _ in self._bound]
+        for one in {*before} - {*map(id, bound)}:  # taken out of the model, or copied from now on
+            before[one].data = before[one].data.clone()
         self._accumulators = in_clean_thread(_accumulators, bound) if bound else []
         self._index = index
         self._places = list(index.places.values())
         self._tensors = [where[key] for where, key in self._places]
         self._tree = index.tree(list(index.places))
-        self.installer = loops.Installer(self._tree, tuple(self._tensors), tuple(self._bound), tuple(self._copied))
+        parts = tuple(self._tensors), tuple(self._bound), tuple(self._copied)
+        self.installer = native.Installer(self._tree, *parts) if native is not None else None
 
     @property
     def may_refuse(self) -> bool:
@@ -170,19 +182,10 @@ class Binding:
         undeclared = self._layout.extra is None and bool(self._index.extra)
         return undeclared or bool(self._layout.extra) or bool(self._agree)
 
-    def _checked_tensors(self, own: Mapping[str, Tensor], index: ModuleIndex) -> list[Tensor]:
-        layout = self._layout
-        problems = [
-            f"'{name}' has no memory (it is on the meta device): call to_empty() first"
-            for name in layout.names
-            if name in own and own[name].is_meta
-        ]
-        if layout.extra is not None and layout.extra != index.extra.keys():
-            problems.append(f"extra state differs: {describe(sorted(layout.extra ^ index.extra.keys()))}")
-        return checked_tensors(own, layout, "the worker's model", optional=index.optional, problems=problems)
-
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Switch the model to ``views`` (ordered like the layout) and ``extra``.
+
+        Also clears the cache in which ``torch.autocast`` keeps casts of the old parameters, in any thread.
 
         Raises:
             LayoutMismatch: the model has changed its shape since; or its tied tensors were sent different values.
@@ -193,11 +196,15 @@ class Binding:
         if extra:
             self._set_extra(extra)
         self.mixed = True
-        self.installer.apply(views)
+        if self._copied:
+            copy_into_model([tensor for tensor, _ in self._copied], [views[i] for _, i in self._copied])
+        for parameter, i in self._bound:
+            parameter.data = views[i]
+        torch.clear_autocast_cache()
         self.mixed = False
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Find out whether ``install`` would succeed, and leave the model as it is. Call it inside the gate.
+        """Find out whether ``install`` would succeed, and leave the model as it is.
 
         Raises:
             LayoutMismatch, Exception: what ``install`` would raise.
@@ -209,23 +216,28 @@ class Binding:
             self._set_extra(before)
             self.mixed = mixed
 
+    def detach(self) -> None:
+        """Give bound parameters memory of their own again, with the values that they have."""
+        for parameter, _ in self._bound:
+            parameter.data = parameter.data.clone()
+
     def _check_current(self, views: Sequence[Tensor]) -> None:
-        if not (self._is_current() or self._is_lent()) or not self._is_alike(views):
+        if not self._is_current() or not self._is_alike(views):
             self._resolve()
         self._layout.require_same_values(self._agree, self._own, views)
 
     def _is_current(self) -> bool:
-        now = self._tree.tensors()
-        return now is not None and all(map(is_, now, self._tensors))
+        """Whether the model has the same tensors, apart from those that somebody puts in their place for a while.
 
-    def _is_lent(self) -> bool:
-        """Whether plain tensors take the place of parameters for a while, as ``torch.func.functional_call`` has it.
-
-        They belong to the caller. The parameters will come back, and are given the weights meanwhile.
+        ``torch.func.functional_call`` does so with plain tensors of the caller. The parameters will come back, and are
+        given the weights meanwhile.
         """
-        return self._index.describes(self._model) and any(
-            isinstance(tensor, nn.Parameter) and _is_stand_in(where[key])
-            for tensor, (where, key) in zip(self._tensors, self._places, strict=True)
+        now = self._tree.tensors()
+        if now is not None and all(map(is_, now, self._tensors)):
+            return True
+        return self._index.unchanged and any(
+            isinstance(own, nn.Parameter) and isinstance(now, Tensor) and not isinstance(now, nn.Parameter)
+            for own, now in zip(self._tensors, [where.get(key) for where, key in self._places], strict=True)
         )
 
     def _is_alike(self, views: Sequence[Tensor]) -> bool:
@@ -248,22 +260,3 @@ class Binding:
     def _write_extra(self, extra: Mapping[str, Any]) -> None:
         for name, value in extra.items():
             self._index.extra[name].set_extra_state(value)
-
-    def rebind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Bind parameters that are bound, and fit, to other memory of the same values. Call it inside the gate."""
-        for parameter, index in self._bound:
-            other = tensors.get(self._layout.names[index])
-            if other is None or other.data_ptr() == parameter.data_ptr():
-                continue
-            if other.shape == parameter.shape and other.dtype is parameter.dtype:
-                parameter.data = other
-
-    def is_bound_to(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether a bound parameter uses the memory of one of ``tensors``; an empty one uses none."""
-        places = {tensor.data_ptr() for tensor in tensors if tensor.numel()}
-        return any(parameter.data_ptr() in places for parameter, _ in self._bound if parameter.numel())
-
-    def detach(self) -> None:
-        """Give bound parameters memory of their own again, with the values that they have."""
-        for parameter, _ in self._bound:
-            parameter.data = parameter.data.clone()

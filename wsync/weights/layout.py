@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.loops.tensors import is_sharded, require_whole, tie_leaders
-from wsync.weights.overlaps import require_apart
-from wsync.weights.snapshot import Snapshot, describe
+from wsync.weights.snapshot import Snapshot
+from wsync.weights.tensors import defect_of, describe, require_apart, require_whole, same_bits, tie_leaders
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
 _OPTIONAL = " (a non-persistent buffer, which no state dict has: send the module, or give it to init_on_sender)"
+
+
+class _Plain(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A layout as it travels: plain data."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    offsets: tuple[int, ...]
+    ties: tuple[tuple[int, int], ...]
+    nbytes: int
+    extra: tuple[str, ...] | None
+    optional: tuple[str, ...]
+    model_may_have_more: bool
 
 
 @dataclass(frozen=True)
@@ -49,7 +66,7 @@ class Layout:
 
     @classmethod
     def of(cls, weights: Snapshot) -> Layout:
-        """The plan of ``weights``.
+        """Return the plan of ``weights``.
 
         Raises:
             LayoutMismatch: there is nothing in them; a tensor is sharded, sparse, quantised or without values; or two
@@ -60,7 +77,7 @@ class Layout:
             raise LayoutMismatch("these weights are empty: no parameter and no buffer")
         tensors = [weights.tensors[name] for name in names]
         odd = [
-            f"'{name}' {defect_of(tensor)}" for name, tensor in zip(names, tensors, strict=True) if defect_of(tensor)
+            f"'{name}' {defect}" for name, tensor in zip(names, tensors, strict=True) if (defect := defect_of(tensor))
         ]
         if odd:
             require_whole(names, tensors)
@@ -75,11 +92,11 @@ class Layout:
                 offsets.append(offsets[leader])
                 continue
             offsets.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         return cls(
             names=tuple(names),
             shapes=tuple(tensor.shape for tensor in tensors),
-            strides=tuple(_strides(tensor) for tensor in tensors),
+            strides=tuple(_strides(tensor.shape, tensor.stride()) for tensor in tensors),
             dtypes=tuple(tensor.dtype for tensor in tensors),
             offsets=tuple(offsets),
             ties=tuple(ties),
@@ -89,8 +106,54 @@ class Layout:
             model_may_have_more=weights.model_may_have_more,
         )
 
+    def encode(self) -> bytes:
+        """Return the layout as plain data (msgpack). Equal layouts give equal bytes."""
+        dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        shapes = tuple(tuple(shape) for shape in self.shapes)
+        extra = None if self.extra is None else tuple(sorted(self.extra))
+        fields: list[Any] = [self.names, shapes, self.strides, dtypes, self.offsets, self.ties, self.nbytes, extra]
+        return msgspec.msgpack.encode(_Plain(*fields, tuple(sorted(self.optional)), self.model_may_have_more))
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Layout:
+        """Return the layout that ``encode`` gave.
+
+        Raises:
+            ValueError: the data is malformed, or its entries do not lie within the buffer.
+        """
+        plain = msgspec.msgpack.decode(data, type=_Plain)
+        shapes = tuple(torch.Size(shape) for shape in plain.shapes)
+        dtypes = tuple(getattr(torch, name, None) for name in plain.dtypes)
+        columns = (plain.names, shapes, plain.strides, dtypes, plain.offsets)
+        count = len(plain.names)
+        sound = count and {len(column) for column in columns} == {count} and len({*plain.names}) == count
+        sound = sound and all(0 <= leader < index < count for index, leader in plain.ties)
+        for _, shape, strides, dtype, offset in zip(*columns, strict=False) if sound else ():
+            sound = sound and isinstance(dtype, torch.dtype) and min(offset, *shape, 0) >= 0 and not offset % ALIGNMENT
+            sound = sound and offset + shape.numel() * dtype.itemsize <= plain.nbytes
+            sound = sound and len(strides) == len(shape) and _strides(shape, strides) == strides
+        if not sound:
+            raise ValueError("a layout that was received is malformed")
+        return cls(
+            plain.names,
+            shapes,
+            plain.strides,
+            dtypes,
+            plain.offsets,
+            plain.ties,
+            plain.nbytes,
+            None if plain.extra is None else frozenset(plain.extra),
+            frozenset(plain.optional),
+            plain.model_may_have_more,
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hexadecimal digits, which tell two layouts apart."""
+        return hashlib.blake2b(self.encode(), digest_size=16).hexdigest()
+
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """One tensor per entry, without a copy, over a flat buffer ``uint8[nbytes]``.
+        """Return one tensor per entry, without a copy, over a flat buffer ``uint8[nbytes]``.
 
         Never inference tensors, whatever the caller's mode: autograd may meet them later.
         """
@@ -126,7 +189,7 @@ class Layout:
         return tuple(index for index in range(len(self.names)) if index not in followers)
 
     def order(self, weights: Snapshot) -> list[Tensor]:
-        """The tensors of ``weights`` in the order of this layout, checked against it.
+        """Return the tensors of ``weights`` in the order of this layout, checked against it.
 
         Raises:
             LayoutMismatch: names the missing, unknown, wrongly shaped and wrongly typed keys.
@@ -134,8 +197,12 @@ class Layout:
         given = weights.tensors
         if len(given) != len(self.names) or not all(name in given for name in self.names):
             surplus = weights.optional.difference(self.names)
-            given = {name: tensor for name, tensor in given.items() if name not in surplus}
-            self._check_names(given.keys())
+            unknown = [name for name in given if name not in surplus and name not in self.names]
+            missing = [name for name in self.names if name not in given]
+            problems = [f"missing '{name}'{_OPTIONAL if name in self.optional else ''}" for name in missing]
+            problems += [f"unknown '{name}'" for name in unknown]
+            if problems:
+                raise _misfit(problems, remedy=_renames(unknown, missing))
         tensors = [given[name] for name in self.names]
         self.check(tensors)
         if weights.extra is not None and self.extra is not None and weights.extra.keys() != self.extra:
@@ -143,40 +210,76 @@ class Layout:
             raise LayoutMismatch(f"the weights differ from the first ones in their extra state: {describe(odd)}")
         return tensors
 
-    def check(self, tensors: Sequence[Tensor], receiving: str = "") -> None:
-        """Check that ``tensors``, in the order of ``names``, are plain and have the layout's shapes, dtypes and ties.
+    def check(self, tensors: Sequence[Tensor], receiving: str = "", *, writable: bool = False) -> None:
+        """Check that ``tensors``, in the order of ``names``, can be carried and have the layout's shapes and dtypes.
 
         Args:
-            tensors: weights to be sent, or those of ``receiving``.
+            tensors: weights to be sent, whose ties must be the layout's, or those of ``receiving``.
             receiving: what receives weights of the layout, for the error; its ties may be others.
+            writable: whether each of them is written value by value.
 
         Raises:
             LayoutMismatch: naming each that has not.
         """
         shapes, dtypes = self.shapes, self.dtypes
         fit = shapes == tuple([one.shape for one in tensors]) and dtypes == tuple([one.dtype for one in tensors])
-        odd = [i for i, tensor in enumerate(tensors) if defect_of(tensor)]
+        odd = {i: defect for i, one in enumerate(tensors) if (defect := defect_of(one, writable=writable))}
         if fit and not odd and (receiving or not self.ties):
             return
         if odd:
             require_whole(self.names, tensors, receiving)
-        problems = [f"'{self.names[i]}' {defect_of(tensors[i])}" for i in odd]
+        problems = [f"'{self.names[i]}' {defect}" for i, defect in odd.items()]
         problems += [
             f"'{self.names[i]}' is {_kind(tensor.shape, tensor.dtype)}, not {_kind(shapes[i], dtypes[i])}"
             for i, tensor in enumerate(tensors)
             if i not in odd and (tensor.shape != shapes[i] or tensor.dtype is not dtypes[i])
         ]
-        problems += [
-            f"'{self.names[follower]}' and '{self.names[leader]}' were one tied tensor, and now differ"
-            for follower, leader in self.ties
-            if not receiving
-            and not problems
-            and any(tie_leaders([tensors[follower], tensors[leader]]))
-            and not same_bits(tensors[follower], tensors[leader])
-        ]
+        for follower, leader in () if receiving or problems else self.ties:
+            pair = [tensors[follower], tensors[leader]]
+            if any(tie_leaders(pair)) and not same_bits(*pair):
+                names = f"'{self.names[follower]}' and '{self.names[leader]}'"
+                problems.append(f"{names} were one tied tensor, and now differ")
         if problems:
-            wanted = {one.dtype for one, sent in zip(tensors, dtypes, strict=True) if _casts(sent, one.dtype)}
-            raise _mismatch(problems, receiving, cast_to=wanted.pop() if len(wanted) == 1 else None)
+            raise _misfit(problems, receiving, _cast(tensors, dtypes) if receiving else "")
+
+    def fit(
+        self,
+        own: Mapping[str, Tensor],
+        receiver: str,
+        *,
+        optional: Collection[str] = (),
+        problems: Sequence[str] = (),
+        writable: bool = False,
+    ) -> list[Tensor]:
+        """Return the tensors of a receiver, in the order of this layout, checked against it.
+
+        Args:
+            own: the tensors of the receiver, by name.
+            receiver: for the error.
+            optional: names of tensors that keep their values if they are not sent.
+            problems: what else does not fit.
+            writable: whether each of them is written value by value.
+
+        Raises:
+            LayoutMismatch: there are ``problems``; names, shapes or dtypes differ; a tensor cannot be written; or two
+                of them overlap partly in one memory.
+        """
+        unwanted = [name for name in self.names if name not in own]
+        names = () if self.model_may_have_more else own
+        lacking = [name for name in names if name not in self.names and name not in optional]
+        found = [f"it has no '{name}'" for name in unwanted]
+        found += [f"the weights that are sent have no '{name}'" for name in lacking]
+        found += problems
+        if found:
+            remedy = _renames(unwanted, lacking)
+            if unwanted and not lacking:
+                some = ", ".join(map(repr, unwanted[:2])) + (", …" if len(unwanted) > 2 else "")
+                remedy = f" (send_transform=wsync.transforms.Exclude({some}) leaves weights out)"
+            raise LayoutMismatch(f"the weights do not fit {receiver}: {describe(found)}{remedy}")
+        tensors = [own[name] for name in self.names]
+        self.check(tensors, receiver, writable=writable)
+        require_apart(dict(zip(self.names, tensors, strict=True)), receiver)
+        return tensors
 
     def tied_elsewhere(self, own: Iterable[tuple[Tensor, int]]) -> list[tuple[int, int]]:
         """Return the pairs of entries that have one memory in a receiving model, and two places in this layout.
@@ -196,10 +299,10 @@ class Layout:
     def require_same_values(
         self, pairs: Iterable[tuple[int, int]], own: Sequence[Tensor], views: Sequence[Tensor]
     ) -> None:
-        """Check that entries that are one tensor in a receiving model were sent the same values.
+        """Check that pairs of entries that are one tensor in a receiving model were sent the same values.
 
         Args:
-            pairs: pairs of entries.
+            pairs: of indices.
             own: the model's tensors, in the order of ``names``.
             views: the received values, in the same order.
 
@@ -212,55 +315,34 @@ class Layout:
                     f"'{self.names[first]}' and '{self.names[other]}' are tied here, but got different values"
                 )
 
-    def _check_names(self, given: Collection[str]) -> None:
-        names = set(self.names)
-        missing = [
-            f"missing '{name}'" + (_OPTIONAL if name in self.optional else "")
-            for name in self.names
-            if name not in given
-        ]
-        unknown = [f"unknown '{name}'" for name in given if name not in names]
-        if missing or unknown:
-            raise _mismatch(missing + unknown)
+
+def _misfit(problems: Sequence[str], receiving: str = "", remedy: str = "") -> LayoutMismatch:
+    what = f"{receiving} cannot take the weights that are sent" if receiving else _UNLIKE
+    return LayoutMismatch(f"{what}: {describe(problems)}{remedy}")
 
 
-def defect_of(tensor: Tensor) -> str:
-    """Why a tensor cannot be carried, for an error message; empty if it can be."""
-    if is_sharded(tensor):
-        return "is a DTensor; only whole tensors are carried"
-    if tensor.is_nested:
-        return "is nested; only dense tensors are carried"
-    if tensor.layout is not torch.strided:
-        return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); only dense tensors are carried"
-    if tensor.is_quantized:
-        return f"is quantised ({str(tensor.dtype).removeprefix('torch.')}); only plain tensors are carried"
-    return "has no values: it is on the meta device" if tensor.is_meta else ""
+_UNLIKE = "the weights do not fit the model, or the first ones that were sent"
 
 
-def _casts(sent: torch.dtype, wanted: torch.dtype) -> bool:
-    return sent is not wanted and sent.is_floating_point and wanted.is_floating_point
+def _renames(sent: Sequence[str], wanted: Sequence[str]) -> str:
+    """Return the remedy for weights that are sent under other names than those that are wanted."""
+    pairs: dict[str, str] = {}
+    for name in sent:
+        alike = [one for one in wanted if name.endswith("." + one) or one.endswith("." + name)]
+        if alike:
+            pairs[name] = min(alike, key=lambda one: abs(len(one) - len(name)))
+    if sent and wanted and not pairs:
+        pairs[sent[0]] = wanted[0]
+    some = ", ".join(f"{old!r}: {new!r}" for old, new in list(pairs.items())[:2]) + (", …" if len(sent) > 2 else "")
+    return f" (send_transform=wsync.transforms.Rename({{{some}}}) gives weights other names)" if pairs else ""
 
 
-def _mismatch(problems: Sequence[str], receiving: str = "", cast_to: torch.dtype | None = None) -> LayoutMismatch:
-    if receiving:
-        name = str(cast_to).removeprefix("torch.")
-        remedy = f" (send_transform=wsync.transforms.Cast('{name}') sends weights in {name})" if cast_to else ""
-        return LayoutMismatch(f"{receiving} cannot take the weights that are sent: {describe(problems)}{remedy}")
-    return LayoutMismatch(f"the weights do not fit the model, or the first ones that were sent: {describe(problems)}")
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are alike, NaNs included."""
-    if torch.equal(one, other):
-        return True
-    return torch.equal(raw_bytes(one), raw_bytes(other))
-
-
-def raw_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, ``uint8[nbytes]``: its own memory if it is contiguous, else a copy."""
-    dense = tensor.detach().contiguous()
-    # Not reshape(-1): one element is contiguous with any stride, and view(dtype) needs a stride of 1.
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+def _cast(tensors: Sequence[Tensor], sent: Sequence[torch.dtype]) -> str:
+    """Return the remedy for weights that are sent in another precision than that of all ``tensors``."""
+    pairs = [(one.dtype, dtype) for one, dtype in zip(tensors, sent, strict=True) if one.dtype is not dtype]
+    wanted = {own for own, dtype in pairs if own.is_floating_point and dtype.is_floating_point}
+    name = str(wanted.pop()).removeprefix("torch.") if len(wanted) == 1 else ""
+    return f" (send_transform=wsync.transforms.Cast('{name}') sends weights in {name})" if name else ""
 
 
 def _in_memory_order(values: Tensor, own: Tensor) -> Tensor:
@@ -273,11 +355,11 @@ def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own strides if it fills its memory without gap or overlap, else contiguous ones."""
+def _strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a tensor that fills its memory without gap or overlap; for others, contiguous ones."""
     expected = 1
-    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
+    for stride, size in sorted((st, si) for st, si in zip(strides, shape, strict=True) if si != 1):
         if stride != expected:
-            return torch.empty(tensor.shape, device="meta").stride()
+            return torch.empty(shape, device="meta").stride()
         expected *= size
-    return tensor.stride()
+    return strides

@@ -1,110 +1,113 @@
-"""Copying weights into a buffer: the one step of an update that touches every byte."""
+"""Buffers: memory for one version of packed weights. Copying into one is the only step that touches every byte."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wsync import loops
-from wsync.loops.tensors import copy_all
-from wsync.weights import pinned
+from wsync.native import native
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import snapshot
+from wsync.weights.tensors import copy_all, zeros
 
 
-@dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory for one version: a slot of the arena, or a buffer of a pool.
+    """A lease on memory for one version: a slot of the arena, or memory of a pool.
+
+    The memory is not reused as long as the object exists: whatever reads the bytes or the views keeps the buffer.
 
     Attributes:
         layout: the layout of the weights.
         flat: all of it, ``uint8[nbytes]``.
-        views: one tensor per entry of the layout, to be packed into.
-        slot: its index in the arena or the pool.
-        plan: copies plain bytes into the views. PyTorch's copy of a small tensor costs more in calls than in bytes;
-            that of a large one first loads the cache lines that it overwrites.
-        address: the address of ``flat`` when this was made.
+        views: one tensor per entry of the layout.
+        slot: its index in the arena; -1 in private memory.
+        plan: the ``native.PackPlan`` of the views; None without the C extension. PyTorch's copy of a small tensor costs
+            more in calls than in bytes; that of a large one first loads the cache lines that it overwrites.
     """
 
-    layout: Layout
-    flat: Tensor
-    views: Sequence[Tensor]
-    slot: int
-    plan: loops.PackPlan
-    address: int
+    __slots__ = ("__weakref__", "flat", "layout", "plan", "slot", "views")
 
-    @property
-    def moved(self) -> bool:
-        """Whether its tensors lie elsewhere by now: PyTorch moves what it is to share with another process."""
-        return self.flat.data_ptr() != self.address
+    def __init__(self, layout: Layout, flat: Tensor, views: Sequence[Tensor], slot: int, plan: Any) -> None:
+        self.layout = layout
+        self.flat = flat
+        self.views = views
+        self.slot = slot
+        self.plan = plan
 
     @classmethod
     def over(cls, layout: Layout, flat: Tensor, slot: int = -1, *, shared: bool = False) -> Buffer:
-        """The flat buffer ``uint8[nbytes]`` as room for weights of ``layout``; ``shared`` with other processes."""
+        """Return a buffer over ``flat``; ``shared``: whether other processes read it."""
         views = layout.views(flat)
-        return cls(layout, flat, views, slot, loops.PackPlan(views, shared), flat.data_ptr())
+        return cls(layout, flat, views, slot, native.PackPlan(views, shared) if native is not None else None)
 
     @classmethod
-    def new(cls, layout: Layout, slot: int = -1, device: torch.device | str = "cpu") -> Buffer:
+    def new(cls, layout: Layout, device: torch.device | str = "cpu") -> Buffer:
         """Return a buffer in private memory."""
-        with torch.inference_mode(False):  # views of an inference tensor are inference tensors
-            if torch.device(device).type == "cpu":
-                flat = pinned.zeros(layout.nbytes)
-            else:
-                flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        return cls.over(layout, flat, slot)
+        return cls.over(layout, zeros(layout.nbytes, device))
 
-    def pack(self, tensors: Sequence[Tensor]) -> None:
-        """Copy ``tensors`` (in the layout's order, and checked) into this buffer."""
-        if self.plan.fill(tensors):
-            return
-        views, layout = self.views, self.layout
-        if layout.ties:
-            tensors, views = [tensors[i] for i in layout.leaders], [views[i] for i in layout.leaders]
-        copy_all(views, tensors)
+    @property
+    def memory(self) -> memoryview:
+        """The bytes, of a buffer in main memory."""
+        return self.flat.numpy().data
+
+    def pack(self, tensors: Any) -> bool:
+        """Copy weights into this buffer.
+
+        Args:
+            tensors: a list in the layout's order; or what ``Source.usual`` returned.
+
+        Returns:
+            False, with nothing copied, if the module of a ``TensorTree`` has changed.
+
+        Raises:
+            LayoutMismatch: the tensors do not fit the layout.
+        """
+        given = tensors if isinstance(tensors, list | tuple) else tensors.tensors()
+        if given is None:
+            return False
+        if self.plan is not None and self.plan.fill(given):
+            return True
+        self.layout.check(given)  # not plain bytes in main memory: PyTorch would convert what does not fit
+        leaders = self.layout.leaders
+        copy_all([self.views[i] for i in leaders], [given[i] for i in leaders])
+        return True
 
 
 class BufferPool:
-    """Private buffers of one layout; a new one is made when all others are in use. Not thread-safe.
-
-    Those of another layout are left to what still uses them.
+    """Private memory for versions of one layout at a time, reused once no buffer over it exists. Not thread-safe.
 
     Args:
-        device: where they are.
+        device: where it is.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
-        self._buffers: list[Buffer] = []
+        self._layout: Layout | None = None
+        self._memory: list[tuple[Tensor, Sequence[Tensor], Any, weakref.ref[Buffer]]] = []
 
-    def buffer(self, layout: Layout, busy: Container[int]) -> Buffer:
-        """Return a buffer with a ``slot`` that is not in ``busy``."""
-        if self._buffers and self._buffers[0].layout is not layout:
-            self._buffers.clear()
-        for buffer in self._buffers:
-            if buffer.slot not in busy:
+    def reserve(self, layout: Layout) -> Buffer:
+        """Return a buffer that nobody else has."""
+        if self._layout is not layout:
+            self._memory, self._layout = [], layout
+        for index, (flat, views, plan, last) in enumerate(self._memory):
+            if last() is None:
+                buffer = Buffer(layout, flat, views, -1, plan)
+                self._memory[index] = flat, views, plan, weakref.ref(buffer)
                 return buffer
-        self._buffers.append(Buffer.new(layout, len(self._buffers), self._device))
-        return self._buffers[-1]
-
-    def at(self, slot: int) -> Buffer:
-        """Return the buffer with that ``slot``."""
-        return self._buffers[slot]
-
-    def clear(self) -> None:
-        """Release the memory."""
-        self._buffers.clear()
+        buffer = Buffer.new(layout, self._device)
+        self._memory.append((buffer.flat, buffer.views, buffer.plan, weakref.ref(buffer)))
+        return buffer
 
 
 def packed(weights: Any) -> tuple[Layout, Buffer]:
     """Return the layout of ``weights`` (a module, a TensorDict or a state dict), and a new buffer with them.
 
     Raises:
-        LayoutMismatch: see ``Layout.of``.
+        LayoutMismatch: they have none, as ``Layout.of`` says.
     """
     given = snapshot(weights)
     layout = Layout.of(given)

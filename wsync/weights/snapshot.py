@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from wsync import loops
 from wsync.errors import LayoutMismatch
-from wsync.loops.tensors import is_sharded
+from wsync.native import native
+from wsync.weights.tensors import describe, is_sharded
 
 EXTRA = "_extra_state"
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+Place = tuple[dict[str, Any], str]
+"""A dictionary of a module, and the key of a tensor in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +57,15 @@ class Snapshot:
         return replace(self, tensors=tensors, optional=self.optional | names)
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside the wrappers of ``torch.compile`` and data parallelism, which add a prefix to its names."""
-    inner: nn.Module | None = None
-    if type(module).__name__ == "OptimizedModule":
-        inner = module._modules.get("_orig_mod")
-    elif isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        inner = module.module
-    return module if inner is None else unwrap(inner)
+def is_module(source: object) -> TypeGuard[nn.Module]:
+    """Return whether ``source`` is a module; TensorDictParams are both, and are read as a TensorDict."""
+    return isinstance(source, nn.Module) and not isinstance(source, TensorDictBase)
+
+
+def plain_name(name: str) -> str:
+    """Return a name without the components that ``torch.compile``, checkpointing and FSDP add, at any depth."""
+    parts = name.split(".")
+    return name if _WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 class ModuleIndex:
@@ -68,24 +73,30 @@ class ModuleIndex:
 
     Modules are trees of plain dictionaries. An index holds the dictionary and the key of every tensor, so that a
     tensor that was replaced (``.to()``, a parametrisation) is found anew at no cost, and it notices when the tree
-    itself has changed.
+    itself has changed. Names have no components of wrappers, data parallelism included.
+
+    Attributes:
+        parameters, buffers: ``{name: place}``.
+        extra: the modules with an extra state, by its name.
+        optional: the names of non-persistent buffers.
+        self_written: the names of parameters that their module's own forward writes.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._links: list[tuple[dict[str, Any], str]] = []  # from a module to each of its children
+        self._links: list[Place] = []  # from a module to each of its children
         self._children: list[nn.Module] = []
         self._tables: list[dict[str, Any]] = []
-        self.parameters: dict[str, tuple[dict[str, Any], str]] = {}
-        self.buffers: dict[str, tuple[dict[str, Any], str]] = {}
+        self._vacant: list[Place] = []
+        self.parameters: dict[str, Place] = {}
+        self.buffers: dict[str, Place] = {}
         self.extra: dict[str, nn.Module] = {}
-        self._vacant: list[tuple[dict[str, Any], str]] = []
-        optional: set[str] = set()
-        self._walk(unwrap(module), "", optional)
-        self.optional = frozenset(optional)
+        self.optional, self.self_written = set[str](), set[str]()
+        self._walk(module, "")
         self._sizes = [len(table) for table in self._tables]
+        self.places = {**self.parameters, **self.buffers}
 
-    def _walk(self, module: nn.Module, prefix: str, optional: set[str]) -> None:
+    def _walk(self, module: nn.Module, prefix: str) -> None:
         if isinstance(module, ScriptModule):
             if not any(True for _ in chain(module.parameters(), module.buffers())):
                 return  # an activation, say: there is nothing to carry
@@ -94,114 +105,143 @@ class ModuleIndex:
                 f"'{name}' is a TorchScript module: synchronise the module that it was made from, "
                 "with which it shares its tensors, and call it inside wsync.gate(); or send its state_dict()"
             )
-        for kind, found in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
-            self._tables.append(kind)
-            for key, tensor in kind.items():
+        for table, found in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
+            self._tables.append(table)
+            for key, tensor in table.items():
                 if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                     raise LayoutMismatch(
                         f"'{prefix}{key}' has no shape yet (a lazy module): run one forward before it is synchronised"
                     )
                 if tensor is None:
-                    self._vacant.append((kind, key))
+                    self._vacant.append((table, key))
                 else:
-                    found[prefix + key] = (kind, key)
-        optional.update(prefix + key for key in module._non_persistent_buffers_set)
+                    found[prefix + key] = (table, key)
+        self.optional.update(prefix + key for key in module._non_persistent_buffers_set)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            self.self_written.add(prefix + "weight")
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             self.extra[prefix + EXTRA] = module
-        self._require_all(module, prefix)
+        _require_nothing_else(module, prefix)
         self._tables.append(module._modules)
+        parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
         for key, child in module._modules.items():
             if child is not None:
                 self._links.append((module._modules, key))
                 self._children.append(child)
-                self._walk(child, f"{prefix}{key}.", optional)
-
-    def _require_all(self, module: nn.Module, prefix: str) -> None:
-        """Check that a module that saves its state by a method of its own has no tensors besides those found here."""
-        if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
-            return
-        kept: dict[str, Any] = {}
-        module._save_to_state_dict(kept, prefix, keep_vars=True)
-        own = {_memory(tensor) for tensor in chain(module.parameters(), module.buffers())}
-        unknown = kept.keys() - self.parameters.keys() - self.buffers.keys() - self.extra.keys()
-        odd = sorted(name for name in unknown if _has_others(kept[name], own))
-        if odd:
-            raise LayoutMismatch(
-                f"{type(module).__name__} has weights that are neither parameters nor buffers (is it quantised?), and "
-                f"cannot be carried: {describe(odd)}; synchronise the modules beside it"
-            )
+                self._walk(child, prefix if key in _WRAPPERS or parallel else f"{prefix}{key}.")
 
     def describes(self, module: nn.Module) -> bool:
-        """Whether this is the index of ``module``, as it is now."""
-        return (
-            self._module() is module
-            and [len(table) for table in self._tables] == self._sizes
-            and all(map(is_, [where.get(key) for where, key in self._links], self._children))
+        """Return whether this is the index of ``module``, as it is now."""
+        return self._module() is module and self.unchanged
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the tree has the same modules, and no other places of tensors."""
+        return [len(table) for table in self._tables] == self._sizes and all(
+            map(is_, [where.get(key) for where, key in self._links], self._children)
         )
 
     @property
     def complete(self) -> bool:
         """Whether the places that had no tensor (a layer without bias) have none now, and the others have one."""
-        vacated = any(where.get(key) is None for where, key in chain(self.parameters.values(), self.buffers.values()))
-        return not vacated and not any(where[key] is not None for where, key in self._vacant)
+        vacated = any(where.get(key) is None for where, key in self.places.values())
+        return not vacated and not any(where.get(key) is not None for where, key in self._vacant)
 
-    @property
-    def places(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """``{name: (dictionary, key)}`` of every parameter and buffer."""
-        return {**self.parameters, **self.buffers}
+    def tree(self, names: Sequence[str]) -> Any:
+        """Return a ``native.TensorTree``: its ``tensors()`` are those called ``names``, None once the module has changed.
 
-    def tree(self, names: Sequence[str]) -> loops.TensorTree:
-        """Return what finds the tensors called ``names``, for as long as ``describes`` and ``complete`` are true."""
-        places = self.places
+        Without the C extension it is a ``_Walk``, which does the same.
+        """
+        wanted = tuple(self.places[name] for name in names)
+        if native is None:
+            return _Walk(self, wanted)
         links = tuple((where, key, child) for (where, key), child in zip(self._links, self._children, strict=True))
-        wanted = tuple(places[name] for name in names)
-        return loops.TensorTree(wanted, links, tuple(self._vacant), tuple(self._tables))
+        return native.TensorTree(wanted, links, tuple(self._vacant), tuple(self._tables))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, as they are now."""
+        """Return every parameter and buffer by name, as they are now."""
         return {name: where[key] for name, (where, key) in self.places.items()}
 
     def extra_state(self) -> dict[str, Any]:
-        """The present extra state of each module with ``get_extra_state``."""
+        """Return the present extra state of each module that has some."""
         return {name: module.get_extra_state() for name, module in self.extra.items()}
 
     def snapshot(self) -> Snapshot:
-        """The module's weights as they are now."""
-        return Snapshot(self.tensors(), self.extra_state(), self.optional)
+        """Return the module's weights as they are now."""
+        return Snapshot(self.tensors(), self.extra_state(), frozenset(self.optional))
 
 
-def _memory(tensor: Tensor) -> tuple[str, int]:
-    """Equal for tensors in the same memory, under whatever names."""
-    if tensor.layout is not torch.strided or is_sharded(tensor):  # without memory, or with memory elsewhere
-        return "is", id(tensor)
-    return "at", tensor.untyped_storage().data_ptr()
+class _Walk:
+    def __init__(self, index: ModuleIndex, places: Sequence[Place]) -> None:
+        self._index = index
+        self._places = places
+
+    def tensors(self) -> list[Tensor] | None:
+        unchanged = self._index.unchanged and self._index.complete
+        return [where[key] for where, key in self._places] if unchanged else None
 
 
-def _has_others(saved: Any, own: Collection[tuple[str, int]]) -> bool:
-    """Whether what a module saves has tensors elsewhere than in its ``own`` memory, or hides them; a number is none."""
-    if isinstance(saved, Tensor):
-        return _memory(saved) not in own
+def _require_nothing_else(module: nn.Module, prefix: str) -> None:
+    """Check that a module that saves its state by a method of its own has no tensors besides parameters and buffers."""
+    if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+        return
+    kept: dict[str, Any] = {}
+    module._save_to_state_dict(kept, prefix, keep_vars=True)
+    own = {_memory(tensor) for tensor in chain(module.parameters(), module.buffers())}
+    odd = sorted(
+        name
+        for name, saved in kept.items()
+        if not name.endswith(EXTRA) and any(_memory(one) not in own for one in _listed(saved))
+    )
+    if odd:
+        raise LayoutMismatch(
+            f"{type(module).__name__} has weights that are neither parameters nor buffers (is it quantised?), and "
+            f"cannot be carried: {describe(odd)}; synchronise the modules beside it"
+        )
+
+
+def _listed(saved: Any) -> list[Any]:
+    """Return the tensors in what a module saves, and objects of TorchScript, which hide them."""
     if isinstance(saved, list | tuple):
-        return any(_has_others(one, own) for one in saved)
-    return isinstance(saved, torch.ScriptObject)
+        return [each for one in saved for each in _listed(one)]
+    return [saved] if isinstance(saved, Tensor | torch.ScriptObject) else []
+
+
+def _memory(tensor: Any) -> int:
+    """Return what is equal for tensors in the same memory, under whatever names."""
+    plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and not is_sharded(tensor)
+    return tensor.untyped_storage().data_ptr() if plain else id(tensor)
 
 
 def snapshot(source: object) -> Snapshot:
-    """The canonical form of a module, a TensorDict (nested or flat) or a state dict.
+    """Return the canonical form of a module, a TensorDict (nested or flat) or a state dict.
 
     Raises:
         LayoutMismatch: a lazy module without shapes; or two names become one: ``{"a": {"b": …}, "a.b": …}``.
         TypeError: ``source``, or a value in it, is none of these.
     """
     if isinstance(source, TensorDictBase):
-        return _of_tensordict(source)
-    if isinstance(source, nn.Module):
+        leaves = source.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
+        pairs = [
+            (plain_name(dotted(key)), value if isinstance(value, Tensor) else source[key]) for key, value in leaves
+        ]
+    elif isinstance(source, nn.Module):
         return ModuleIndex(source).snapshot()
-    if isinstance(source, Mapping):
-        pairs = _by_name(list(_flatten(source, "")))
-        extra = {name: value for name, value in pairs.items() if is_extra(name)}
-        return Snapshot({name: pairs[name] for name in pairs if name not in extra}, extra)
-    raise no_weights(source)
+    elif isinstance(source, Mapping):
+        pairs = [(plain_name(name), value) for name, value in _flatten(source, "")]
+    else:
+        raise no_weights(source)
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        repeated = [f"'{name}'" for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        raise LayoutMismatch(f"two weights have one name: {describe(repeated)}")
+    extra = {name: value for name, value in found.items() if is_extra(name)}
+    tensors = {name: value for name, value in found.items() if name not in extra}
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            remedy = ": convert it by torch.from_numpy()" if isinstance(value, np.ndarray) else ""
+            raise TypeError(f"'{name}' is a {type(value).__name__}; weights are tensors{remedy}")
+    return Snapshot(tensors, extra or None if isinstance(source, TensorDictBase) else extra)
 
 
 def no_weights(source: object) -> TypeError:
@@ -209,55 +249,14 @@ def no_weights(source: object) -> TypeError:
     return TypeError(f"weights are a torch.nn.Module, a TensorDict or a state dict, not a {type(source).__name__}")
 
 
-def weights_of(first: Any, second: Any, model_id: str | None = None) -> Any:
-    """Return the weights in ``send_weights(weights)`` or, of the older API, ``send_weights(model_id, weights)``.
-
-    Args:
-        first: the first argument.
-        second: the second one; None if there is none.
-        model_id: the model id of the transport's model, where it is known.
-
-    Raises:
-        TypeError: two arguments, and the first is no name.
-        ValueError: the name is another model's.
-    """
-    if not isinstance(first, str):
-        if second is not None:
-            raise TypeError(
-                f"send_weights(weights) or send_weights(model_id, weights), not ({type(first).__name__}, …)"
-            )
-        return first
-    if model_id is not None and first != model_id:
-        raise ValueError(f"this transport carries the model '{model_id}', not '{first}'")
-    return second
+def dotted(key: object) -> str:
+    """Return a key of a TensorDict or a mapping as a name."""
+    return ".".join(key) if isinstance(key, tuple) else str(key)
 
 
 def is_extra(name: str) -> bool:
     """Return whether a name is that of a module's extra state."""
     return name == EXTRA or name.endswith("." + EXTRA)
-
-
-def _by_name(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        repeated = [f"'{name}'" for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-        raise LayoutMismatch(f"two weights have one name: {describe(repeated)}")
-    return found
-
-
-def _of_tensordict(source: TensorDictBase) -> Snapshot:
-    tensors: dict[str, Tensor] = {}
-    extra: dict[str, Any] = {}
-    leaves = list(source.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
-    named = [(path if isinstance(path, str) else ".".join(path), (path, value)) for path, value in leaves]
-    for name, (path, value) in _by_name(named).items():
-        if is_extra(name):
-            extra[name] = value if isinstance(value, Tensor) else source[path]
-        elif isinstance(value, Tensor):
-            tensors[name] = value
-        else:
-            raise TypeError(f"'{name}' is a {type(value).__name__}; weights are tensors")
-    return Snapshot(tensors, extra or None)
 
 
 def is_stacked(weights: object) -> bool:
@@ -271,15 +270,7 @@ def is_stacked(weights: object) -> bool:
 def _flatten(source: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in source.items():
         name = f"{prefix}{key}"
-        if is_extra(name) or isinstance(value, Tensor):
-            yield name, value
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not is_extra(name):
             yield from _flatten(value, name + ".")
         else:
-            raise TypeError(f"'{name}' is a {type(value).__name__}; a state dict holds tensors")
-
-
-def describe(problems: Sequence[str], limit: int = 8) -> str:
-    """Problems in one readable sentence, the first few of them whole."""
-    shown = "; ".join(problems[:limit])
-    return shown if len(problems) <= limit else f"{shown}; and {len(problems) - limit} more"
+            yield name, value

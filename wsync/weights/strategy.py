@@ -7,15 +7,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.loops.tensors import copy_all
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
-from wsync.weights.overlaps import is_expanded
-from wsync.weights.snapshot import Snapshot, describe, is_extra, is_stacked, snapshot
+from wsync.weights.snapshot import Snapshot, dotted, is_extra, is_module, is_stacked, plain_name, snapshot
+from wsync.weights.tensors import copy_into_model, defect_of, describe
 
 Format = Literal["tensordict", "state_dict"]
 
@@ -97,16 +96,6 @@ class WeightStrategy:
                 result.set_non_tensor(path, value)
         return result
 
-    def check(self, destination: TensorDictBase | Mapping[str, Any], weights: object) -> None:
-        """Check that ``apply_weights(destination, weights)`` will succeed.
-
-        Raises:
-            LayoutMismatch, TypeError: it will not.
-        """
-        own = snapshot(destination)
-        _require_writable(destination, own)
-        _ordered_for(Layout.of(own), snapshot(weights))
-
     def apply_weights(self, destination: object, weights: object, inplace: bool = True) -> None:
         """Put ``weights`` (any format) into ``destination`` (module, TensorDict or state dict).
 
@@ -123,19 +112,23 @@ class WeightStrategy:
             TypeError: either is not of a known kind.
         """
         given = snapshot(weights)
-        if isinstance(destination, nn.Module) and not isinstance(destination, TensorDictBase):
+        if is_module(destination):
             layout = Layout.of(given)
             Binding(destination, layout, bind=not inplace).install(layout.order(given), given.extra)
             return
         own = snapshot(destination)
         layout = Layout.of(own)
-        tensors = _ordered_for(layout, given)
+        tensors = layout.order(Snapshot(given.tensors, optional=given.optional))
         replaced: dict[str, Any] = {
             name: value for name, value in (given.extra or {}).items() if name in (own.extra or ())
         }
         if inplace and not is_stacked(destination):
-            _require_writable(destination, own)
-            copy_all([own.tensors[name] for name in layout.names], tensors)
+            odd = [
+                f"'{name}' {defect}" for name, one in own.tensors.items() if (defect := defect_of(one, writable=True))
+            ]
+            if odd:
+                raise LayoutMismatch(f"the destination's tensors cannot be copied into: {describe(odd)}")
+            copy_into_model([own.tensors[name] for name in layout.names], tensors)
         else:
             replaced |= dict(zip(layout.names, tensors, strict=True))
         if isinstance(destination, TensorDictBase):
@@ -144,32 +137,22 @@ class WeightStrategy:
             _replace(destination, replaced, "")
 
 
-def _require_writable(destination: object, own: Snapshot) -> None:
-    expanded = [f"'{name}'" for name, tensor in own.tensors.items() if is_expanded(tensor)]
-    if expanded and not is_stacked(destination):
-        raise LayoutMismatch(f"elements of the destination's tensors share memory: clone {describe(expanded)}")
-
-
-def _ordered_for(layout: Layout, given: Snapshot) -> list[Tensor]:
-    return layout.order(Snapshot(given.tensors, optional=given.optional))
-
-
 def _replace_in_tensordict(destination: TensorDictBase, values: Mapping[str, Any], inplace: bool) -> None:
-    flat = set(destination.keys())
-    for name, value in values.items():
-        path = tuple(name.split(".")) if "." in name and name not in flat else name
+    for path in list(destination.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)):
+        name = plain_name(dotted(path))
+        if name not in values:
+            continue
         if not is_extra(name):
-            destination.set(path, value, inplace=inplace)
-        elif isinstance(value, Tensor) and not destination.is_locked:
-            destination.set(path, value)
+            destination.set(path, values[name], inplace=inplace)
         elif not destination.is_locked:
-            destination.set_non_tensor(path, value)
+            put = destination.set if isinstance(values[name], Tensor) else destination.set_non_tensor
+            put(path, values[name])
 
 
 def _replace(destination: Mapping[Any, Any], values: Mapping[str, Any], prefix: str) -> None:
     for key, value in destination.items():
         name = f"{prefix}{key}"
-        if name in values:
-            destination[key] = values[name]  # pyright: ignore[reportIndexIssue]
+        if plain_name(name) in values:
+            destination[key] = values[plain_name(name)]  # pyright: ignore[reportIndexIssue]
         elif isinstance(value, Mapping):
             _replace(value, values, name + ".")

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch
-from wsync.loops.tensors import copy_into_model
-from wsync.transforms.chain import Chain
 from wsync.weights.binding import Binding
-from wsync.weights.fitting import checked_tensors
 from wsync.weights.layout import Layout
-from wsync.weights.overlaps import is_expanded
-from wsync.weights.snapshot import Snapshot, describe, is_stacked, snapshot
+from wsync.weights.snapshot import Snapshot, is_module, is_stacked, snapshot
+from wsync.weights.tensors import copy_into_model, zeros
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """Takes the ``(name, tensor)`` pairs of one version, all of them before it returns. The tensors are valid during the
@@ -26,7 +22,25 @@ If it raises after it has taken a pair, the engine may have weights of two versi
 refused until a version is loaded. ``LayoutMismatch`` means that it has changed nothing: forwards go on."""
 
 
-_LEFT = "{} returned when it had taken {} of {} pairs: load= is a plain function (no async def) that takes all of them"
+class WeightTransform(Protocol):
+    """What ``send_transform`` and ``receive_transform`` are by the time that they are applied: weights → weights."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether the result is a part of the model on purpose: the receiving model may have more."""
+        ...
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the transformed weights; valid until the next call. LayoutMismatch: they do not fit."""
+        ...
+
+    def for_parts(self) -> WeightTransform:
+        """Return a copy for partial updates, which need not have weights for every name."""
+        ...
+
+    def copy(self) -> WeightTransform:
+        """Return a copy for other weights."""
+        ...
 
 
 class Target(Protocol):
@@ -43,10 +57,7 @@ class Target(Protocol):
         ...
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Take over ``views``, in the layout's order.
-
-        Called once per update, by the acting thread or the receiver thread. What it raises reaches the trainer.
-        """
+        """Take over ``views``, in the layout's order. Called once per update; what it raises reaches the trainer."""
         ...
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
@@ -72,8 +83,7 @@ class Loader:
         chunk_bytes: call ``load`` several times for a version, with at most so many bytes each (or one tensor).
 
     Attributes:
-        mixed: see ``Target``. False if ``load`` had not taken any pair, or has raised ``LayoutMismatch`` for the first
-            chunk.
+        mixed: False also if ``load`` had not taken any pair, or has raised ``LayoutMismatch`` for the first chunk.
     """
 
     may_refuse = True
@@ -86,7 +96,7 @@ class Loader:
         self.mixed = False
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """See ``Target``. If ``load`` raises, the engine is in whatever state ``load`` has left it.
+        """Load all pairs.
 
         Raises:
             TypeError: ``load`` has not taken all pairs: it is a coroutine function, for instance, which has not run.
@@ -98,7 +108,10 @@ class Loader:
                 given += len(chunk)
                 self._load(self._taking(chunk))
                 if self._taken < given:
-                    raise TypeError(_LEFT.format(getattr(self._load, "__qualname__", self._load), self._taken, given))
+                    raise TypeError(
+                        f"{getattr(self._load, '__qualname__', self._load)} returned when it had taken {self._taken} of "
+                        f"{given} pairs: load= is a plain function (no async def) that takes all of them"
+                    )
                 loaded += 1
         except BaseException as error:  # also of a signal handler
             if loaded or (self._taken and not isinstance(error, LayoutMismatch)):
@@ -112,10 +125,10 @@ class Loader:
             yield pair
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """See ``Target``: what an engine accepts is not known beforehand."""
+        """Do nothing: what an engine accepts is not known beforehand."""
 
     def detach(self) -> None:
-        """See ``Target``: nothing is bound."""
+        """Do nothing: no tensor is bound."""
 
 
 def _chunks(pairs: Sequence[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -138,7 +151,7 @@ class Tensors:
 
     Raises:
         LayoutMismatch: it has other names, shapes or dtypes; two of its tensors overlap partly in one memory, or one
-            is expanded; or reading its tensors makes new ones.
+            cannot be written value by value; or reading its tensors makes new ones.
     """
 
     may_refuse = True  # an entry may have been replaced by one that does not fit
@@ -153,20 +166,14 @@ class Tensors:
 
     def _current(self) -> list[Tensor]:
         """Return the destination's tensors in the layout's order, checked. Read anew: an entry may be replaced."""
-        names = self._layout.names
-        tensors = checked_tensors(snapshot(self._destination).tensors, self._layout, "the worker's tensors")
-        expanded = [name for name, tensor in zip(names, tensors, strict=True) if is_expanded(tensor)]
-        if expanded:
-            raise LayoutMismatch(f"elements of the worker's tensors share memory: clone {describe(expanded)}")
-        return tensors
+        return self._layout.fit(snapshot(self._destination).tensors, "the worker's tensors", writable=True)
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """See ``Target``.
+        """Copy the weights.
 
         Raises:
             LayoutMismatch: the destination no longer fits, or its tied tensors were sent different values. Nothing is
                 copied.
-            RuntimeError: from PyTorch, while it copied. Some tensors may have the new values: see ``mixed``.
         """
         tensors = self._checked(views)
         self.mixed = True
@@ -174,7 +181,7 @@ class Tensors:
         self.mixed = False
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """See ``Target``."""
+        """Raise what ``install`` would raise before it copies."""
         self._checked(views)
 
     def _checked(self, views: Sequence[Tensor]) -> list[Tensor]:
@@ -184,7 +191,7 @@ class Tensors:
         return tensors
 
     def detach(self) -> None:
-        """See ``Target``: the tensors have memory of their own."""
+        """Do nothing: the tensors have memory of their own."""
 
 
 class Transformed:
@@ -203,40 +210,34 @@ class Transformed:
 
     may_refuse = True
 
-    def __init__(self, layout: Layout, transform: Chain, make: Callable[[Layout], Target]) -> None:
+    def __init__(self, layout: Layout, transform: WeightTransform, make: Callable[[Layout], Target]) -> None:
         self._names = layout.names
-        self._transform = transform = transform.copy()  # a later connection may have other weights
-        with torch.inference_mode(False):
-            views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))  # only their kinds matter
-        more = layout.model_may_have_more or transform.selects
+        self._transform = transform.copy()  # a later connection may have other weights
         self._drops_extra = transform.selects
-        extra = None if layout.extra is None or self._drops_extra else dict.fromkeys(layout.extra)
-        self._layout = Layout.of(Snapshot(self._apply(views), extra, model_may_have_more=more))
+        extra = None if layout.extra is None or transform.selects else dict.fromkeys(layout.extra)
+        more = layout.model_may_have_more or transform.selects
+        result = self._apply(layout.views(zeros(layout.nbytes)))  # only the kinds of the tensors matter
+        self._layout = Layout.of(Snapshot(result, extra, model_may_have_more=more))
         self._target = make(self._layout)
 
     @property
     def mixed(self) -> bool:
-        """See ``Target``."""
+        """That of the other target."""
         return self._target.mixed
 
     def _apply(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         return self._transform(dict(zip(self._names, views, strict=True)))
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """See ``Target``."""
-        self._target.install(*self._transformed(views, extra))
+        """Install the transformed weights."""
+        self._target.install(self._layout.order(Snapshot(self._apply(views))), None if self._drops_extra else extra)
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """See ``Target``."""
-        self._target.check_only(*self._transformed(views, extra))
-
-    def _transformed(
-        self, views: Sequence[Tensor], extra: Mapping[str, Any] | None
-    ) -> tuple[Sequence[Tensor], Mapping[str, Any] | None]:
-        return self._layout.order(Snapshot(self._apply(views))), None if self._drops_extra else extra
+        """Transform the weights, and check whether the other target would take the result."""
+        self._target.check_only(self._layout.order(Snapshot(self._apply(views))), None if self._drops_extra else extra)
 
     def detach(self) -> None:
-        """See ``Target``."""
+        """Detach the other target."""
         self._target.detach()
 
 
@@ -246,7 +247,7 @@ class Destination:
     Args:
         model: a module or a mapping of tensors; None with ``load``.
         load: a function that takes the pairs of one version.
-        chunk_bytes: see ``Loader``.
+        chunk_bytes: the most bytes that ``load`` is given at once; None: a whole version.
         transform: applied to received weights first.
 
     Raises:
@@ -259,7 +260,7 @@ class Destination:
         *,
         load: Load | None = None,
         chunk_bytes: int | None = None,
-        transform: Chain | None = None,
+        transform: WeightTransform | None = None,
     ) -> None:
         if load is None and not isinstance(model, nn.Module | TensorDictBase | Mapping):
             raise TypeError(f"a receiver's model is a module, a TensorDict or a dict of tensors, not {model!r}")
@@ -271,10 +272,10 @@ class Destination:
     @property
     def module(self) -> nn.Module | None:
         """The model, if it is a module: its forwards pass through the gate."""
-        return self.model if isinstance(self.model, nn.Module) and not isinstance(self.model, TensorDictBase) else None
+        return self.model if is_module(self.model) else None
 
     def target(self, layout: Layout, *, bind: bool) -> Target:
-        """Return what takes weights of ``layout``.
+        """Return what takes weights of ``layout``. An earlier target is detached first, by the caller.
 
         Args:
             layout: the layout of the received weights.

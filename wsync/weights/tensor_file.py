@@ -1,25 +1,31 @@
-"""Safetensors files: writing, reading, and their headers, of which everything is checked.
+"""Safetensors files of packed weights: tied tensors once, each tensor row-major.
 
     8 bytes   length of the header, little-endian
     header    JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …, "__metadata__": {…}}
-    rest      the tensors, row-major, without gaps
+    rest      the tensors, without gaps
 
-Source: https://github.com/huggingface/safetensors#format.
+The library ``safetensors`` writes them. Its readers map a file, and a process that reads a mapped part that was cut off
+is killed; or they copy it while no other thread can run. So a file is read here: its header is checked first, and then
+each tensor is read into its place.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
-from os import SEEK_END
-from typing import Any, NamedTuple
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from wsync.errors import LayoutMismatch
-from wsync.weights.layout import Layout, raw_bytes
+from wsync.errors import LayoutMismatch, missing_extra
+from wsync.weights.layout import Layout
+from wsync.weights.tensors import raw_bytes
+
+if TYPE_CHECKING:
+    from safetensors import TensorSpec
 
 LENGTH_BYTES = 8
 """A file begins with the length of its header, in as many bytes."""
@@ -46,7 +52,6 @@ DTYPES = {
     torch.complex64: "C64",
 }
 """Names of dtypes in safetensors files."""
-_SMALL = 64 << 10  # smaller tensors are copied together, to be written by one call
 
 
 class Entry(NamedTuple):
@@ -56,6 +61,61 @@ class Entry(NamedTuple):
     shape: Sequence[int]
     begin: int
     end: int
+
+
+def require_storable(layout: Layout, verb: str) -> None:
+    """Check that safetensors files can have all tensors of a layout.
+
+    Args:
+        layout: the layout of the weights.
+        verb: what cannot be done with them otherwise, for the error: ``"stored"``.
+
+    Raises:
+        LayoutMismatch: there is extra state, which is pickled; or a tensor has a dtype that such files cannot have.
+    """
+    if layout.extra:
+        raise LayoutMismatch(f"extra state cannot be {verb}: {', '.join(sorted(layout.extra))}")
+    for name, dtype in zip(layout.names, layout.dtypes, strict=True):
+        if dtype not in DTYPES:
+            raise LayoutMismatch(f"'{name}' is {dtype}, which a safetensors file cannot have")
+
+
+# --- writing ---
+
+
+def dump(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return tensors as the content of a file."""
+    specs, _memory = _specs(tensors)
+    return _library().serialize(specs, metadata=None if metadata is None else dict(metadata))
+
+
+def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a local file, which is made, or replaced in place."""
+    specs, _memory = _specs(tensors)
+    _library().serialize_file(specs, path)
+
+
+def _specs(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorSpec], list[Tensor]]:
+    """Return what ``safetensors`` is given, and the memory that it names, which has to exist meanwhile."""
+    spec, specs, memory = _library().TensorSpec, dict[str, Any](), list[Tensor]()
+    for name, tensor in tensors.items():
+        content = raw_bytes(tensor.cpu())
+        memory.append(content)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        address = content.data_ptr() if len(content) else 0
+        specs[name] = spec(dtype=dtype, shape=list(tensor.shape), data_ptr=address, data_len=len(content))
+    return specs, memory
+
+
+def _library() -> Any:
+    try:
+        import safetensors
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "store") from error
+    return safetensors
+
+
+# --- reading ---
 
 
 def parse_header(text: bytes, size: int) -> tuple[Mapping[str, Entry], Mapping[str, str]]:
@@ -89,69 +149,15 @@ def parse_header(text: bytes, size: int) -> tuple[Mapping[str, Entry], Mapping[s
     return dict(ordered), metadata
 
 
-def check_dtypes(layout: Layout) -> None:
-    """Raise ``LayoutMismatch`` if safetensors files cannot have one of the tensors."""
-    for name, dtype in zip(layout.names, layout.dtypes, strict=True):
-        if dtype not in DTYPES:
-            raise LayoutMismatch(f"'{name}' is {dtype}, which a safetensors file cannot have")
-
-
-def header_entry(layout: Layout, index: int, begin: int) -> dict[str, Any]:
-    """Return the field of a header for one tensor; its bytes begin at ``begin``."""
-    dtype, shape = DTYPES[layout.dtypes[index]], list(layout.shapes[index])
-    offsets = [begin, begin + layout.byte_ranges[index][1]]
-    return {layout.names[index]: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
-
-
-def packed_header(header: Mapping[str, Any]) -> bytes:
-    """Return the beginning of a file: the length of its header, and the header."""
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-
-def dump_tensors(
-    layout: Layout, views: Sequence[Tensor], group: Sequence[int], metadata: Mapping[str, str]
-) -> list[bytes | memoryview]:
-    """Return some tensors of a version as a file, in pieces; the larger ones are not copied.
-
-    Args:
-        layout: the layout of the version.
-        views: its packed tensors.
-        group: which of them.
-        metadata: of the file.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    at = 0
-    for index in group:
-        header |= header_entry(layout, index, at)
-        at += layout.byte_ranges[index][1]
-    pieces: list[bytes | memoryview] = []
-    small = bytearray(packed_header(header))
-    for index in group:
-        content = _bytes_of(views[index])
-        if len(content) > _SMALL:
-            pieces += [bytes(small), content]
-            small.clear()
-        else:
-            small += content
-    return [piece for piece in (*pieces, bytes(small)) if piece]
-
-
-def _bytes_of(view: Tensor) -> memoryview:
-    if not view.numel():
-        return memoryview(b"")
-    return raw_bytes(view.cpu()).numpy().data
-
-
-def find_misfit(entries: Mapping[str, Entry], layout: Layout, indices: Mapping[str, int]) -> str:
+def find_misfit(entries: Mapping[str, Entry], layout: Layout, among: Collection[int]) -> str:
     """Return what is wrong with the tensors of a file: an unknown name, another shape or dtype; empty if nothing is.
 
     Args:
-        entries: the entries of the file.
+        entries: the tensors of the file.
         layout: the layout of the version.
-        indices: which entries of the layout may be in a file, by name.
+        among: which tensors of the layout may be in a file.
     """
+    indices = {layout.names[index]: index for index in among}
     for name, entry in entries.items():
         index = indices.get(name)
         if index is None:
@@ -169,32 +175,31 @@ def read_entries(file: io.RawIOBase | io.BufferedIOBase, layout: Layout) -> Mapp
         ValueError: they are not; or the file is malformed, or too short.
         OSError: it cannot be read.
     """
-    size = file.seek(0, SEEK_END) - LENGTH_BYTES
+    size = file.seek(0, os.SEEK_END) - LENGTH_BYTES
     file.seek(0)
-    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    length = int.from_bytes(file.read(LENGTH_BYTES) or b"", "little")
     if length > min(size, LONGEST_HEADER):
         raise ValueError("it is not a safetensors file: it ends within its header")
-    entries, _ = parse_header(file.read(length), size - length)
-    indices = {layout.names[index]: index for index in layout.leaders}
-    misfit = find_misfit(entries, layout, indices)
-    missing = sorted(indices.keys() - entries.keys())
+    entries, _ = parse_header(file.read(length) or b"", size - length)
+    misfit = find_misfit(entries, layout, layout.leaders)
+    missing = sorted({layout.names[index] for index in layout.leaders} - entries.keys())
     if misfit or missing:
         raise ValueError(f"it has other tensors than its layout: {misfit or f'there is no {missing[0]!r}'}")
     return entries
 
 
 def read_tensors(
-    file: io.RawIOBase | io.BufferedIOBase, layout: Layout, flat: Tensor, entries: Mapping[str, Entry]
+    file: io.RawIOBase | io.BufferedIOBase, entries: Mapping[str, Entry], layout: Layout, views: Sequence[Tensor]
 ) -> None:
-    """Read the tensors into a flat buffer ``uint8[nbytes]``. Called once, after ``read_entries`` returned ``entries``.
+    """Read the tensors of a file, whose header ``read_entries`` has read just before, into packed ones.
 
     Raises:
         ValueError: the file has become shorter.
         OSError: it cannot be read.
     """
-    indices, views = {name: index for index, name in enumerate(layout.names)}, layout.views(flat)
+    places = dict(zip(layout.names, views, strict=True))
     for name in entries:  # in the order of their bytes
-        view = views[indices[name]]
+        view = places[name]
         dense = view if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
         rest: Any = raw_bytes(dense).numpy().data if dense.numel() else memoryview(b"")
         while rest:

@@ -1,0 +1,398 @@
+"""The weights that a sender reads for each update, which worker gets which, and finding those of a known form again."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from torch import Tensor, nn
+
+from wsync.errors import LayoutMismatch, NotConnected
+from wsync.weights.layout import Layout
+from wsync.weights.snapshot import ModuleIndex, Snapshot, dotted, is_module, no_weights, plain_name, snapshot
+from wsync.weights.strategy import WeightStrategy
+from wsync.weights.targets import WeightTransform
+from wsync.weights.tensors import describe
+
+DeviceMap = Callable[[int, Any], Any]
+"""``(worker_idx, weights) -> weights`` for that worker."""
+_MOST_FORMS = 8
+
+
+class Part(NamedTuple):
+    """The same weights for some workers, checked against the layout."""
+
+    workers: Sequence[int]
+    tensors: list[Tensor]
+    extra: Mapping[str, Any] | None
+
+
+def as_plain_integer(value: Any) -> Any:
+    """Return an integer of any type as a plain one (equal tensors are different keys), other values unchanged."""
+    try:
+        return value if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return value
+
+
+def per_worker(weights: object) -> dict[int, Any] | None:
+    """Return each worker's weights, if ``weights`` are ``{worker_idx: weights}``; otherwise None.
+
+    Indices may be integers of any type, as ``worker_ids`` may; they are returned as plain ones.
+
+    Raises:
+        ValueError: a worker has weights twice: equal tensors are different keys.
+    """
+    if isinstance(weights, nn.Module | TensorDictBase) or not isinstance(weights, Mapping):
+        return None
+    found: dict[int, Any] = {}
+    for key, own in weights.items():
+        worker = as_plain_integer(key)
+        if type(worker) is not int:
+            return None
+        if worker in found:
+            raise ValueError(f"worker {worker} has weights twice")
+        found[worker] = own
+    return found or None
+
+
+def extracted(weights: Any, strategy: WeightStrategy) -> Any:
+    """Return ``weights`` in the format of ``strategy``; ``{worker: …}`` where workers differ."""
+    by_worker = per_worker(weights)
+    if by_worker is None:
+        return strategy.extract_weights(weights)
+    return {worker: strategy.extract_weights(own) for worker, own in by_worker.items()}
+
+
+class Source:
+    """A model, live weights, or weights per worker; read again for every update.
+
+    Used by the thread that calls the scheme.
+
+    Args:
+        weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send is given its own.
+        strategy: the format that ``device_map_fn`` is given.
+        device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
+        own_buffers: whether every worker gets a part (and so a buffer) of its own, even if all parts are equal.
+        transform: applied to the weights before they are packed.
+        one_for_all: why all workers get the same weights: the error where a map is given, or weights per worker.
+        undefined: why no weights define the layout: the error of ``first``.
+
+    Raises:
+        TypeError: the weights, or the map, are of a wrong type.
+        ValueError: weights per worker together with a map that would make them; or ``one_for_all``.
+    """
+
+    def __init__(
+        self,
+        weights: object = None,
+        strategy: WeightStrategy | None = None,
+        *,
+        device_map_fn: DeviceMap | None = None,
+        own_buffers: bool = False,
+        transform: WeightTransform | None = None,
+        one_for_all: str = "",
+        undefined: str = "",
+    ) -> None:
+        if one_for_all and device_map_fn is not None:
+            raise ValueError(f"{one_for_all}: device_map_fn cannot be used")
+        if weights is not None and not isinstance(weights, nn.Module | TensorDictBase | Mapping):
+            raise no_weights(weights)
+        if device_map_fn is not None and not callable(device_map_fn):
+            raise TypeError(f"device_map_fn is a function of a worker's index and weights, not {device_map_fn!r}")
+        if device_map_fn is not None and per_worker(weights) is not None:
+            raise ValueError("these are each worker's own weights already: leave device_map_fn out")
+        self.weights = weights
+        self._one_for_all = one_for_all
+        self._undefined = undefined
+        self._require_same(per_worker(weights) or {})
+        self._strategy = strategy or WeightStrategy()
+        self._device_map_fn = device_map_fn
+        self._own_buffers = own_buffers
+        self._transform = transform
+        self._partial_transform = None if transform is None else transform.for_parts()
+        self._index: ModuleIndex | None = None  # of the module that was read last
+        self._optional = frozenset[str]()  # the non-persistent buffers of the first weights
+        self._layout: Layout | None = None  # of the forms
+        self._names: tuple[str, ...] = ()  # of the weights that have these forms, before the transform
+        self._forms: list[_ModuleForm | _ListForm] = []
+        self._tree: Any = None  # finds the tensors of ``weights``, if that is a module that was sent before
+
+    def _require_same(self, by_worker: Mapping[int, Any]) -> None:
+        if self._one_for_all and len(by_worker) > 1:
+            raise ValueError(f"{self._one_for_all}: weights per worker cannot be used")
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether other weights are sent than those given: made by a ``device_map_fn`` or a ``send_transform``."""
+        return self._device_map_fn is not None or self._transform is not None
+
+    def first(self, weights: object = None) -> Snapshot:
+        """Return one worker's weights, which define the layout.
+
+        Raises:
+            NotConnected: there are none yet; or ``undefined``.
+        """
+        if self._undefined:
+            raise NotConnected(self._undefined)
+        given = self._given(weights)
+        by_worker = per_worker(given)
+        one = self._read(given if by_worker is None else next(iter(by_worker.values())))
+        self._optional = frozenset(one.optional & one.tensors.keys())
+        return self._transformed(one)
+
+    def parts(
+        self,
+        weights: object,
+        workers: Sequence[int],
+        layout: Layout,
+        rest: Sequence[Tensor] | None = None,
+        *,
+        absent: Sequence[int] = (),
+    ) -> Iterable[Part]:
+        """Return the weights of each worker, checked. A part is valid until the next one is made.
+
+        Args:
+            weights: the update; None reads the source's own.
+            workers: the workers that must get weights.
+            layout: the layout of the weights.
+            rest: in the layout's order; completes ``weights``, where those are a part of the model.
+            absent: absent workers, which get the same as the others, and need not be named in weights per worker.
+
+        Raises:
+            LayoutMismatch: some weights do not fit.
+            NotConnected: there are none.
+            ValueError: weights per worker lack one of ``workers``, or name another; or ``one_for_all``.
+        """
+        given = self._given(weights)
+        by_worker = per_worker(given)
+        if by_worker is not None:
+            self._require_same(by_worker)
+            if weights is None:
+                by_worker = {worker: own for worker, own in by_worker.items() if worker in workers or worker in absent}
+            wrong = sorted((by_worker.keys() ^ set(workers)) - set(absent))
+            if wrong:
+                raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {wrong} differ")
+            return (self._part([worker], self._read(own), layout) for worker, own in by_worker.items())
+        everyone = [*workers, *absent]
+        if rest is not None:
+            return [self._completed(everyone, given, layout, rest)]
+        if self._device_map_fn is not None:
+            return self._mapped(everyone, self._strategy.express(self._read(given)), layout, self._device_map_fn)
+        part = self._part(everyone, self._read(given), layout)
+        return [Part([worker], part.tensors, part.extra) for worker in everyone] if self._own_buffers else [part]
+
+    def usual(self, weights: object, layout: Layout) -> Any:
+        """Return the tensors of weights in a form that ``learn`` was given before, for ``Buffer.pack``.
+
+        They are not checked, and are valid until the next call. None if ``parts`` has to read the weights: they have
+        another form, or extra state, or workers get different ones.
+
+        Raises:
+            LayoutMismatch: a transform does not fit the weights.
+        """
+        if layout is not self._layout:
+            return None
+        if weights is None:
+            if self._tree is not None:
+                return self._tree
+            weights = self.weights
+        for form in self._forms:
+            found = form.find(weights)
+            if found is not None:
+                return found if self._transform is None else self._transformed_list(found, layout)
+        return None
+
+    def learn(self, weights: object, layout: Layout) -> None:
+        """Keep the form of ``weights``, which were sent to all workers, for ``usual``."""
+        given = self.weights if weights is None else weights
+        if self._device_map_fn is not None or self._own_buffers or per_worker(given) is not None:
+            return
+        if layout is not self._layout:
+            self._layout, self._names, self._forms, self._tree = layout, layout.names, [], None
+        if self._transform is not None:
+            read = self._read(given)
+            if read.extra or read.optional & read.tensors.keys() != self._optional:
+                return
+            if self._names != tuple(read.tensors):
+                self._names, self._forms = tuple(read.tensors), []
+        form = _ModuleForm.of(given, self._index, self._names) if is_module(given) else _ListForm.of(given, self._names)
+        if form is None:
+            return
+        self._forms = [form, *(one for one in self._forms if one.find(given) is None)][:_MOST_FORMS]
+        if given is self.weights and self._transform is None and is_module(given):
+            self._tree = form.find(given)
+
+    def _given(self, weights: object) -> object:
+        given = self.weights if weights is None else weights
+        if given is None:
+            raise NotConnected("nothing to send: no model or weights were given, neither at init nor now")
+        return given
+
+    def _read(self, given: object) -> Snapshot:
+        """Return the canonical form of ``given``, as it is now."""
+        if not is_module(given):
+            return snapshot(given)
+        if self._index is None or not self._index.describes(given) or not self._index.complete:
+            self._index = ModuleIndex(given)
+        return self._index.snapshot()
+
+    def _transformed(self, weights: Snapshot) -> Snapshot:
+        """Return ``weights`` as they are sent; valid until the next call."""
+        transform = self._transform
+        if transform is None:
+            return weights
+        extra = None if transform.selects else weights.extra
+        return Snapshot(transform(weights.tensors), extra, weights.optional, transform.selects)
+
+    def _transformed_list(self, found: Any, layout: Layout) -> list[Tensor] | None:
+        tensors = found if isinstance(found, list) else found.tensors()
+        if tensors is None or self._transform is None:
+            return None
+        sent = self._transform(dict(zip(self._names, tensors, strict=True)))
+        return [sent[name] for name in layout.names] if sent.keys() == {*layout.names} else None
+
+    def _part(self, workers: Sequence[int], read: Snapshot, layout: Layout) -> Part:
+        """Return ``read``, with the non-persistent buffers that the first weights had: a state dict has none."""
+        fallback = None
+        if not self._optional <= read.tensors.keys() and self.weights is not None and per_worker(self.weights) is None:
+            fallback = snapshot(self.weights)
+        sent = self._transformed(read.with_optional(self._optional, fallback))
+        return Part(workers, layout.order(sent), sent.extra)
+
+    def _mapped(
+        self, workers: Sequence[int], weights: object, layout: Layout, device_map_fn: DeviceMap
+    ) -> Iterator[Part]:
+        """Yield the weights that are made for each worker; no earlier ones are kept here."""
+        for worker in workers:
+            yield self._part([worker], snapshot(device_map_fn(worker, weights)), layout)
+
+    def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
+        """Return a part of a model, completed by ``rest``."""
+        if self._device_map_fn is not None or self._own_buffers:
+            raise ValueError("a partial update needs a scheme without weights per worker")
+        some = snapshot(given).tensors
+        if self._partial_transform is not None:
+            some = self._partial_transform(some)
+        leader_of = dict(layout.ties)
+        entries = {name: leader_of.get(index, index) for index, name in enumerate(layout.names)}
+        unknown = [name for name in some if name not in entries]
+        if unknown:
+            raise LayoutMismatch(f"a partial update has weights that are not the model's: unknown {describe(unknown)}")
+        if not some:
+            raise LayoutMismatch("a partial update has no weights")
+        by_leader = {entries[name]: tensor for name, tensor in some.items()}  # one name of a tied tensor is enough
+        tensors = [
+            some.get(name, by_leader.get(leader, old))
+            for (name, leader), old in zip(entries.items(), rest, strict=True)
+        ]
+        layout.check(tensors)
+        return Part(workers, tensors, None)
+
+
+class _ModuleForm:
+    """One module, which is not kept alive, and the tree that finds its tensors."""
+
+    def __init__(self, module: nn.Module, tree: Any) -> None:
+        self._tree = tree  # keeps the module's children alive, so it is dropped with the module
+        self._module = weakref.ref(module, self._drop)
+
+    def _drop(self, _: object) -> None:
+        self._tree = None
+
+    @classmethod
+    def of(cls, module: nn.Module, index: ModuleIndex | None, names: Sequence[str]) -> _ModuleForm | None:
+        """Return the form of the module that ``index`` describes; None if that has extra state, or other names."""
+        if index is None or not index.describes(module) or not index.complete or index.extra:
+            return None
+        if not {*names} <= index.places.keys() <= {*names} | index.optional:
+            return None
+        return cls(module, index.tree(names))
+
+    def find(self, given: object) -> Any:
+        """Return the tree, if ``given`` is the module."""
+        return self._tree if self._module() is given else None
+
+
+class _ListForm:
+    """The keys of a TensorDict or of a mapping, in their order; no tensor is kept.
+
+    Finding the tensors of another object of the same type and keys costs a comparison for each level.
+
+    Args:
+        level: the keys.
+        order: for each name of the layout, the index of its tensor among those that ``level`` lists.
+    """
+
+    def __init__(self, level: _Level, order: Sequence[int]) -> None:
+        self._level = level
+        self._order = order
+
+    @classmethod
+    def of(cls, source: object, names: Sequence[str]) -> _ListForm | None:
+        """Return the form of ``source``; None unless it lists exactly the tensors called ``names``."""
+        if not isinstance(source, TensorDictBase | Mapping):
+            return None
+        level = _Level(source, "")
+        if sorted(level.names) != sorted(names):
+            return None
+        place = {name: index for index, name in enumerate(level.names)}
+        return cls(level, [place[name] for name in names])
+
+    def find(self, given: object) -> list[Tensor] | None:
+        """Return the tensors of ``given`` in the order of the layout; None if its type or its keys differ."""
+        found: list[Any] = []
+        return [found[i] for i in self._order] if self._level.read(given, found) else None
+
+
+class _Level:
+    """One level of a nested TensorDict or mapping.
+
+    Attributes:
+        names: the names of all tensors, in the order in which ``read`` finds them.
+    """
+
+    def __init__(self, source: Any, prefix: str) -> None:
+        pairs = list(_entries(source))
+        self._kind = type(source)
+        self._is_dict = self._kind in (dict, OrderedDict)
+        self._keys = tuple(key for key, _ in pairs)
+        self._nested: list[tuple[int, _Level]] = []
+        self.names: list[str] = []
+        for index, (key, value) in enumerate(pairs):
+            name = prefix + dotted(key)
+            if isinstance(value, TensorDictBase | Mapping):
+                self._nested.append((index, _Level(value, name + ".")))
+                self.names += self._nested[-1][1].names
+            else:
+                self.names.append(plain_name(name))
+
+    def read(self, given: Any, found: list[Any]) -> bool:
+        """Append the tensors of ``given`` to ``found``; False if its type or its keys differ."""
+        if type(given) is not self._kind:
+            return False
+        listed = given if self._is_dict else dict(_entries(given))
+        if tuple(listed) != self._keys:
+            return False
+        if not self._nested:
+            found += listed.values()
+            return True
+        values, begin = tuple(listed.values()), 0
+        for index, level in self._nested:
+            found += values[begin:index]
+            if not level.read(values[index], found):
+                return False
+            begin = index + 1
+        found += values[begin:]
+        return True
+
+
+def _entries(source: Any) -> Any:
+    """Return the entries of one level; all leaves at once where a TensorDict is not a plain one."""
+    if type(source) is TensorDict or not isinstance(source, TensorDictBase):
+        return source.items()
+    return source.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)

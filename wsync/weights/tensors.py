@@ -1,0 +1,283 @@
+"""Single tensors: what can be carried, copies, bytes, ties, overlaps, and memory that a GPU copies directly."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from wsync.errors import LayoutMismatch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
+_GATHER = (
+    "call torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, and send its result from rank 0"
+)
+_RECEIVE = "use a model that is not sharded, or a function (load=) that distributes the weights that it is given"
+
+
+def describe(problems: Sequence[str], limit: int = 8) -> str:
+    """Return problems in one readable sentence, the first few of them whole."""
+    shown = "; ".join(problems[:limit])
+    return shown if len(problems) <= limit else f"{shown}; and {len(problems) - limit} more"
+
+
+# --- what can be carried, and written ---
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a DTensor. Its class is not imported for this: that would take half a second."""
+    return type(tensor) is not Tensor and type(tensor) is not nn.Parameter and hasattr(type(tensor), "full_tensor")
+
+
+def defect_of(tensor: Tensor, *, writable: bool = False) -> str:
+    """Return why a tensor cannot be sent, or (``writable``) be written value by value; empty if it can be."""
+    if is_sharded(tensor):
+        return "is a DTensor; only whole tensors are carried"
+    if tensor.is_nested:
+        return "is nested; only dense tensors are carried"
+    if tensor.layout is not torch.strided:
+        return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); only dense tensors are carried"
+    if tensor.is_quantized:
+        return f"is quantised ({str(tensor.dtype).removeprefix('torch.')}); only plain tensors are carried"
+    if tensor.is_meta:
+        return "has no values: it is on the meta device, and to_empty() would give it memory"
+    if writable and (tensor.is_conj() or tensor.is_neg()):
+        return "is lazily conjugated or negated: clone it"
+    return "has elements that share memory: clone it" if writable and overlaps_itself(tensor) else ""
+
+
+def require_whole(names: Iterable[str], tensors: Iterable[Tensor], receiving: str = "") -> None:
+    """Check that no tensor is sharded over ranks, as FSDP2 and tensor parallelism have it.
+
+    Args:
+        names: the names of the tensors.
+        tensors: weights to be sent, or those of ``receiving``.
+        receiving: what receives weights, for the error.
+
+    Raises:
+        LayoutMismatch: some are; names them.
+    """
+    sharded = [f"'{name}'" for name, tensor in zip(names, tensors, strict=True) if is_sharded(tensor)]
+    if sharded:
+        shown = ", ".join(sharded[:8]) + (f" and {len(sharded) - 8} more" if len(sharded) > 8 else "")
+        raise LayoutMismatch(
+            f"only whole tensors can be carried, and this rank has only a shard of {shown} of "
+            f"{receiving or 'these weights'} (DTensor): {_RECEIVE if receiving else _GATHER}"
+        )
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether several elements of a tensor may lie in one place, as in an expanded one."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return tensor.numel() > 0
+        reach += (size - 1) * stride
+    return False
+
+
+# --- bytes and copies ---
+
+
+def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its destination by PyTorch, without recording it for autograd.
+
+    With a GPU, all copies are started at once, on the current stream; on return they have ended.
+    """
+    gpus = _gpus(destinations) | _gpus(sources)
+    with torch.no_grad():
+        torch._foreach_copy_(list(destinations), list(sources), bool(gpus))  # pyright: ignore[reportPrivateImportUsage]
+    for gpu in gpus:
+        torch.cuda.current_stream(gpu).synchronize()
+
+
+def copy_into_model(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy as ``copy_all`` into tensors of a model that no forward uses; some may be inference tensors.
+
+    On a GPU, the kernels of a forward may run after the forward has returned, on any stream: they are waited for.
+    """
+    for gpu in _gpus(destinations):
+        torch.cuda.synchronize(gpu)
+    with torch.inference_mode():
+        copy_all(destinations, sources)
+
+
+def _gpus(tensors: Sequence[Tensor]) -> set[torch.device]:
+    if not torch.cuda.is_initialized():
+        return set()
+    return {tensor.device for tensor in tensors if tensor.is_cuda}
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, ``uint8[nbytes]``: its own memory if it is contiguous, else a copy."""
+    dense = tensor.detach().contiguous()
+    # Not reshape(-1): one element is contiguous with any stride, and view(dtype) needs a stride of 1.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype are alike, NaNs included."""
+    return torch.equal(one, other) or torch.equal(raw_bytes(one), raw_bytes(other))
+
+
+# --- several names or tensors in one memory ---
+
+
+def tie_leaders(tensors: Sequence[Tensor]) -> list[int]:
+    """Return for each tensor the index of the first one that it is tied to: that has the same memory and form.
+
+    An empty tensor is tied to none: all of them have address 0.
+    """
+    first: dict[tuple[object, ...], int] = {}
+    return [first.setdefault(_tie_key(one), index) if one.numel() else index for index, one in enumerate(tensors)]
+
+
+def _tie_key(one: Tensor) -> tuple[object, ...]:
+    """Return what is equal for tied tensors. A lazily conjugated or negated view has the memory of its base."""
+    return one.device, one.data_ptr(), one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()
+
+
+def require_apart(tensors: Mapping[str, Tensor], owner: str) -> None:
+    """Check that no two tensors of ``owner`` share a part of their memory: the later one would win.
+
+    Tied tensors (one tensor under several names) are allowed, and so are two dense views of exactly the same bytes.
+
+    Raises:
+        LayoutMismatch: two of them overlap partly; names both.
+    """
+    spans = [
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), name)
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    ]
+    spans.sort(key=lambda span: (span[0], span[1], -span[2]))
+    reaching: list[tuple[str, int, int, str]] = []  # those that may reach into the next one
+    for span in spans:
+        device, begin, end, name = span
+        reaching = [one for one in reaching if one[0] == device and one[2] > begin]
+        for _, other_begin, other_end, other in reaching:
+            same = (begin, end) == (other_begin, other_end) and _fills(tensors[name]) and _fills(tensors[other])
+            if not same and _share_bytes(tensors[name], tensors[other]):
+                raise LayoutMismatch(
+                    f"'{other}' and '{name}' of {owner} overlap partly in one memory, so they cannot be carried: "
+                    "clone one of them, or make them one tensor"
+                )
+        reaching.append(span)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _fills(tensor: Tensor) -> bool:
+    return _extent(tensor) == tensor.nbytes
+
+
+def _share_bytes(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors that are not tied have a byte in common; every second column may lie interleaved."""
+    if (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride()):
+        if one.element_size() == other.element_size():
+            return False
+    base = min(one.data_ptr(), other.data_ptr())
+    end = max(tensor.data_ptr() + _extent(tensor) for tensor in (one, other))
+    used = torch.zeros(end - base, dtype=torch.bool, device="cpu")
+
+    def bytes_of(tensor: Tensor) -> Tensor:
+        size = tensor.element_size()
+        strides = [stride * size for stride in tensor.stride()]
+        return used.as_strided([*tensor.shape, size], [*strides, 1], tensor.data_ptr() - base)
+
+    bytes_of(one).fill_(True)
+    return bool(bytes_of(other).any())
+
+
+# --- memory, and the thread's modes ---
+
+
+def in_clean_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Return what ``function`` returns, or raise what it raises, in a thread of its own.
+
+    Modes such as ``no_grad``, ``inference_mode``, ``torch.func.grad`` and fake tensors belong to a thread; tensors that
+    other threads will use must not be made under them. An executor would refuse work once the main thread has ended.
+    """
+    outcome: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001  raised in the calling thread
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="wsync-clean")
+    thread.start()
+    thread.join()
+    return outcome.result()
+
+
+class PinnedMapping(mmap.mmap):
+    """A mapping of memory. Once ``pin`` was called in a process that uses a GPU, the GPU copies it directly.
+
+    Such copies are several times as fast as those of other memory.
+    """
+
+    _pinned_by = -1  # id of the process
+    _address = 0
+    _gpu = -1
+
+    def pin(self) -> None:
+        """Pin the memory, if this process uses a GPU. Called once. Memory that CUDA does not pin remains usable."""
+        gpu = _gpu_in_use()
+        if gpu < 0:
+            return
+        self._address, self._gpu = ctypes.addressof(ctypes.c_char.from_buffer(self)), gpu
+        with torch.cuda.device(gpu):
+            runtime: Any = torch.cuda.cudart()
+            result = int(runtime.cudaHostRegister(self._address, len(self), 0))
+            if not result:
+                self._pinned_by = os.getpid()
+                return
+            _log.debug("%d bytes were not pinned: CUDA error %d", len(self), result)
+            with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel of PyTorch would raise it
+                torch.zeros(1, device="cuda")
+
+    def __del__(self) -> None:
+        # Before it is unmapped: CUDA does not pin an address range that is registered as pinned. A forked child cannot
+        # use CUDA, and at interpreter exit there is no need.
+        if self._pinned_by == os.getpid() and not sys.is_finalizing():
+            with torch.cuda.device(self._gpu):
+                runtime: Any = torch.cuda.cudart()
+                runtime.cudaHostUnregister(self._address)
+
+
+def _gpu_in_use() -> int:
+    """Return a GPU that this process uses; -1 if it uses none. A process that begins to use one takes memory there."""
+    if torch.cuda.is_initialized():
+        for gpu in range(torch.cuda.device_count()):
+            if torch._C._cuda_hasPrimaryContext(gpu):  # pyright: ignore[reportAttributeAccessIssue]
+                return gpu
+    return -1
+
+
+def zeros(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return ``uint8[nbytes]``, zero, no inference tensor; pinned if it is in main memory and this process uses a GPU."""
+    with torch.inference_mode(False):  # views of an inference tensor are inference tensors
+        if torch.device(device).type != "cpu" or not nbytes or _gpu_in_use() < 0:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        memory = PinnedMapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.pin()
+        return torch.frombuffer(memory, dtype=torch.uint8)
