@@ -185,7 +185,13 @@ _decoders = {
 
 
 class Stream(Protocol):
-    """A connection's bytes. Used by the control thread alone."""
+    """A connection's bytes. Used by the control thread alone.
+
+    Attributes:
+        host: this end's address, by which the other end reaches it.
+    """
+
+    host: str
 
     async def read(self, size: int) -> bytes:
         """Return exactly ``size`` bytes; ConnectionError if the connection has ended."""
@@ -221,6 +227,11 @@ class Link:
         self._sent = self._received = 0
         self._writing = asyncio.Lock()
         self.cause: Exception | None = None
+
+    @property
+    def host(self) -> str:
+        """This end's address, by which the other end reaches it."""
+        return self._stream.host
 
     async def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
         """Send a message, and the bytes that follow it; return when their memory may be reused."""
@@ -273,6 +284,7 @@ class SocketStream(asyncio.BufferedProtocol):
     """
 
     def __init__(self) -> None:
+        self.host = "127.0.0.1"
         self._head = bytearray(1 << 16)
         self._have = 0  # bytes in `_head` that were not read
         self._target: memoryview | None = None  # what `read_into` fills
@@ -289,6 +301,7 @@ class SocketStream(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=1)  # `write` returns when the kernel has the payload
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
+            self.host = sock.getsockname()[0]
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def connection_lost(self, exc: Exception | None) -> None:
