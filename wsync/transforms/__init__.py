@@ -20,10 +20,8 @@ names that there are. A partial update (``send(…, partial=True)``) may lack na
 
 from wsync.transforms.chain import Chain, Transform, compose
 from wsync.transforms.delta import Delta
-from wsync.transforms.dtypes import Cast
-from wsync.transforms.names import Exclude, Rename, Select
-from wsync.transforms.quantization import Dequantize, Quantize, QuantizeInt8
-from wsync.transforms.shapes import Fuse, Split
+from wsync.transforms.dtypes import Cast, Dequantize, Quantize, QuantizeInt8
+from wsync.transforms.names import Exclude, Fuse, Rename, Select, Split
 
 __all__ = [
     "Cast",

@@ -1,22 +1,86 @@
-"""Several transforms, one after the other."""
+"""Several transforms, one after the other, and what the single ones have in common: patterns of names, and buffers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.loops.tensors import require_whole
-from wsync.transforms.buffers import Buffered
 from wsync.transforms.delta import Delta
-from wsync.transforms.patterns import ByName
+from wsync.weights.tensors import require_whole, tie_leaders
 
 Transform = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Weights by name → weights by name."""
+
+
+class ByName:
+    """A transform that is given names or patterns of weights.
+
+    Attributes:
+        takes_parts: whether it is given parts of a model, as in a partial update: a name or a pattern without a weight
+            is then no error.
+    """
+
+    takes_parts = False
+
+    def matching(
+        self, patterns: Sequence[str], names: Sequence[str], kind: str = "weight", *, strict: bool = True
+    ) -> set[str]:
+        """Return those of ``names`` that match one of ``patterns``; ``kind`` says what they are, for the error.
+
+        Raises:
+            LayoutMismatch: with ``strict``, a pattern other than ``*`` matches none, and the names are not those of a
+                part of a model.
+        """
+        found = {pattern: [name for name in names if _matches(name, pattern)] for pattern in patterns}
+        unused = [pattern for pattern, some in found.items() if not some and pattern != "*"]
+        if unused and strict and not self.takes_parts:
+            raise LayoutMismatch(f"no {kind} matches {shown_names(unused)}; there are {shown_names(names)}")
+        return set().union(*found.values())
+
+
+class Buffered(ABC):
+    """A transform that writes into tensors of its own.
+
+    They are reused while names, shapes, dtypes, devices and ties of the weights stay the same.
+    """
+
+    def __init__(self) -> None:
+        self._like: list[tuple[str, torch.Size, torch.dtype, torch.device, int]] = []
+        self._buffers: dict[str, Tensor] = {}
+
+    def buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors to write into for ``weights``.
+
+        Raises:
+            LayoutMismatch: some weights are sharded over ranks: PyTorch might then wait for the other ranks.
+        """
+        ties = tie_leaders(list(weights.values()))
+        like = [
+            (name, tensor.shape, tensor.dtype, tensor.device, leader)
+            for (name, tensor), leader in zip(weights.items(), ties, strict=True)
+        ]
+        if like != self._like:
+            require_whole(weights, weights.values())
+            with torch.inference_mode(False):  # inference tensors could not be used in autograd later
+                self._buffers = self.allocate(weights)
+            self._like = like
+        return self._buffers
+
+    @abstractmethod
+    def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return new tensors to write into, by name. Called by ``buffers``, once for weights of one kind."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options, without the tensors."""
+        return {**self.__dict__, "_like": [], "_buffers": {}}
 
 
 def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Chain | None:
@@ -86,18 +150,19 @@ class Chain:
         """
         with torch.no_grad():
             for one in self.transforms:
+                where = f"{self._side} {getattr(one, '__name__', None) or repr(one)}"
                 try:
                     result = one(weights)
                 except LayoutMismatch as error:
-                    raise LayoutMismatch(f"{self._side} {_name(one)}: {error}") from error
+                    raise LayoutMismatch(f"{where}: {error}") from error
                 except RuntimeError:  # PyTorch's, perhaps because of a DTensor
                     require_whole(weights, weights.values())
                     raise
                 if not isinstance(result, Mapping):
-                    raise TypeError(f"{self._side} {_name(one)} returned a {type(result).__name__}, not a mapping")
+                    raise TypeError(f"{where} returned a {type(result).__name__}, not a mapping")
                 for name, tensor in result.items():
                     if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                        raise TypeError(f"{self._side} {_name(one)} returned {name!r}: {type(tensor).__name__}")
+                        raise TypeError(f"{where} returned {name!r}: {type(tensor).__name__}")
                 weights = result
         return dict(weights)
 
@@ -110,8 +175,9 @@ class Chain:
         return copied
 
     def copy(self) -> Chain:
-        """Return a copy for other weights: their names are checked anew."""
-        return Chain([_copied(one) for one in self.transforms], self._side)
+        """Return a copy for other weights: the library's transforms without the tensors and names that they keep."""
+        copied: list[Any] = [copy.copy(one) if isinstance(one, ByName | Buffered) else one for one in self.transforms]
+        return Chain(copied, self._side)
 
     @property
     def selects(self) -> bool:
@@ -119,11 +185,52 @@ class Chain:
         return any(getattr(one, "selects", False) for one in self.transforms)
 
 
-def _copied(transform: Transform) -> Transform:
-    """Return a copy of a library's transform, without the tensors that it keeps; a user's own function as it is."""
-    copied: Any = copy.copy(transform) if isinstance(transform, ByName | Buffered) else transform
-    return copied
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or (
+        "." not in pattern and any(fnmatchcase(component, pattern) for component in name.split("."))
+    )
 
 
-def _name(transform: Transform) -> str:
-    return getattr(transform, "__name__", None) or repr(transform)
+def as_patterns(*given: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the patterns, each of which is given by itself or in a list.
+
+    Raises:
+        TypeError: one is not a string.
+        ValueError: there is none.
+    """
+    found: list[Any] = []
+    for one in given:
+        found += one if isinstance(one, Iterable) and not isinstance(one, str) else [one]
+    wrong = [one for one in found if not isinstance(one, str)]
+    if wrong:
+        raise TypeError(f"patterns of names are strings, not {wrong[0]!r}")
+    if not found:
+        raise ValueError("there is no pattern of names: give one or more, such as 'head' or 'layers.0.*'")
+    return tuple(found)
+
+
+def require(names: Iterable[str], weights: Mapping[str, Tensor]) -> None:
+    """Raise ``LayoutMismatch`` unless ``weights`` have all ``names``."""
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise LayoutMismatch(f"there is no {shown_names(missing)}; there are {shown_names(weights)}")
+
+
+def require_distinct(names: Sequence[str]) -> None:
+    """Raise ``LayoutMismatch`` if a name is given to two weights."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise LayoutMismatch(f"two weights get the same name: {shown_names(repeated)}")
+
+
+def require_unused(names: Iterable[str], weights: Mapping[str, Tensor]) -> None:
+    """Raise ``LayoutMismatch`` if one of ``names``, which a transform adds, is a weight's name already."""
+    used = [name for name in names if name in weights]
+    if used:
+        raise LayoutMismatch(f"there is another weight named {shown_names(used)} already")
+
+
+def shown_names(names: Mapping[str, object] | Sequence[str]) -> str:
+    """Return the first names, as text."""
+    shown = [f"'{name}'" for name in list(names)[:8]]
+    return ", ".join(shown) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,26 +1,29 @@
-"""Exact differences between two versions: only bytes that have changed travel.
+"""Exact differences between two versions: only bytes that have changed travel. One codec, for all media.
 
 A difference is ``new XOR base`` of two packed versions. Bytes that have not changed become zeros; of those that have,
 mostly the low ones of each number differ. So the bytes are grouped by their place within a number (first all lowest
 bytes, …) and compressed by zstd. The result of ``apply_difference`` is ``new``, bit for bit.
 
-    8 bytes   the version of the base
     1 byte    bytes per number: 1, 2, 4 or 8
     rest      a zstd frame of as many bytes as the packed weights have
+
+Which version is the base travels beside it.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
-from importlib import import_module
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_HEADER = struct.Struct("<QB")
+from wsync.errors import missing_extra
+
 _LARGEST_SHARE = 0.9  # a difference that is larger than this share of the weights is not used
+_Bytes = bytes | bytearray | memoryview
 
 
 class Delta:
@@ -53,77 +56,72 @@ class Delta:
         return f"Delta(level={self.level}, threads={self.threads})"
 
     def __call__(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return ``weights``: see the class."""
+        """Return ``weights`` as they are."""
         return weights
 
-    def difference(self, base: Tensor, base_version: int, new: Tensor, width: int) -> bytes | None:
-        """Return the difference between two packed versions; None if the full weights are hardly larger.
-
-        Args:
-            base: ``uint8[nbytes]``.
-            base_version: its number.
-            new: ``uint8[nbytes]``, on the same device.
-            width: bytes per number, in most of the weights: 1, 2, 4 or 8 (``Layout.width``).
-        """
-        changed = (base.view(torch.int64) ^ new.view(torch.int64)).view(torch.uint8)
-        planes: Any = changed.view(-1, width).T.contiguous().view(-1).cpu().numpy()
-        compressor = require_zstandard().ZstdCompressor(level=self.level, threads=self.threads)
-        content = compressor.compress(planes.data)
-        if len(content) > _LARGEST_SHARE * new.numel():
-            return None
-        return _HEADER.pack(base_version, width) + content
+    def difference(self, old: _Bytes, new: _Bytes, width: int) -> bytes | None:
+        """Return ``encode_difference`` at this level."""
+        return encode_difference(old, new, width, self.level, self.threads)
 
 
-def base_of(difference: bytes | memoryview) -> int:
-    """Return the version of the base.
-
-    Raises:
-        ValueError: ``difference`` is malformed.
-    """
-    if len(difference) < _HEADER.size:
-        raise ValueError(f"a difference has at least {_HEADER.size} bytes, not {len(difference)}")
-    return _HEADER.unpack_from(difference)[0]
-
-
-def apply_difference(difference: bytes | memoryview, base: Tensor, new: Tensor) -> None:
-    """Write the version that is ``difference`` away from ``base`` into ``new``. The caller compares the checksum.
+def encode_difference(old: _Bytes, new: _Bytes, width: int, level: int = 1, threads: int = 0) -> bytes | None:
+    """Return the difference between two packed versions; None if the full weights are hardly larger.
 
     Args:
-        difference: as ``Delta.difference`` returned it.
-        base: ``uint8[nbytes]``, the packed version that ``base_of`` names.
-        new: ``uint8[nbytes]``, on the same device; may be ``base``, which then becomes the new version.
+        old: the base; a multiple of 8 bytes.
+        new: as many bytes.
+        width: bytes per number, in most of the weights: 1, 2, 4 or 8 (``Layout.width``).
+        level: zstd's.
+        threads: zstd's; 0: the calling thread compresses.
 
     Raises:
-        ValueError: ``difference`` is malformed, or of weights of another size.
         ImportError: the package ``zstandard`` is missing.
     """
-    base_of(difference)
-    width, nbytes, zstandard = _HEADER.unpack_from(difference)[1], base.numel(), require_zstandard()
+    changed = np.frombuffer(old, np.uint64) ^ np.frombuffer(new, np.uint64)
+    planes: Any = torch.from_numpy(changed.view(np.uint8)).view(-1, width).T.contiguous().numpy()
+    content = require_zstandard().ZstdCompressor(level=level, threads=threads).compress(planes.data.cast("B"))
+    return None if len(content) > _LARGEST_SHARE * len(new) else bytes([width]) + content
+
+
+def apply_difference(base: _Bytes, payload: _Bytes, into: bytearray | memoryview) -> None:
+    """Write the version that is ``payload`` away from ``base`` into ``into``. The caller compares the checksum.
+
+    Args:
+        base: the packed version from which the difference was made.
+        payload: as ``encode_difference`` returned it.
+        into: as many bytes as ``base``; may be ``base``, which then becomes the new version.
+
+    Raises:
+        ValueError: ``payload`` is malformed, or of weights of another size; nothing was written.
+        ImportError: the package ``zstandard`` is missing.
+    """
+    zstandard, nbytes = require_zstandard(), len(base)
+    frame = memoryview(payload)[1:]
+    width = payload[0] if len(payload) else 0
     if width not in (1, 2, 4, 8):
-        raise ValueError(f"a number has 1, 2, 4 or 8 bytes, not {width}")
+        raise ValueError(f"the difference is malformed: a number has 1, 2, 4 or 8 bytes, not {width}")
     try:
-        frame = memoryview(difference)[_HEADER.size :]
         if zstandard.frame_content_size(frame) != nbytes:  # before memory is allocated for it
             raise ValueError(f"the difference is not one of {nbytes} bytes")
-        content = bytearray(nbytes)
+        planes = np.empty((width, nbytes // width), np.uint8)
         with zstandard.ZstdDecompressor().stream_reader(frame) as reader:
-            complete = reader.readinto(content) == nbytes
+            complete = reader.readinto(planes.reshape(-1).data) == nbytes
     except zstandard.ZstdError as error:
         raise ValueError(f"the difference is malformed: {error}") from error
     if not complete:
         raise ValueError("the difference is malformed: it ends too early")
-    planes = torch.frombuffer(content, dtype=torch.uint8).view(width, -1)
-    changed = planes.T.contiguous().view(-1).to(base.device)
-    torch.bitwise_xor(base.view(torch.int64), changed.view(torch.int64), out=new.view(torch.int64))
+    changed = torch.from_numpy(planes).T.contiguous().view(-1).numpy().view(np.uint64)
+    np.bitwise_xor(np.frombuffer(base, np.uint64), changed, out=np.frombuffer(into, np.uint64))
 
 
-def require_zstandard() -> Any:
+def require_zstandard() -> ModuleType:
     """Return the package with which differences are made and read.
 
     Raises:
         ImportError: it is missing; says how to install it.
     """
     try:
-        return import_module("zstandard")
-    except ImportError as error:
-        raise ImportError("Delta() needs the package zstandard at both ends: pip install zstandard") from error
+        import zstandard
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "delta") from error
+    return zstandard

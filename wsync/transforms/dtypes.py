@@ -1,20 +1,22 @@
-"""Another precision."""
+"""Other precisions: casts, and narrow numbers with scales."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from wsync.loops.tensors import copy_all, tie_leaders
-from wsync.transforms.buffers import Buffered
-from wsync.transforms.patterns import ByName, as_patterns
+from wsync.errors import LayoutMismatch
+from wsync.transforms.chain import Buffered, ByName, as_patterns, require_unused, shown_names
+from wsync.weights.tensors import copy_all, tie_leaders
 
-NARROW = (torch.int8, torch.float8_e4m3fn)
-"""What ``Quantize`` converts to."""
-SCALE = "_scale"
-"""A quantised weight's name with this is its scale's."""
+_NARROW = (torch.int8, torch.float8_e4m3fn)  # what ``Quantize`` converts to
+_SCALE = "_scale"  # a quantised weight's name with this is its scale's
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+_PIECES = 1 << 18  # numbers that are quantised together, so that they fit a core's cache: 1 MiB of float32
+_fused: Any = torch  # PyTorch's stubs do not export its functions of lists of tensors
 
 
 class Cast(ByName, Buffered):
@@ -32,7 +34,7 @@ class Cast(ByName, Buffered):
 
     def __init__(self, dtype: torch.dtype | str, only: str | Sequence[str] = "*") -> None:
         super().__init__()
-        self.dtype = as_dtype(dtype)
+        self.dtype = _as_dtype(dtype)
         if not self.dtype.is_floating_point:
             raise ValueError(f"Cast is to a floating-point dtype, not to {self.dtype}; for integers see Quantize")
         self.only = as_patterns(only)
@@ -41,11 +43,11 @@ class Cast(ByName, Buffered):
         return f"Cast({self.dtype})"
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Buffered``. Tied weights get one tensor."""
-        narrow = quantised(weights)
-        kept = {*narrow, *(name + SCALE for name in narrow)}
+        """Return room for the converted weights; tied ones get one tensor."""
+        narrow = _quantised(weights)
+        kept = {*narrow, *(name + _SCALE for name in narrow)}
         floats = [name for name, tensor in weights.items() if tensor.is_floating_point() and name not in kept]
-        matching = self.matching(self.only, floats, kind="floating-point weight")
+        matching = self.matching(self.only, floats, "floating-point weight")
         chosen = {name: weights[name] for name in floats if name in matching and weights[name].dtype is not self.dtype}
         made: list[Tensor] = []
         for index, (tensor, leader) in enumerate(zip(chosen.values(), tie_leaders(list(chosen.values())), strict=True)):
@@ -64,13 +66,180 @@ class Cast(ByName, Buffered):
         return {**weights, **buffers}
 
 
-def quantised(weights: Mapping[str, Tensor]) -> list[str]:
+class _Piece(NamedTuple):
+    """Some rows of a weight; the whole weight, if ``rows`` is None."""
+
+    name: str
+    rows: slice | None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return these rows of the weight, or of another tensor with as many."""
+        return tensor if self.rows is None else tensor[self.rows]
+
+
+def _grouped(weights: Mapping[str, Tensor], by_rows: Container[str]) -> list[list[_Piece]]:
+    """Return all of ``weights`` in groups of pieces, each on one device; those in ``by_rows`` may be divided.
+
+    Groups that fit a core's cache need few calls of PyTorch, and little temporary memory.
+    """
+    groups: list[list[_Piece]] = []
+    room, device = 0, None
+    for name, tensor in weights.items():
+        count = tensor.shape[0] if name in by_rows and tensor.dim() else 1
+        rows = max(1, _PIECES * count // max(tensor.numel(), 1))  # in one piece
+        for begin in range(0, count, rows) if tensor.numel() else ():
+            size = tensor.numel() // count * min(rows, count - begin)
+            if size > room or tensor.device != device:
+                groups.append([])
+                room, device = _PIECES, tensor.device
+            groups[-1].append(_Piece(name, slice(begin, begin + rows) if rows < count else None))
+            room -= size
+    return groups
+
+
+class Quantize(ByName, Buffered):
+    """Converts weights to a narrow dtype and a scale, for ``Dequantize`` (or an engine) at the other end.
+
+    ``name`` becomes the quantised tensor, ``name + "_scale"`` its float32 scale: ``weight ≈ quantised × scale``, with
+    ``scale = max|weight| / largest``. For int8 the error of each value is at most half its scale. Of tied weights each
+    is quantised and sent.
+
+    Args:
+        dtype: ``torch.int8`` or ``torch.float8_e4m3fn``, or its name.
+        per_channel: one scale for each index of the first dimension; otherwise one for the tensor.
+        only: patterns of names; of those, the floating-point weights with two dimensions or more are converted.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype | str = torch.int8, *, per_channel: bool = True, only: str | Sequence[str] = "*"
+    ) -> None:
+        super().__init__()
+        self.dtype = _as_dtype(dtype)
+        if self.dtype not in _NARROW:
+            raise ValueError(f"weights are quantised to int8 or float8_e4m3fn, not to {self.dtype}")
+        self.per_channel = per_channel
+        self.only = as_patterns(only)
+        self._groups: list[list[_Piece]] = []
+        self._largest = 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.dtype}, per_channel={self.per_channel})"
+
+    def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return room for the quantised weights and their scales."""
+        wide = {name: one for name, one in weights.items() if one.is_floating_point() and one.dim() > 1 and one.numel()}
+        matching = self.matching(self.only, list(wide), "floating-point weight with two dimensions or more")
+        chosen = {name: one for name, one in wide.items() if name in matching}
+        require_unused([name + _SCALE for name in chosen], weights)
+        found: dict[str, Tensor] = {}
+        for name, tensor in chosen.items():
+            channels = (tensor.shape[0], *(1,) * (tensor.dim() - 1)) if self.per_channel else ()
+            found[name] = torch.empty(tensor.shape, dtype=self.dtype, device=tensor.device)
+            found[name + _SCALE] = torch.empty(channels, dtype=torch.float32, device=tensor.device)
+        self._groups = _grouped(chosen, chosen if self.per_channel else ())
+        return found
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights, quantised, with their scales.
+
+        Raises:
+            LayoutMismatch: a weight is infinite or not a number; the name of a scale is that of another weight; or a
+                pattern matches no weight of a whole model that can be converted.
+        """
+        buffers = self.buffers(weights)
+        with torch.no_grad():
+            for pieces in self._groups:
+                self._quantise(pieces, weights, buffers)
+        return {**weights, **buffers}
+
+    def _quantise(self, pieces: Sequence[_Piece], weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        # in half precision, the scales and the quotients would be rounded
+        wide = [one.of(weights[one.name].detach()).float() for one in pieces]
+        scales = [one.of(buffers[one.name + _SCALE]) for one in pieces]
+        for magnitude, scale in zip(_fused._foreach_abs(wide), scales, strict=True):
+            dimensions = tuple(range(1 if self.per_channel else 0, magnitude.dim()))
+            torch.amax(magnitude, dimensions, keepdim=self.per_channel, out=scale)
+        _fused._foreach_div_(scales, self._largest)
+        _fused._foreach_clamp_min_(scales, _LEAST_SCALE)  # of zeros alone
+        if not torch.cat([scale.reshape(-1) for scale in scales]).isfinite().all():
+            odd = next(one.name for one, scale in zip(pieces, scales, strict=True) if not scale.isfinite().all())
+            raise LayoutMismatch(f"'{odd}' has values that are infinite or not numbers, and cannot be quantised")
+        scaled = _fused._foreach_div(wide, scales)
+        if self.dtype is torch.int8:
+            _fused._foreach_round_(scaled)
+        _fused._foreach_clamp_min_(scaled, -self._largest)
+        _fused._foreach_clamp_max_(scaled, self._largest)
+        copy_all([one.of(buffers[one.name]) for one in pieces], scaled)
+
+
+class QuantizeInt8(Quantize):
+    """``Quantize`` to int8: a quarter of the bytes of float32.
+
+    Args:
+        per_channel: one scale for each index of the first dimension; otherwise one for the tensor.
+        only: patterns of names; of those, the floating-point weights with two dimensions or more are converted.
+    """
+
+    def __init__(self, *, per_channel: bool = True, only: str | Sequence[str] = "*") -> None:
+        super().__init__(torch.int8, per_channel=per_channel, only=only)
+
+
+class Dequantize(Buffered):
+    """Multiplies each quantised weight by its scale: the opposite of ``Quantize``, for ``receive_transform``.
+
+    Those are the weights in int8 or float8 for which there is a ``…_scale``. All others stay as they are.
+
+    Args:
+        dtype: the dtype of the result, or its name.
+    """
+
+    def __init__(self, dtype: torch.dtype | str = torch.float32) -> None:
+        super().__init__()
+        self.dtype = _as_dtype(dtype)
+        self._groups: list[list[_Piece]] = []
+
+    def __repr__(self) -> str:
+        return f"Dequantize({self.dtype})"
+
+    def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return room for the results."""
+        chosen = {name: weights[name] for name in _quantised(weights)}
+        by_rows = [name for name, one in chosen.items() if _has_scale_per_row(one, weights[name + _SCALE])]
+        self._groups = _grouped(chosen, by_rows)
+        return {name: torch.empty(one.shape, dtype=self.dtype, device=one.device) for name, one in chosen.items()}
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights, without the scales.
+
+        Raises:
+            LayoutMismatch: no quantised weight has a scale.
+        """
+        buffers = self.buffers(weights)
+        if not buffers:
+            raise LayoutMismatch(f"no int8 or float8 weight has a scale ('…_scale'); there are {shown_names(weights)}")
+        with torch.no_grad():
+            for pieces in self._groups:
+                results = [one.of(buffers[one.name]) for one in pieces]
+                exact = self.dtype is torch.float32
+                wide = results if exact else [torch.empty_like(one, dtype=torch.float32) for one in results]
+                copy_all(wide, [one.of(weights[one.name]) for one in pieces])
+                _fused._foreach_mul_(wide, [one.of(weights[one.name + _SCALE]) for one in pieces])
+                if not exact:
+                    copy_all(results, wide)
+        scales = {name + _SCALE for name in buffers}
+        return {**{name: tensor for name, tensor in weights.items() if name not in scales}, **buffers}
+
+
+def _has_scale_per_row(weight: Tensor, scale: Tensor) -> bool:
+    return weight.dim() >= 1 and scale.dim() == weight.dim() and scale.shape[0] == weight.shape[0]
+
+
+def _quantised(weights: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the weights in a narrow dtype that have a scale beside them."""
-    return [name for name, tensor in weights.items() if tensor.dtype in NARROW and name + SCALE in weights]
+    return [name for name, tensor in weights.items() if tensor.dtype in _NARROW and name + _SCALE in weights]
 
 
-def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return a dtype, or the one with this name."""
+def _as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{dtype!r} is no dtype of torch, such as 'bfloat16'")

@@ -1,14 +1,24 @@
-"""Other names, or fewer."""
+"""Other names, fewer weights, weights joined or taken apart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.transforms.patterns import ByName, as_patterns, require, require_distinct, shown_names
+from wsync.transforms.chain import (
+    Buffered,
+    ByName,
+    as_patterns,
+    require,
+    require_distinct,
+    require_unused,
+    shown_names,
+)
+from wsync.weights.tensors import copy_all, require_whole
 
 
 class Rename(ByName):
@@ -62,7 +72,7 @@ class _Filter(ByName):
         names = list(weights)
         if names != self._names:  # they are matched once for weights with the same names
             # Later weights may lack what is dropped: a state dict has no non-persistent buffers.
-            self._matching = self.matching(self.patterns, names, every_pattern_must_match=not self._names)
+            self._matching = self.matching(self.patterns, names, strict=not self._names)
             self._names = names
         kept = {name: one for name, one in weights.items() if (name in self._matching) is self._keeps_matching}
         if not kept:
@@ -85,7 +95,7 @@ class Select(_Filter):
     The receiving model keeps its own extra state (``get_extra_state``), too.
 
     Args:
-        patterns: patterns of names, or lists of them: see ``wsync.transforms``.
+        patterns: patterns of names, or lists of them.
 
     Raises:
         TypeError, ValueError: a pattern is not a string; or there is none.
@@ -100,10 +110,162 @@ class Exclude(_Filter):
     The receiving model keeps its own extra state (``get_extra_state``), too.
 
     Args:
-        patterns: patterns of names, or lists of them: see ``wsync.transforms``.
+        patterns: patterns of names, or lists of them.
 
     Raises:
         TypeError, ValueError: a pattern is not a string; or there is none.
     """
 
     _keeps_matching = False
+
+
+class Fuse(ByName, Buffered):
+    """Joins weights along a dimension: q, k and v to qkv, gate and up to gate_up.
+
+    The joined weight is a new one: it is tied to no other, also where its parts are.
+
+    Args:
+        groups: ``{new: [old, …]}``. A ``*`` in the names stands for the same text in all of them.
+        dim: along which they are joined.
+
+    Raises:
+        ValueError: a group is empty; a name has more than one ``*``; or only some names of a group have one.
+    """
+
+    def __init__(self, groups: Mapping[str, Sequence[str]], dim: int = 0) -> None:
+        super().__init__()
+        self.groups = _checked_groups(groups)
+        self.dim = dim
+        self._members: dict[str, tuple[str, ...]] = {}
+
+    def __repr__(self) -> str:
+        return f"Fuse({self.groups})"
+
+    def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the joined weights."""
+        expanded: list[tuple[str, tuple[str, ...]]] = []
+        for new, old in self.groups.items():
+            stems = dict.fromkeys(stem for name in weights for one in old if (stem := _stem_of(name, one)) is not None)
+            if not (stems or self.takes_parts):
+                raise LayoutMismatch(f"no weight matches {shown_names(old)}; there are {shown_names(weights)}")
+            expanded += [(new.replace("*", stem), tuple(one.replace("*", stem) for one in old)) for stem in stems]
+        members, parts = dict(expanded), {one for _, old in expanded for one in old}
+        require(parts, weights)
+        require_distinct([new for new, _ in expanded])
+        require_unused((new for new in members if new not in parts), weights)
+        joined: dict[str, Tensor] = {}
+        for new, old in members.items():
+            tensors = [weights[one].detach() for one in old]
+            try:
+                joined[new] = torch.cat(tensors, self.dim)
+            except (RuntimeError, IndexError) as error:
+                shapes = ", ".join(str(list(one.shape)) for one in tensors)
+                raise LayoutMismatch(
+                    f"{shown_names(old)} cannot be joined along dimension {self.dim}: their shapes are {shapes}"
+                ) from error
+        self._members = members  # not before: weights that are refused leave everything as it was
+        return joined
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights, joined ones in the place of their parts.
+
+        Raises:
+            LayoutMismatch: a group lacks one of its weights, or matches nothing in a whole model; the shapes of its
+                weights do not go together; or another weight has the name of the joined one, or is joined to it.
+        """
+        buffers = self.buffers(weights)
+        slices, sources = list[Tensor](), list[Tensor]()
+        for new, old in self._members.items():
+            sizes = [weights[one].shape[self.dim] for one in old]
+            slices += buffers[new].split(sizes, self.dim)
+            sources += [weights[one] for one in old]
+        if slices:  # a partial update may have none
+            copy_all(slices, sources)
+        parts = {one for old in self._members.values() for one in old}
+        return {**{name: tensor for name, tensor in weights.items() if name not in parts}, **buffers}
+
+
+class Split(ByName):
+    """Takes joined weights apart, the opposite of ``Fuse``; copies nothing.
+
+    Args:
+        groups: ``{old: [new, …]}``. A ``*`` in the names stands for the same text in all of them.
+        sizes: the sizes of the parts along ``dim``; by default equal.
+        dim: along which they were joined.
+
+    Raises:
+        ValueError: a group is empty; a name has more than one ``*``; only some names of a group have one; or
+            two parts have one name.
+    """
+
+    def __init__(self, groups: Mapping[str, Sequence[str]], sizes: Sequence[int] | None = None, dim: int = 0) -> None:
+        self.groups = _checked_groups(groups)
+        for old, new in self.groups.items():
+            if len({*new}) < len(new):
+                raise ValueError(f"two parts of '{old}' have one name: {shown_names(new)}")
+        self.sizes = None if sizes is None else tuple(sizes)
+        self.dim = dim
+
+    def __repr__(self) -> str:
+        return f"Split({self.groups})"
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights, views of the parts in the place of the joined ones.
+
+        Raises:
+            LayoutMismatch: a name matches nothing in a whole model, or a weight matches two; the sizes do not add up;
+                or another weight has the name of a part.
+        """
+        result, whole = dict(weights), set(weights)
+        for pattern, parts in self.groups.items():
+            stems = [stem for name in weights if (stem := _stem_of(name, pattern)) is not None]
+            if not (stems or self.takes_parts):
+                raise LayoutMismatch(f"no weight matches '{pattern}'; there are {shown_names(weights)}")
+            for stem in stems:
+                name = pattern.replace("*", stem)
+                if name not in whole:
+                    raise LayoutMismatch(f"two groups match '{name}'")
+                whole.remove(name)
+                views = self._split(name, result.pop(name), len(parts))
+                names = [part.replace("*", stem) for part in parts]
+                require_unused(names, result)
+                result.update(zip(names, views, strict=True))
+        return result
+
+    def _split(self, name: str, joined: Tensor, count: int) -> Sequence[Tensor]:
+        require_whole([name], [joined])  # PyTorch might wait for the other ranks
+        if not -joined.dim() <= self.dim < joined.dim():
+            raise LayoutMismatch(f"'{name}' has {joined.dim()} dimension(s): it cannot be split along {self.dim}")
+        length = joined.shape[self.dim]
+        sizes = self.sizes or (length // count,) * count
+        if len(sizes) != count or sum(sizes) != length:
+            raise LayoutMismatch(
+                f"'{name}' has length {length} along dimension {self.dim}, which is not the sum of {count} parts "
+                f"of lengths {sizes}"
+            )
+        return joined.split(sizes, self.dim)
+
+
+def _checked_groups(groups: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    for one, several in groups.items():
+        if not several:
+            raise ValueError(f"the group of '{one}' is empty; it has at least one name")
+        names = (one, *several)
+        if len({"*" in name for name in names}) > 1:
+            raise ValueError(f"in a group all names have a '*', or none has: not {shown_names(names)}")
+        wrong = [name for name in names if name.count("*") > 1]
+        if wrong:
+            raise ValueError(
+                f"a name in a group has at most one '*', which stands for any text: not {shown_names(wrong)}"
+            )
+    return {one: tuple(several) for one, several in groups.items()}
+
+
+def _stem_of(name: str, pattern: str) -> str | None:
+    """Return what the ``*`` of ``pattern`` stands for in ``name``; None if it does not match."""
+    before, star, after = pattern.partition("*")
+    if not star:
+        return "" if name == pattern else None
+    if len(name) < len(before) + len(after) or not (name.startswith(before) and name.endswith(after)):
+        return None
+    return name[len(before) : len(name) - len(after)]
