@@ -1,278 +1,516 @@
-"""A worker's end of a scheme: connects to the sender, waits for versions, and closes."""
+"""The worker's end of a scheme: installs updates in the model, between two forwards.
+
+    control thread   an update arrives → gate.settle ─┐
+    acting thread    gate.call (a forward) ───────────┴→ poll_update → inbox.poll → target.install → inbox.answer
+
+Whoever enters the gate first installs: the control thread if the gate is free, else the thread that holds it, on
+leaving; or the acting thread on its way into a forward.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import queue
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import Any
 
-from wsync.deadlines import deadline_in, remaining
-from wsync.errors import SyncTimeout, WeightSyncError
-from wsync.gate import process_gate, without_forward
-from wsync.loops import WorkerSlot
-from wsync.loops.gate_state import GateHook
-from wsync.receiving import gated_models
-from wsync.receiving.cascade import Cascade
-from wsync.receiving.install_policy import InstallOnArrival
-from wsync.receiving.protocols import ReadsStore, ReceiveChannel
-from wsync.receiving.updating import MakeInstallPolicy, ModelUpdater, RegisteredBinder
-from wsync.receiving.versions import Phase
-from wsync.types import ANY_VERSION, Ack
-from wsync.weights.strategy import WeightStrategy
-from wsync.weights.targets import Destination
+from torch import nn
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds between two requests for a first version, in `pull`
+from wsync.control.loop import control_loop, run_blocking
+from wsync.control.session import choose
+from wsync.deadlines import deadline_in, remaining
+from wsync.errors import NotConnected, SyncTimeout, WeightSyncError, error_of
+from wsync.gate import entered_for_forward_of, gate_model, process_gate, ungate_model, without_forward
+from wsync.update import Inbox, Update
+from wsync.weights.binding import Binding, load_extra, unshare
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer, BufferPool
+from wsync.weights.strategy import WeightStrategy
+from wsync.weights.targets import Destination, Target
+
+_receivers: list[Receiver] = []  # those of this process that are connected; changed inside the gate
+
+
+class Phase(Enum):
+    """How far a receiver is."""
+
+    NEW = auto()  # before ``connect``
+    OPEN = auto()
+    FINISHED = auto()  # the sender or this end has shut down
+    LOST = auto()  # the sender died or has disconnected this worker, or ``connect`` has failed
 
 
 class Receiver:
-    """The receiving end of one model in one worker.
-
-    Its parts: ``updater`` processes the messages and installs updates in the model; ``updater.state`` stores the
-    installed version, and wakes the threads that wait in ``receive``. ``channel`` is the connection to the sender.
-
-    Threads: the user's threads call all methods. One exception: after ``begin_connect`` (older API,
-    ``receiving/joining.py``) the receiver thread calls ``connect`` and, after an error, ``close``. Gate:
-    ``weights`` is called inside it, the other methods outside; properties are read anywhere.
+    """Installs one model's updates in one worker. It is a hook of the gate.
 
     Args:
-        destination: what takes the weights: a module, a mapping of tensors, or ``load``. A module is gated from
-            ``begin_connect`` or ``connect`` on.
+        model_id: the model's name.
+        destination: what takes the weights.
         strategy: the format in which ``receive`` returns weights.
-        channel: the connection to the sender.
-        make_install_policy: makes the object that decides when updates are installed.
-        cascade: passes updates on to this worker's own workers; None if it has none.
+        bind: whether parameters may be bound to received memory.
+        on_request: whether updates are installed only by ``pull``, and before forwards that are too far behind.
+        max_staleness: with ``on_request``: how many versions a forward may be behind; None for no limit.
+        timeout: seconds that a forward waits for a version that it needs.
+        pass_on: called after an update is installed and before it is acknowledged, outside the gate, in a thread of its
+            own: passes it on to workers of this worker. None if it has none.
 
     Attributes:
-        destination: as given.
-        updater: see above.
+        sender: identifies the sender of the present connection.
+        version: that the model has; 0 before the first.
+        worker_idx: the worker's index; -1 before ``connect``.
+        inbox: what delivers updates; set by the scheme.
+        announced_at: when the control thread has seen the newest update; 0.0 if it was not woken for it.
     """
 
     def __init__(
         self,
+        model_id: str,
         destination: Destination,
         strategy: WeightStrategy,
-        channel: ReceiveChannel,
         *,
-        make_install_policy: MakeInstallPolicy = lambda _: InstallOnArrival(),
-        cascade: Cascade | None = None,
+        bind: bool = True,
+        on_request: bool = False,
+        max_staleness: int | None = None,
+        timeout: float | None = None,
+        pass_on: Callable[[], object] | None = None,
     ) -> None:
+        self.model_id = model_id
         self.destination = destination
-        self.updater = ModelUpdater(destination, channel, make_install_policy, cascade)
-        self._state = self.updater.state
+        self.inbox: Inbox
+        self.sender = ""
+        self.version = 0
+        self.worker_idx = -1
+        self.announced_at = 0.0
+        self.bind = bind
+        self.on_request = on_request
         self._strategy = strategy
-        self._channel = channel
-        self._store_channel = channel if isinstance(channel, ReadsStore) else None
-        # Handles messages and installs updates: with the arena a ``WorkerSlot`` (the worker's part in the arena), which
-        # calls the updater; otherwise the updater itself.
-        self._handler: ModelUpdater | WorkerSlot = self.updater
-        # The hooks that are attached to the gate: that of the install policy and, if there are registered weights
-        # (``shm/registered.py``), a ``RegisteredBinder``.
-        self._hooks: list[GateHook] = []
+        self._max_staleness, self._timeout = max_staleness, timeout
+        self._pass_on = pass_on
+        self._passing: Update | None = None  # installed, and to be passed on
+        self._target: Target | None = None
+        self._layout: Layout | None = None
+        self._pool = BufferPool("cpu")
+        self._bound: Buffer | None = None  # of the version that the model has: its parameters may point there
+        self._broken = ""  # why forwards are refused; empty if they are not
+        self._failed_version, self._failure = 0, ""
+        self._pulling = 0  # threads that want the newest version
+        self._returned = 0  # the version that `receive` or `pull` has returned last
+        self._end_returned = False
+        self._waiters: set[queue.SimpleQueue[None]] = set()
+        self._phase = Phase.NEW
+        self._connecting: threading.Thread | None = None
+        self._connect_error: BaseException | None = None
+        self._loop = control_loop()
+
+    # --- the gate's hook: called inside the gate ---
+
+    def poll_update(self) -> bool:
+        """Install the version that the next forward has to use; return whether other models have changed, too.
+
+        Raises:
+            WeightSyncError: for a forward of this model, which cannot be used; or its newest version did not come.
+        """
+        again = False
+        if not self.on_request or self._pulling or self._is_too_old():
+            updates = self.inbox.poll()
+            if updates:
+                again = self._install_newest(updates)
+        if self._broken and entered_for_forward_of(self.destination.model):
+            raise WeightSyncError(self._broken)
+        return again
+
+    def leaving_gate(self) -> None:
+        """The forward has ended."""
+        self.inbox.leave()
+
+    def candidates(self) -> Sequence[Update]:
+        """Return the updates that may be installed, the oldest first."""
+        return self.inbox.poll()
+
+    def ready_version(self) -> int:
+        """Return the version that a forward that starts now would use."""
+        chosen = choose(self._siblings()).get(self)
+        return self.version if chosen is None else chosen.version
+
+    def _siblings(self) -> list[Receiver]:
+        """The models of this worker, this one among them."""
+        return [one for one in [*_receivers] if one.worker_idx == self.worker_idx]
+
+    def _install_newest(self, updates: Sequence[Update]) -> bool:
+        update = updates[-1]
+        if not update.requires or len(self._siblings()) == 1:
+            self.install(update)
+            return bool(self._broken)
+        chosen = choose(self._siblings())
+        for receiver, one in chosen.items():
+            receiver.install(one)
+        return len(chosen) > 1
+
+    def _is_too_old(self) -> bool:
+        """Whether the forward that starts now needs a newer version; that is fetched, if it has to be.
+
+        Raises:
+            SyncTimeout: it did not come in time.
+        """
+        if self._max_staleness is None or self._phase is not Phase.OPEN:
+            return False
+        newest = self.inbox.newest
+        if newest - self.version <= self._max_staleness or not entered_for_forward_of(self.destination.model):
+            return False
+        behind = f"more than max_staleness={self._max_staleness} behind: the model has version {self.version}"
+        if newest <= self._failed_version:
+            raise WeightSyncError(f"version {self._failed_version} was not installed, and the forward would be {behind}")
+        try:
+            self.inbox.fetch(deadline_in(self._timeout))
+        except TimeoutError:
+            raise SyncTimeout(f"version {newest} did not come within {self._timeout} s: {behind}") from None
+        return True
+
+    def install(self, update: Update) -> None:
+        """Install an update and answer; if that fails, the model is as it was, or forwards are refused."""
+        started = time.perf_counter()
+        wait = max(0.0, started - self.announced_at) if self.announced_at else 0.0
+        error = update.damage or error_of(self._apply, update)
+        self.announced_at = 0.0
+        if error:
+            self._failed_version, self._failure = update.version, error
+            self._break_if_unusable(update, error)
+        else:
+            self.version, self._bound, self._broken = update.version, update.buffer, ""
+        self.inbox.settled(update, error)
+        if self._pass_on is not None and not error:
+            self._passing = update
+            self._loop.post(self._begin_passing, update)
+        elif update.acknowledge or error:
+            self.inbox.answer(update, error, wait, time.perf_counter() - started)
+        if self._waiters:
+            self._notify()
+
+    def _apply(self, update: Update) -> None:
+        assert self._target is not None, "an inbox delivers no update before its layout"
+        self._target.install(update.views, load_extra(update.extra))
+
+    def _break_if_unusable(self, update: Update, error: str) -> None:
+        who = f"worker {self.worker_idx}: version {update.version} of '{self.model_id}' could not be installed"
+        if self._target is not None and self._target.mixed:
+            self._broken = f"{who}, and the model may have weights of two versions until one is:\n{error}"
+        elif "LayoutMismatch" in error and not self.inbox.protects_model:
+            self._broken = f"{who}, and the memory of the version that it has is written again:\n{error}"
+
+    # --- passing on ---
+
+    def _begin_passing(self, update: Update) -> None:
+        async def pass_on() -> None:
+            assert self._pass_on is not None
+            error = await run_blocking("cascade", error_of, self._pass_on)
+            self.inbox.answer(update, error, 0.0, 0.0)
+
+        if self._passing is update:  # else a newer one is installed, and is passed on instead
+            asyncio.ensure_future(pass_on())
+
+    # --- the owner of a connection: called in the control thread ---
+
+    async def use_layout(self, layout: bytes, *, try_only: bool) -> str:
+        """Use weights of this layout from now on, or only try it; return why they do not fit."""
+        decoded = Layout.decode(layout)
+        return await self._inside(lambda: self.set_layout(decoded, try_only=try_only))
+
+    def set_layout(self, layout: Layout, *, try_only: bool = False) -> None:
+        """Use weights of this layout from now on, or only try it. Called inside the gate.
+
+        Raises:
+            LayoutMismatch: they do not fit the model.
+        """
+        if self._layout is not None and self._layout == layout and self._target is not None:
+            return
+        if not try_only and self.destination.module is not None:
+            unshare(self.destination.module)
+        target = self.destination.target(layout, bind=self.bind and self.inbox.binds)
+        if not try_only:
+            self._target, self._layout = target, layout
+            self.inbox.use(layout, target)
+
+    async def check(self, update: Update) -> str:
+        """Find out whether the model would take an update; return why not."""
+        return await self._inside(lambda: self._check(update))
+
+    def _check(self, update: Update) -> None:
+        assert self._target is not None
+        self._target.check_only(update.views, load_extra(update.extra))
+
+    def check_now(self, update: Update) -> str:
+        """Find out whether the model would take an update; return why not. Called inside the gate."""
+        return error_of(self._check, update)
+
+    async def _inside(self, function: Callable[[], object]) -> str:
+        """Call ``function`` inside the gate, as soon as that is free; return what it raised."""
+        loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def job() -> None:
+            error = error_of(function)
+            if threading.current_thread() is here:
+                result.set_result(error)
+            else:
+                loop.call_soon_threadsafe(lambda: result.done() or result.set_result(error))
+
+        here = threading.current_thread()
+        process_gate().soon(job)
+        return await result
+
+    def new_buffer(self) -> Buffer:
+        """Return room for one update."""
+        assert self._layout is not None, "an update before its layout"
+        return self._pool.reserve(self._layout)
+
+    def settle(self) -> None:
+        """Install what has arrived, if the gate is free."""
+        self.announced_at = time.perf_counter()
+        process_gate().settle()
+
+    def ended(self, cause: str, *, finished: bool) -> None:
+        """The connection has ended."""
+        if self._phase is Phase.OPEN:
+            self._phase = Phase.FINISHED if finished else Phase.LOST
+        self._notify()
 
     # --- connect and close ---
 
-    def begin_connect(self, worker_idx: int, timeout: float | None) -> Sequence[int]:
-        """Begin ``connect`` without waiting for the sender.
-
-        The model is gated from here on: ``connect`` runs in the receiver thread while another thread uses the model.
-
-        Returns:
-            File descriptors to poll; one at least is readable once the sender has answered, or has gone.
-
-        Raises:
-            NotConnected: there is no sender.
-            SyncTimeout: no connection within ``timeout`` seconds: the sender's queue of connection attempts is full, or
-                its machine does not answer.
-            RuntimeError: this worker is connected already.
-        """
-        self._reset()
-        descriptors = self._channel.begin_connect(worker_idx, deadline_in(timeout))
-        self._state.begin()
-        try:
-            self._gate_model()
-        except BaseException:
-            self._state.close(finished=False)  # Phase.LOST; the close() below would set Phase.FINISHED
-            self.close()
-            raise
-        return descriptors
-
     def connect(self, worker_idx: int, timeout: float | None) -> None:
-        """Connect to the sender, and install the first weights if the sender has any yet.
-
-        Raises:
-            NotConnected: there is no sender, or it rejected this worker.
-            SyncTimeout: it did not answer within ``timeout`` seconds.
-            LayoutMismatch: its weights do not fit the model.
-            RuntimeError: this worker is connected already; the existing connection is kept. Or it was called inside the
-                gate, where nothing can be installed.
-            WeightSyncError: the model raised an error as it took the first weights; has the traceback. This error and a
-                ``LayoutMismatch`` are also sent to the sender, as the worker's answer.
-        """
+        """Connect to the sender, and install the first weights if it has any yet; see ``WeightSyncScheme.connect``."""
         if process_gate().held_here:
             raise RuntimeError("call connect() outside any forward and any wsync.gate() block")
-        self._reset()
-        self.updater.worker_idx = worker_idx
-        self._state.begin()
-        try:
-            self._channel.connect(worker_idx, deadline_in(timeout))
-            self._gate_or_report_error()
-            self._attach_hooks_and_install()
-            self._state.set_open()
-            self._channel.attach(self._handler)
-        except BaseException:  # also KeyboardInterrupt
-            self._state.close(finished=False)
-            self.close()
-            raise
-
-    def _gate_or_report_error(self) -> None:
-        """Gate the model, or send the sender the error."""
-        try:
-            self.updater.require_fit()
-            self._gate_model()
-        except Exception:
-            # ANY_VERSION is above all versions: the error is an answer to any version for which the sender waits.
-            self._channel.answer(Ack(self.updater.worker_idx, ANY_VERSION, traceback.format_exc()))
-            raise
-
-    def _gate_model(self) -> None:
-        process_gate().call_without_forward(gated_models.add, self.updater)
-
-    def _attach_hooks_and_install(self) -> None:
-        arena_reader, policy = self._channel.arena, self.updater.install_policy
-        self._handler = self.updater if arena_reader is None else arena_reader.handler_for(self.updater)
-        self._hooks = [policy.gate_hook(self._handler)]
-        registered = None if arena_reader is None else arena_reader.registered_weights()
-        if registered is not None:
-            self._hooks.append(RegisteredBinder(registered, self.updater))
-        for hook in self._hooks:
-            process_gate().attach(hook)
-        # A thread that waits in `receive` already (older API) must not return the first weights.
-        self._state.last_returned = self._channel.first_version
-        policy.install_now()
-        # `install_now` installs the newest version. If the sender had no first weights, that version is from a `send`
-        # that ran while this worker connected. That `send` raises the error in the trainer; `connect` does not.
-        error = self.updater.error if self._channel.first_version else ""
-        self.updater.run_cascade()
-        if error:
-            raise WeightSyncError(f"worker {self.worker_idx} could not install its first weights:\n{error}")
-
-    def _reset(self) -> None:
-        """Release the previous connection: a worker that the sender has disconnected may connect again."""
-        self._state.require_not_forked()
-        if self._state.phase is Phase.OPEN and not self._channel.sender_has_ended():
+        self._loop.require_own()
+        if (connecting := self._connecting) is not None and connecting is not threading.current_thread():
+            return self.finish_connecting(timeout)
+        if self._phase is Phase.OPEN:
             raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
-        if self._state.phase not in (Phase.NEW, Phase.CONNECTING):
+        self.close()
+        self.worker_idx, self.version, self._returned, self._failed_version = worker_idx, 0, 0, 0
+        self._end_returned, self._phase = False, Phase.OPEN
+        deadline = deadline_in(timeout)
+        try:
+            process_gate().call_without_forward(self._attach)
+            first = self.inbox.connect(worker_idx, deadline)
+            if first and self.on_request:
+                self._pulling += 1
+                self.inbox.fetch(deadline)
+            process_gate().call_without_forward(bool)
+            self._wait(deadline, lambda: max(self.version, self._failed_version) >= first or None)
+            if first and self._failed_version >= first > self.version:
+                raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{self._failure}")
+            if self.version < first:
+                raise self._ended_error() if self.closed else SyncTimeout(
+                    f"worker {worker_idx}: the first weights did not come in time"
+                )
+            self._returned = self.version
+        except BaseException:
             self.close()
+            self._phase = Phase.LOST
+            raise
+        finally:
+            self._pulling = 0
+
+    def _attach(self) -> None:
+        if self.destination.module is not None:
+            gate_model(self.destination.module)
+        process_gate().attach(self.inbox.hook(self))
+        _receivers.append(self)
+
+    def begin_connect(self, worker_idx: int, timeout: float | None) -> None:
+        """Connect in the background; ``connect``, ``receive`` and ``close`` wait for the result."""
+
+        def work() -> None:
+            try:
+                self.connect(worker_idx, timeout)
+            except BaseException as error:  # noqa: BLE001  raised again by `finish_connecting`
+                self._connect_error = error
+            self._notify()
+
+        self.worker_idx = worker_idx
+        self._connecting = threading.Thread(target=work, name="wsync-connect", daemon=True)
+        self._connecting.start()
+
+    def finish_connecting(self, timeout: float | None) -> None:
+        """Wait for what ``begin_connect`` has begun; raise its error.
+
+        Raises:
+            SyncTimeout: it goes on.
+        """
+        thread = self._connecting
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(timeout)
+        if thread.is_alive():
+            raise SyncTimeout(f"worker {self.worker_idx} is not connected yet")
+        self._connecting = None
+        if self._connect_error is not None:
+            error, self._connect_error = self._connect_error, None
+            raise error
 
     def close(self) -> None:
-        """Copy the model to its own memory, ungate it if no other receiver has it, close the connection. Idempotent.
+        """Close the connection; the model keeps its weights, in its own memory. Idempotent."""
+        if self._phase is Phase.OPEN:
+            self._phase = Phase.FINISHED
+        if self._loop.inherited:
+            return
+        self.inbox.close()
+        thread = self._connecting
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+            self._connecting = None
+        process_gate().call_without_forward(self._detach)
+        self._notify()
 
-        Called at shutdown; in ``connect`` after an error, or before a worker connects again. Calls of ``receive`` in
-        other threads return.
-        """
-        self._state.close(finished=True)
-        self._channel.detach(self._handler)
+    def _detach(self) -> None:
         gate = process_gate()
-        with without_forward(), gate.hold():
-            for hook in self._hooks:
-                gate.detach(hook)
-            self._hooks = []
-            self.updater.install_policy.release()
-            self.updater.release()
-            gated_models.remove(self.updater)
-        self._channel.close()
+        gate.detach(self.inbox.hook(self))
+        if self in _receivers:
+            _receivers.remove(self)
+        if self._target is not None:
+            self._target.detach()
+        self._target = self._layout = self._bound = None
+        self._broken = ""
+        self.inbox.release()
+        module = self.destination.module
+        if module is not None and not any(one.destination.module is module for one in _receivers):
+            ungate_model(module)
 
-    # --- versions ---
+    def copy_to_own_memory(self) -> None:
+        """Give the model memory of its own until the next update, so that it may be written. Called inside the gate."""
+        if self._target is not None:
+            self._target.detach()
+            self.inbox.release()
 
-    @property
-    def worker_idx(self) -> int:
-        """The worker's index; -1 before ``connect``."""
-        return self.updater.worker_idx
-
-    @property
-    def version(self) -> int:
-        """The version that the model has."""
-        return self._state.version
+    # --- versions; called by the worker's own threads, outside the gate ---
 
     @property
     def connected(self) -> bool:
         """Whether it is connected to a sender that has not ended, as far as is known here."""
-        return self._state.phase is Phase.OPEN
+        return self._phase is Phase.OPEN
 
     @property
     def finished(self) -> bool:
         """Whether there will be no more versions because the sender or this worker has shut down."""
-        return self._state.phase is Phase.FINISHED
+        return self._phase is Phase.FINISHED
+
+    @property
+    def closed(self) -> bool:
+        """Whether there will be no more versions."""
+        return self._phase in (Phase.FINISHED, Phase.LOST)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model, if it is a module."""
+        return self.destination.module
 
     def weights(self) -> Any:
-        """Return the weights in the strategy's format, not copied. Within the gate they are of one version.
-
-        With ``load=`` and no model there are no weights to return: returns the version number instead.
-        """
+        """Return the weights in the strategy's format, not copied; the version number if there is no model."""
         model = self.destination.model
         return self.version if model is None else self._strategy.extract_weights(model)
 
     def receive(self, timeout: float | None, take: Callable[[], Any] | None = None) -> Any | None:
-        """Wait for the next version; return what ``take()`` (default: ``weights``), called inside the gate, returns.
+        """Wait for the next version; return what ``take()`` (default: ``weights``), called inside the gate, returns."""
+        self._require_begun("receive()")
+        deadline, take = deadline_in(timeout), take or self.weights
+        if self._connecting is not None:
+            self.finish_connecting(timeout)
+        end_returned = self._end_returned
 
-        See ``VersionState.wait_next``.
-        """
-        return self._state.wait_next(timeout, take or self.weights)
+        def attempt() -> Any | None:
+            if self.version <= self._returned:
+                return None
+            if self._broken:
+                raise WeightSyncError(self._broken)
+            taken, self._returned = take(), self.version
+            return taken
+
+        taken = self._wait(deadline, attempt)
+        if taken is None and self.closed:
+            if end_returned or self._phase is Phase.LOST:
+                raise self._ended_error()
+            self._end_returned = True
+        return taken
 
     def pull(self, timeout: float | None) -> int:
-        """Install the newest version; return its number.
-
-        With ``initiator="receiver"`` that is the newest of the sender (or store), otherwise the newest that has
-        arrived. If there is no version yet, wait for the first. See ``WeightSyncScheme.pull``.
-
-        Raises:
-            NotConnected: the connection has ended, and the newest version was returned already, or there is none.
-            SyncTimeout: there is no version yet, or the sender did not send it in time.
-            WeightSyncError: the newest version could not be installed, or ``send_weights`` has raised in the trainer;
-                or a store cannot be read.
-            RuntimeError: called inside the gate.
-        """
-        self._state.require_begun()
-        if process_gate().held_here:
-            raise RuntimeError("call pull() outside any forward and any wsync.gate() block")
-        deadline, pause = deadline_in(timeout), _FIRST_PAUSE
-        self._install_newest(timeout)
-        while not self._state.newest_settled_version:
-            left = remaining(deadline)
-            if left == 0.0:
-                raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
-            if not self._state.wait_first(pause if left is None else min(pause, left)):
-                if self._state.closed:
-                    raise self._state.ended()
-                self._install_newest(remaining(deadline))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        """Install the newest version, and return its number; see ``WeightSyncScheme.pull``."""
+        self._require_begun("pull()")
+        deadline = deadline_in(timeout)
+        self._pulling += 1
+        try:
+            while True:
+                try:
+                    if not self.closed:
+                        self.inbox.fetch(deadline)
+                except TimeoutError:
+                    raise SyncTimeout(
+                        f"worker {self.worker_idx}: the newest version did not come before the deadline"
+                    ) from None
+                process_gate().call_without_forward(bool)
+                if max(self.version, self._failed_version) or self.closed:
+                    break
+                left = remaining(deadline)
+                if left == 0.0:
+                    raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
+                self._wait(deadline_in(1.0 if left is None else min(left, 1.0)), lambda: self.version or None)
+        finally:
+            self._pulling -= 1
         return process_gate().call_without_forward(self._mark_returned)
 
     def _mark_returned(self) -> int:
-        """Return the installed version, after which ``receive`` waits for the next; or raise why a newer one failed."""
-        state = self._state
-        if state.newest_has_failed:
+        if self._failed_version > self.version:
             raise WeightSyncError(
-                f"worker {self.worker_idx}: version {state.failed_version} could not be installed and is not tried "
-                f"again. Newest installed version: {state.version or 'none'}. The error:\n{state.failure}"
+                f"worker {self.worker_idx}: version {self._failed_version} could not be installed and is not tried "
+                f"again. Newest installed version: {self.version or 'none'}. The error:\n{self._failure}"
             )
-        if state.phase is Phase.LOST and state.version <= state.last_returned:
-            raise state.ended()
-        return state.mark_returned()
+        if self.closed and self.version <= self._returned:
+            raise self._ended_error()
+        self._returned = self.version
+        return self.version
 
-    def _install_newest(self, timeout: float | None) -> None:
-        """Install the newest version that there is now; called by the thread in ``pull``.
+    def _require_begun(self, call: str) -> None:
+        self._loop.require_own()
+        if self._phase is Phase.NEW and self._connecting is None:
+            raise NotConnected(f"not connected yet: call connect(worker_idx=…) before {call}")
+        if process_gate().held_here:
+            raise RuntimeError(f"call {call} outside any forward and any wsync.gate() block")
 
-        Raises:
-            NotConnected: this end was shut down while a store was read.
-            SyncTimeout: the sender has one, and did not send it in time.
-            WeightSyncError: see ``pull``.
-        """
-        # A store has no sender that announces versions: read the newest first, in this thread. If the store is watched,
-        # the receiver thread reads it too. The channel has a lock, and both install inside the gate.
-        if self._store_channel is not None:
-            self.updater.process(self._store_channel.fetch_newest())
-            if self._state.closed:  # another thread has called shutdown(): drop what was read
-                raise self._state.ended()
-        if not self.updater.install_policy.install_newest(timeout):
-            raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come before the deadline")
+    def _ended_error(self) -> NotConnected:
+        if self._phase is Phase.FINISHED:
+            return NotConnected("the sender (or this end) has shut down: there will be no more weights")
+        return NotConnected(
+            "the sender died, ended without shutdown(), or has disconnected this worker: there will be no more weights"
+        )
+
+    def _wait(self, deadline: float | None, attempt: Callable[[], Any]) -> Any | None:
+        """Call ``attempt`` inside the gate at each change until it returns a result; None at the deadline or the end."""
+        changes = queue.SimpleQueue[None]()
+        self._waiters.add(changes)
+        self.inbox.set_wakeups(True)
+        try:
+            while True:
+                closed = self.closed  # before the attempt: what came before the end counts
+                with without_forward():
+                    result = process_gate().call_before(deadline, attempt)
+                if result is not None or closed or remaining(deadline) == 0.0:
+                    return result
+                try:
+                    changes.get(timeout=remaining(deadline))
+                except queue.Empty:
+                    continue
+        finally:
+            self._waiters.discard(changes)
+            if not self._waiters:
+                self.inbox.set_wakeups(False)
+
+    def _notify(self) -> None:
+        for waiter in [*self._waiters]:
+            waiter.put(None)
+
+    @property
+    def binding(self) -> Binding | None:
+        """How a module takes updates; None before the first layout, and for other destinations."""
+        return self._target if isinstance(self._target, Binding) else None

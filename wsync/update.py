@@ -192,22 +192,51 @@ class Transactional(Outlet, Protocol):
 class Inbox(Protocol):
     """What a receiver polls: its end of a connection, a store, or a sender in the same process.
 
-    ``poll`` and ``leave`` are called inside the gate.
+    Attributes:
+        newest: the newest version that there is, as far as is known; for receivers that fetch.
+        binds: whether a model may be bound to the memory of an update.
+        protects_model: whether the memory of the version that a model has stays as it is although an install fails.
     """
 
+    newest: int
+    binds: bool
+    protects_model: bool
+
     def connect(self, worker_idx: int, deadline: float | None) -> int:
-        """Connect; return the version with which the receiver begins, 0 if there is none yet."""
+        """Connect; return the version that is to be waited for, 0 if there is none yet."""
         ...
 
-    def poll(self) -> Update | None:
-        """Return the update that a forward that starts now has to use, if it is newer than what is installed."""
+    def hook(self, receiver: Any) -> Any:
+        """Return the gate's hook, the same each time: the receiver, or what calls it in the end."""
         ...
+
+    def use(self, layout: Layout, target: Any) -> None:
+        """Take note of the layout, and of what installs its updates. Called inside the gate."""
+
+    def poll(self) -> Sequence[Update]:
+        """Return the updates that are newer than what is installed, the oldest first; usually one or none.
+
+        Called inside the gate. A forward that starts now has to use the last one, if all that it requires is there.
+        """
+        ...
+
+    def settled(self, update: Update, error: str) -> None:
+        """An update was installed, or has failed and is not tried again. Called inside the gate."""
 
     def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
         """Tell the sender that ``update`` is installed, or why it is not. Called by any thread."""
 
     def leave(self) -> None:
-        """A forward has ended."""
+        """A forward has ended. Called inside the gate."""
+
+    def release(self) -> None:
+        """The model has memory of its own. Called inside the gate."""
+
+    def fetch(self, deadline: float | None) -> None:
+        """Have ``poll`` return the newest version; TimeoutError: it did not come in time. Called by any thread."""
+
+    def set_wakeups(self, wanted: bool) -> None:
+        """Tell whether a thread waits for updates, although none is acknowledged."""
 
     def close(self) -> None:
-        """Release everything. Idempotent."""
+        """End the connection. Idempotent."""

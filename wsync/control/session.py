@@ -55,21 +55,24 @@ _KEPT_REFUSALS = 1000
 class Medium(Protocol):
     """Carries the weights of one connection. Used by the control thread."""
 
-    async def send(self, link: Link, offer: Offer, payload: memoryview | bytes) -> None:
-        """Trainer: send the offer by ``link`` and the weights by the medium; return when their memory may be reused.
+    async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
+        """Trainer: send the offer by ``link``, then whole weights or a difference by the medium.
+
+        Returns when the memory may be reused. A medium that carries the weights beside ``link`` sets ``Offer.medium``,
+        and tells the worker by ``Sent`` when it has returned, or why it has failed.
 
         Raises:
             ConnectionError: nothing can be sent to this worker any more.
             Exception: this update could not be sent; the worker stays connected.
         """
 
-    async def receive(self, link: Link, offer: Offer, into: memoryview) -> None:
-        """Worker: fill ``into`` with the weights of an offer that was just received."""
+    async def receive(self, link: Link, offer: Offer, into: Buffer) -> None:
+        """Worker: fill ``into`` with the weights of an offer with ``Offer.medium``, which was just received."""
 
     def on_side(self, data: bytes) -> None:
         """Take a ``Side`` message of the other end."""
 
-    def on_sent(self, error: str) -> None:
+    def on_sent(self, version: int, error: str) -> None:
         """Worker: the trainer's ``send`` has returned, or has failed."""
 
     def close(self) -> None:
@@ -248,22 +251,20 @@ class WorkerSession:
     async def _deliver(self, update: Update) -> None:
         """Send one update, and wait until it has been received; newer ones take each other's place meanwhile."""
         assert self._medium is not None, "an update for the arena is not offered"
-        whole: memoryview | bytes = update.buffer.memory
         base = self._base if self._codec is not None else None
         difference = None if base is None or self._codec is None else self._codec.encode(base.buffer, update.buffer)
-        payload = whole if difference is None else difference
+        payload = update.buffer if difference is None else difference
+        self.sent_bytes = len(update.buffer.memory) if difference is None else len(difference)
         offer = Offer(
-            update.version, len(payload), update.checksum, update.extra, dict(update.requires), update.undecided,
+            update.version, self.sent_bytes, update.checksum, update.extra, dict(update.requires), update.undecided,
             0 if difference is None or base is None else base.version,
         )
-        self.sent_bytes = len(payload)
         try:
             await self._medium.send(self._link, offer, payload)
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001  a user's transport raises anything: the worker lacks this update
             self._refuse(update.version, f"send_weights has raised {type(error).__name__}: {error}")
-            await self._link.send(Sent(update.version, str(error)[:MAX_TEXT]))
             self._changed()
             return
         changed = asyncio.Event()
@@ -455,16 +456,17 @@ class SessionInbox:
     def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
         """Tell the sender what came of an update; called by any thread."""
         if error:
-            with suppress(ValueError):
-                self._staged.remove(update)
             self._refusals.append(Refused(update.version, error[-MAX_TEXT:]))
         else:
             self._times = (wait, apply)
         self._call_soon(self._wake.set)
 
-    def drop_until(self, version: int) -> None:
-        """Forget what is staged up to a version, which is installed."""
-        while self._staged and self._staged[0].version <= version:
+    def settled(self, update: Update, error: str) -> None:
+        """Forget what is staged up to an update that was installed; or that one, if it has failed."""
+        if error:
+            with suppress(ValueError):
+                self._staged.remove(update)
+        while not error and self._staged and self._staged[0].version <= update.version:
             self._staged.popleft()
 
     # --- its life ---
@@ -516,7 +518,7 @@ class SessionInbox:
             if isinstance(message, Side):
                 self._medium.on_side(message.data)
             elif isinstance(message, Sent):
-                self._medium.on_sent(message.error)
+                self._medium.on_sent(message.version, message.error)
             elif isinstance(message, Finished):
                 return
             else:
@@ -580,7 +582,7 @@ class SessionInbox:
         error, buffer = "", self._owner.new_buffer() if payload is None or isinstance(payload, bytes) else payload
         try:
             if payload is None:
-                await self._medium.receive(self._link, offer, buffer.memory)
+                await self._medium.receive(self._link, offer, buffer)
             elif isinstance(payload, bytes):
                 if self._codec is None or self._base is None or self._base.version != offer.base:
                     raise ValueError(f"a difference to version {offer.base}, which is not here")

@@ -1,0 +1,548 @@
+"""The outlet to worker processes: a connection to each and, for those on this machine, the arena.
+
+    usual update   arena.publish: one word per worker → worker → arena.wait: one word back      no thread, no message
+    other workers  WorkerSession.offer, in the control thread → their answers
+
+Two threads use an outlet: the one that calls the scheme, under the sender's lock, and the control thread, which accepts
+workers and notices their ends. ``_lock`` guards what both change: who is connected, and the newest update of each index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from wsync.control.listen import Listener, Visitor
+from wsync.control.loop import control_loop
+from wsync.control.processes import Processes, watched
+from wsync.control.session import LATE, Codec, Medium, WorkerSession, checksum_of, wait_for
+from wsync.control.wire import CheckLayout, NewLayout, OfferSlot, Settings
+from wsync.deadlines import remaining
+from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed, join_indices
+from wsync.native import native, why_not
+from wsync.shm.arena import SenderArena
+from wsync.update import Cause, Stage, Update
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer, BufferPool
+
+_log = logging.getLogger(__name__)
+_SPARE_BLOCKS = 32  # of the arena: for connections whose processes were replaced, and have not ended yet
+_FAREWELL = 5.0  # seconds in which workers are told that the sender has shut down
+
+
+class Member:
+    """A worker that is connected.
+
+    Attributes:
+        session: its connection.
+        block: its words in the arena; -1 if it does not use the arena.
+        fresh: whether it has connected outside ``connect`` and ``readmit``, and neither was called since.
+    """
+
+    def __init__(self, session: WorkerSession, block: int, wake: int) -> None:
+        self.session = session
+        self.block = block
+        self.wake = wake
+        self.fresh = True
+
+
+class Workers:
+    """The workers of one sender (a ``Transactional`` outlet).
+
+    Args:
+        listener: where they connect.
+        sender: identifies the sender.
+        num_workers: how many there are.
+        make_medium: makes a connection's medium, for workers that do not use the arena; given the worker's index.
+        arena: whether workers on this machine use the arena.
+        checksum: whether updates carry a checksum; None: where they do not go through the arena.
+        on_request: whether workers fetch updates.
+        codec: makes differences, for workers that do not use the arena; None for whole weights.
+        device: where weights are packed.
+        first_at_connect: whether a worker's ``connect`` waits for the first weights.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        sender: str,
+        num_workers: int,
+        make_medium: Callable[[int], Medium],
+        *,
+        arena: bool,
+        checksum: bool | None,
+        on_request: bool,
+        codec: Codec | None,
+        device: torch.device,
+    ) -> None:
+        self.transactional = not on_request
+        self._listener, self._sender, self._make_medium = listener, sender, make_medium
+        self._num_workers = num_workers
+        self._checksum, self._on_request, self._codec = checksum, on_request, codec
+        self._arena = SenderArena(num_workers * 2 + _SPARE_BLOCKS) if arena and native is not None else None
+        if arena and native is None:
+            _log.warning("weights go through sockets, more slowly than through shared memory: %s", why_not)
+        self._pool = BufferPool(device)
+        self._layout: Layout | None = None
+        self._lock = threading.Lock()
+        self._members: Mapping[int, Member] = {}  # replaced, never changed
+        self._causes: Mapping[int, str] = {}
+        self._newest: list[Update | None] = [None] * num_workers
+        self._given: dict[int, Mapping[int, Member]] = {}  # by version: to whom it was given
+        self._rejected: dict[int, str] = {}  # workers whose models do not fit, since `connect` was called
+        self._opened = asyncio.Event()  # set by the first `connect`: workers wait for it
+        self._news = asyncio.Event()  # a worker has connected, was rejected, or has ended
+        self._greeting: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        self._loop = control_loop().acquire()
+        self._loop.post(self._listener.start, self._welcome)
+
+    # --- the control thread: a worker's life ---
+
+    async def _welcome(self, visitor: Visitor) -> None:
+        """Accept a worker, and run its session until it ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._greeting.add(task)
+        wake = -1
+        try:
+            worker = visitor.hello.worker
+            if not 0 <= worker < self._num_workers:
+                return await visitor.refuse(f"index {worker} is out of range: there are workers 0 to {self._num_workers - 1}")
+            await self._wait_until_open(visitor)
+            if worker in self._members:
+                return await visitor.refuse(f"index {worker} is taken by a worker that is connected")
+            block, fds = -1, ()
+            pidfd = _pidfd(visitor.pid)
+            if self._arena is not None and visitor.hello.native and pidfd >= 0:
+                wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                block = self._arena.open_block(wake, pidfd)
+                fds = (*self._arena.fds, self._arena.signal, wake)
+            link = await visitor.accept(fds)
+            medium = None if block >= 0 else self._make_medium(worker)
+            notice = (lambda: self._arena and self._arena.attention(block)) if block >= 0 else (lambda: None)
+            session = WorkerSession(
+                worker, link, medium, on_request=self._on_request, codec=self._codec, on_change=notice
+            )
+            await self._attend(Member(session, block, wake), pidfd)
+        finally:
+            self._greeting.discard(task)
+
+    async def _wait_until_open(self, visitor: Visitor) -> None:
+        if self._opened.is_set():
+            return
+        waiting = [asyncio.ensure_future(one) for one in (self._opened.wait(), visitor.gone())]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+        if not self._opened.is_set():
+            raise ConnectionError("it has given up")
+
+    async def _attend(self, member: Member, pidfd: int) -> None:
+        session, loop = member.session, asyncio.get_running_loop()
+        newest, layout = self._newest[session.worker], self._layout
+        session.post(
+            Settings(
+                self._sender,
+                layout.encode() if layout is not None else b"",
+                self._checksum is True,
+                self._on_request,
+                newest.version if newest is not None else 0,
+                None if self._arena is None or member.block < 0 else (self._arena.blocks, member.block),
+                "",
+            )
+        )
+        if pidfd >= 0:
+            loop.add_reader(pidfd, session.end, "its process has died")
+        running = asyncio.ensure_future(session.run())
+        try:
+            if await self._fits(session, layout):
+                self._add(member)
+            await running
+        finally:
+            session.end("the sender has shut down")
+            running.cancel()
+            self._remove(session)
+            if pidfd >= 0:
+                loop.remove_reader(pidfd)
+            self._release_when_dead(member, pidfd)
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+
+    async def _fits(self, session: WorkerSession, layout: Layout | None) -> bool:
+        """Wait for the worker's answer to the layout; return whether its model fits."""
+        changed = asyncio.Event()
+        session.watch(changed)
+        while session.fits is None and session.cause is None:
+            changed.clear()
+            await changed.wait()
+        session.unwatch(changed)
+        if session.fits:
+            self._rejected[session.worker] = session.fits
+            session.end("its model does not fit the weights")
+            self._news.set()
+        elif layout is None and self._layout is not None:  # it was defined meanwhile
+            session.post(NewLayout(self._layout.encode()))
+        return not session.fits and session.cause is None
+
+    def _add(self, member: Member) -> None:
+        """From now on the worker is given updates; now the newest one of its index."""
+        worker = member.session.worker
+        with self._lock:
+            if worker in self._members:
+                member.session.end(f"another connection has taken index {worker}")
+                return
+            newest = self._newest[worker]
+            if newest is not None:
+                self._give(newest, [member])
+            self._members = dict(sorted({**self._members, worker: member}.items()))
+            self._causes = {w: cause for w, cause in self._causes.items() if w != worker}
+        self._news.set()
+
+    def _remove(self, session: WorkerSession) -> None:
+        with self._lock:
+            member = self._members.get(session.worker)
+            if member is not None and member.session is session:
+                self._members = {w: one for w, one in self._members.items() if one is not member}
+                self._causes = {**self._causes, session.worker: session.cause or "it has ended"}
+        self._news.set()
+
+    def _release_when_dead(self, member: Member, pidfd: int) -> None:
+        """A process that was disconnected may still read its slot: its words are its own until it ends."""
+        loop = asyncio.get_running_loop()
+
+        def release() -> None:
+            with suppress(ValueError, OSError):
+                loop.remove_reader(pidfd)
+            if member.block >= 0 and self._arena is not None:
+                self._arena.close_block(member.block)
+            for fd in (pidfd, member.wake):
+                if fd >= 0:
+                    os.close(fd)
+
+        if member.block < 0 or self._closed:
+            release()
+        else:
+            loop.add_reader(pidfd, release)
+
+    # --- Outlet: called under the sender's lock ---
+
+    @property
+    def workers(self) -> Sequence[int]:
+        """The workers that are present, in order."""
+        return list(self._members)
+
+    def causes(self) -> Mapping[int, str]:
+        """Why a worker that was connected is absent, by worker."""
+        return self._causes
+
+    def connect(self, processes: Processes | None, deadline: float | None) -> None:
+        """Wait until all workers are connected."""
+        with watched(processes, self._num_workers) as sentinels:
+            self._loop.call(self._meet(range(self._num_workers), sentinels, deadline))
+
+    def readmit(self, worker: int, process: Any, deadline: float | None) -> None:
+        """Wait for the process that takes the place of a worker, and until it has the newest update of that index."""
+        with watched(None if process is None else {worker: process}, self._num_workers) as sentinels:
+            self._loop.call(self._replace(worker, sentinels, deadline))
+        newest = self._newest[worker]
+        if newest is not None and not self._on_request:
+            self._given[newest.version] = self._members
+            causes = self.wait([worker], newest.version, "installed", deadline)
+            self._given.pop(newest.version, None)
+            if causes:
+                raise_causes(causes, "version {} could not be given to the replacement", newest.version)
+
+    async def _replace(self, worker: int, sentinels: Mapping[int, int], deadline: float | None) -> None:
+        member = self._members.get(worker)
+        if member is not None and not member.fresh:
+            member.session.end("it was disconnected by disconnect() or readmit()")
+            self._remove(member.session)
+        await self._meet([worker], sentinels, deadline)
+
+    async def _meet(self, workers: Iterable[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
+        """Wait until workers are connected; what ``sentinels`` watch ends the wait."""
+        loop, dead = asyncio.get_running_loop(), set[int]()
+        self._opened.set()
+        self._rejected.clear()
+        for worker, fd in sentinels.items():
+            loop.add_reader(fd, lambda worker=worker, fd=fd: (dead.add(worker), loop.remove_reader(fd), self._news.set()))
+        try:
+            async with asyncio.timeout(remaining(deadline)):
+                while missing := [worker for worker in workers if worker not in self._members]:
+                    if rejected := {w: text for w, text in self._rejected.items() if w in workers}:
+                        raise_causes({w: Cause("failed", text) for w, text in rejected.items()}, "weights do not fit")
+                    if died := dead.intersection(missing):
+                        causes = dict.fromkeys(sorted(died), "its process has ended before it has connected")
+                        raise WorkerDied(f"worker(s) {join_indices(died)} ended before they had connected", causes)
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            causes = dict.fromkeys(missing, "did not connect in time")
+            raise SyncTimeout(
+                f"worker(s) {join_indices(missing)} did not connect in time (connected: "
+                f"{join_indices(self._members) or 'none'})", causes
+            ) from None
+        finally:
+            for fd in sentinels.values():
+                loop.remove_reader(fd)
+        for worker in workers:
+            self._members[worker].fresh = False
+
+    def set_layout(self, layout: Layout) -> None:
+        """Define what a buffer contains, and tell the workers that are connected already."""
+        if self._arena is not None:
+            self._arena.set_layout(layout)
+        self._layout = layout
+        message = NewLayout(layout.encode())
+        for member in self._members.values():
+            self._loop.post(member.session.post, message)
+
+    def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
+        """Ask the workers whether weights of a layout would fit."""
+        return self._loop.call(self._ask(CheckLayout(layout.encode()), deadline))
+
+    async def _ask(self, message: CheckLayout, deadline: float | None) -> Mapping[int, Cause]:
+        sessions, changed = {w: one.session for w, one in self._members.items()}, asyncio.Event()
+        for session in sessions.values():
+            session.fits = None
+            session.watch(changed)
+            session.post(message)
+        try:
+            async with asyncio.timeout(remaining(deadline)):
+                while any(session.fits is None and session.cause is None for session in sessions.values()):
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            pass
+        finally:
+            for session in sessions.values():
+                session.unwatch(changed)
+        causes = {}
+        for worker, session in sessions.items():
+            if session.fits:
+                causes[worker] = Cause("failed", session.fits)
+            elif session.fits is None:
+                causes[worker] = LATE if session.cause is None else Cause("died", session.cause)
+        return causes
+
+    def reserve(self, deadline: float | None) -> Buffer:
+        """Return memory for one version that nobody reads."""
+        assert self._layout is not None, "set_layout() comes first"
+        return self._pool.reserve(self._layout) if self._arena is None else self._arena.reserve(deadline)
+
+    def publish(self, update: Update, workers: Sequence[int]) -> None:
+        """Give ``workers`` the update, also those that will take the place of absent ones."""
+        with self._lock:
+            if len(workers) == self._num_workers:
+                self._newest = [update] * self._num_workers
+                given = self._members
+            else:
+                for worker in workers:
+                    self._newest[worker] = update
+                given = {w: one for w, one in self._members.items() if w in workers}
+            if len(self._given) > 1000:  # of a trainer that never waits
+                del self._given[next(iter(self._given))]
+            self._given[update.version] = given
+            self._give(update, given.values())
+
+    def _give(self, update: Update, members: Iterable[Member]) -> None:
+        """Hand an update to members: a word for those that use the arena, an offer to the sessions of the others."""
+        arena, blocks, others = self._arena, [], []
+        for member in members:
+            if member.block >= 0:
+                blocks.append(member.block)
+            else:
+                others.append(member.session)
+        if others or self._checksum:
+            self._add_checksum(update)
+        if arena is not None and blocks:
+            if update.extra or update.requires or update.checksum:
+                arena.store_header(update)
+            alive = arena.publish(blocks, update.version, update.buffer.slot, update.acknowledge)
+            if not alive and not self._loop.here:
+                self._loop.call(asyncio.sleep(0))  # the control thread takes note of deaths first
+        for session in others:
+            self._loop.post(session.offer, update)
+
+    def _add_checksum(self, update: Update) -> None:
+        if not update.checksum and self._checksum is not False and update.buffer.flat.is_cpu:
+            update.checksum = checksum_of(update.buffer.memory, update.extra)
+
+    def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
+        """Wait until ``workers`` have the version; return why those that do not have it lack it."""
+        given = self._given.get(version, self._members)
+        causes: dict[int, Cause] = {}
+        by_words = {w: given[w] for w in workers if w in given and given[w].block >= 0} if stage != "received" else {}
+        others = {w: given[w].session for w in workers if w in given and w not in by_words}
+        for worker in workers:
+            if worker not in given:
+                causes[worker] = Cause("died", self._causes.get(worker, "it has ended"))
+        if by_words:
+            causes |= self._wait_for_words(by_words, version, stage, deadline)
+        if others:
+            causes |= self._loop.call(wait_for(others, version, stage, deadline))
+        if not causes and stage != "received":
+            self._given.pop(version, None)
+        return causes
+
+    def _wait_for_words(
+        self, members: Mapping[int, Member], version: int, stage: Stage, deadline: float | None
+    ) -> dict[int, Cause]:
+        arena, causes, pending = self._arena, {}, dict(members)
+        assert arena is not None
+        while pending:
+            if stage == "installed" and arena.wait([m.block for m in pending.values()], version, remaining(deadline)):
+                return causes
+            for worker, member in list(pending.items()):
+                session = member.session
+                if version in session.refusals:
+                    causes[worker] = Cause("failed", session.refusals[version])
+                elif arena.installed(member.block) >= version:
+                    pass
+                elif session.cause is not None:
+                    causes[worker] = Cause("died", session.cause)
+                elif stage == "installed":
+                    continue
+                del pending[worker]
+            if deadline is not None and time.monotonic() >= deadline:
+                return causes | dict.fromkeys(pending, LATE)
+        return causes
+
+    def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
+        """Return the slowest worker's seconds of waiting and of installing, and the bytes that one was sent."""
+        members, sent = self._members, 0
+        blocks = [members[w].block for w in workers if w in members and members[w].block >= 0]
+        wait, apply = self._arena.times(blocks) if self._arena is not None and blocks else (0.0, 0.0)
+        for worker in workers:
+            member = members.get(worker)
+            if member is not None and member.block < 0:
+                session = member.session
+                if session.wait + session.apply > wait + apply:
+                    wait, apply = session.wait, session.apply
+                sent = max(sent, session.sent_bytes)
+        return wait, apply, sent if not blocks else 0
+
+    def disconnect(self, worker: int, cause: str) -> None:
+        """Treat a worker as dead."""
+        member = self._members.get(worker)
+        if member is not None:
+            self._loop.call(self._end(member, cause))
+
+    async def _end(self, member: Member, cause: str) -> None:
+        member.session.end(cause)
+        self._remove(member.session)
+
+    # --- Transactional ---
+
+    def prepare(self, update: Update, workers: Sequence[int]) -> None:
+        """Give ``workers`` an undecided update."""
+        given = {w: one for w, one in self._members.items() if w in workers}
+        self._given[update.version] = given
+        if any(one.block < 0 for one in given.values()) or self._checksum:
+            self._add_checksum(update)
+        if self._arena is not None:
+            self._arena.store_header(update)
+        for member in given.values():
+            if member.block >= 0:
+                self._loop.post(member.session.post, OfferSlot(update.version, update.buffer.slot))
+            else:
+                self._loop.post(member.session.offer, update)
+
+    def announce_commit(self, update: Update, workers: Sequence[int]) -> None:
+        """First half of a commit: those that use the arena see it, and use it once all its siblings are there."""
+        blocks = [one.block for w, one in self._members.items() if w in workers and one.block >= 0]
+        if self._arena is not None and blocks:
+            self._arena.set_pending(blocks, update.version, update.buffer.slot)
+
+    def commit(self, update: Update, workers: Sequence[int]) -> None:
+        """Make the prepared update the newest one."""
+        with self._lock:
+            prepared = self._given.get(update.version, {})
+            for worker in workers:
+                self._newest[worker] = update
+            present = {w: one for w, one in self._members.items() if w in workers}
+            self._given[update.version] = {**prepared, **present}
+            joined = [one for w, one in present.items() if one.block >= 0 or prepared.get(w) is not one]
+            self._give(update, joined)
+        for member in prepared.values():
+            self._loop.post(member.session.decide, update.version, commit=True)
+
+    def abort(self, version: int, workers: Sequence[int]) -> None:
+        """Drop what was prepared."""
+        for member in self._given.pop(version, {}).values():
+            self._loop.post(member.session.decide, version, commit=False)
+
+    # --- the end ---
+
+    def published(self) -> list[Buffer]:
+        """Return the buffers of the newest updates, each once."""
+        return list({id(one.buffer): one.buffer for one in self._newest if one is not None}.values())
+
+    def close(self, *, graceful: bool) -> None:
+        """Tell the workers, and release everything."""
+        if self._closed or self._loop.inherited:
+            return
+        self._closed = True
+        with suppress(TimeoutError, NotConnected):
+            self._loop.call(self._close(graceful), time.monotonic() + 2 * _FAREWELL)
+        if self._arena is not None:
+            self._arena.close()
+        self._newest, self._given = [None] * self._num_workers, {}
+        self._pool = BufferPool("cpu")
+        self._loop.release()
+
+    async def _close(self, graceful: bool) -> None:
+        self._listener.close()
+        if graceful and self._members:
+            farewells = [asyncio.ensure_future(one.session.finish()) for one in self._members.values()]
+            await asyncio.wait(farewells, timeout=_FAREWELL)
+        for task in [*self._greeting]:
+            task.cancel()
+        if self._greeting:
+            await asyncio.wait([*self._greeting], timeout=_FAREWELL)
+
+
+def _pidfd(pid: int) -> int:
+    """Return a descriptor that is readable when a process has ended; -1 for one of another machine."""
+    try:
+        return os.pidfd_open(pid) if pid > 0 else -1
+    except ProcessLookupError:
+        return os.eventfd(1, os.EFD_CLOEXEC)
+
+
+def raise_causes(
+    causes: Mapping[int, Cause], what: str = "version {} is missing", version: int | None = None,
+    have: Sequence[int] | None = None,
+) -> None:
+    """Raise one error that names each worker, its cause and the survivors; if there is no cause, do nothing.
+
+    Raises:
+        WorkerDied, WorkerFailed, SyncTimeout: by the gravest cause.
+    """
+    if not causes:
+        return
+    by_line: dict[str, list[int]] = {}
+    for worker, cause in sorted(causes.items()):
+        by_line.setdefault(cause.text.strip().rpartition("\n")[2].strip(), []).append(worker)
+    lines = [f"worker{'s' * (len(some) > 1)} {join_indices(some)}: {line}" for line, some in by_line.items()]
+    message = f"{what.format(version)} on " + "\n".join(lines)
+    if have is not None:
+        message += f"\nworkers that have it: {join_indices(have) or 'none'}"
+    for worker, cause in sorted(causes.items()):
+        if "\n" in cause.text.strip():
+            message += f"\nworker {worker}: {cause.text.strip()}"
+    kinds = {cause.kind for cause in causes.values()}
+    kind = WorkerDied if "died" in kinds else WorkerFailed if "failed" in kinds else SyncTimeout
+    texts = {worker: cause.text for worker, cause in causes.items()}
+    raise kind(message, texts, version, [w for w, cause in causes.items() if cause.kind == "failed"])
