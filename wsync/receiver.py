@@ -102,6 +102,7 @@ class Receiver:
         self._end_returned = False
         self._waiters: set[queue.SimpleQueue[None]] = set()
         self._phase = Phase.NEW
+        self._hook: Any = self  # of the gate: this object, or compiled code that calls it
         self._connecting: threading.Thread | None = None
         self._connect_error: BaseException | None = None
         self._loop = control_loop()
@@ -293,8 +294,10 @@ class Receiver:
         self._end_returned, self._phase = False, Phase.OPEN
         deadline = deadline_in(timeout)
         try:
-            process_gate().call_without_forward(self._attach)
+            process_gate().call_without_forward(self._gate_model)
             first = self.inbox.connect(worker_idx, deadline)
+            self._hook = self.inbox.hook(self)
+            process_gate().attach(self._hook)
             if first and self.on_request:
                 self._pulling += 1
                 self.inbox.fetch(deadline)
@@ -314,10 +317,9 @@ class Receiver:
         finally:
             self._pulling = 0
 
-    def _attach(self) -> None:
+    def _gate_model(self) -> None:
         if self.destination.module is not None:
             gate_model(self.destination.module)
-        process_gate().attach(self.inbox.hook(self))
         _receivers.append(self)
 
     def begin_connect(self, worker_idx: int, timeout: float | None) -> None:
@@ -366,8 +368,7 @@ class Receiver:
         self._notify()
 
     def _detach(self) -> None:
-        gate = process_gate()
-        gate.detach(self.inbox.hook(self))
+        process_gate().detach(self._hook)
         if self in _receivers:
             _receivers.remove(self)
         if self._target is not None:

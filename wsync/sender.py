@@ -1,298 +1,464 @@
-"""The send path: what a trainer does with an update, the same for every backend.
+"""The trainer's end of a scheme: what it does with an update, the same for every backend.
 
-    source ─→ packed ─→ channel.publish ─→ acknowledgements ─→ report, or one error that names the workers that lack it
+    source ─→ outlet.reserve ─→ buffer.pack ─→ outlet.publish ─→ outlet.wait ─→ report, or one error that names workers
 
-These steps are in ``sending/updates.py``. Most updates take the fast path: one call does them all (``fast_path.py``).
+``send`` has these steps in this order. ``send_async`` keeps what it has published, and ``wait_async`` waits for that.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
-from wsync.control.early_joins import EarlyJoin
+from torch import Tensor
+
+from wsync.control.loop import control_loop
 from wsync.deadlines import deadline_in
-from wsync.errors import WorkerDied, WorkerFailed, forked_child_error
-from wsync.fast_path import FastCalls, UnfinishedUpdate
-from wsync.sending.channel import SenderSideChannel
-from wsync.sending.forking import fork_aware
-from wsync.sending.membership import Membership, checked_worker_index
-from wsync.sending.protocols import SendChannel
-from wsync.sending.source import Source
-from wsync.sending.tensor_finders import TensorFinders
-from wsync.sending.transactions import Transaction
-from wsync.sending.updates import Updates
-from wsync.types import LAST_VERSION, SyncReport
+from wsync.errors import NotConnected, WorkerDied, WorkerError, join_indices
+from wsync.update import LAST_VERSION, Cause, Outlet, Stage, SyncReport, Transactional, Update
+from wsync.weights.binding import dump_extra
 from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
+from wsync.weights.source import Source, worker_list
+from wsync.workers import raise_causes
 
-_PATIENCE = 0.1  # seconds that ``disconnect`` waits for the lock before it ends the wait of the call that holds it
+
+@dataclass(slots=True)
+class Sent:
+    """What was published and not waited for yet.
+
+    Attributes:
+        version: its number.
+        workers: that have to have it.
+        nbytes: the size of one copy.
+        acknowledge: whether it is installed when the call is finished; else it has to be published only.
+        began, deadline: of the call.
+        costs: seconds of extracting, packing and publishing.
+    """
+
+    version: int
+    workers: Sequence[int]
+    nbytes: int
+    acknowledge: bool
+    began: float
+    deadline: float | None
+    costs: tuple[float, float, float]
+
+    @property
+    def stage(self) -> Stage:
+        """What the call waits for."""
+        return "installed" if self.acknowledge else "ready"
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A sender's part in a transaction. ``updates`` has each group of workers with its update."""
+
+    sent: Sent
+    targets: Sequence[int]
+    updates: list[tuple[Sequence[int], Update]] = field(default_factory=list)
 
 
 class Sender:
-    """Sends one model's weights to all its workers. Any thread may call; one call runs at a time.
-
-    A call holds the *sender's lock*. While it uses connections or slots it also holds the *channel's lock* (for the
-    exceptions see ``SenderArena``). The *send-loop thread* (``sending/send_loop.py``) takes only the channel's lock; it
-    sends queued updates: a worker that does not use the arena gets an update only after it has answered the previous.
+    """Sends one model's weights. Any thread may call; one call runs at a time, with the sender's lock.
 
     Args:
-        channel: the channel to the workers: connections, and memory or transports for weights; kept as an attribute.
-        source: where weights come from when a call is given none; kept as an attribute.
+        outlet: what it publishes to.
+        source: where weights come from when a call is given none.
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
+        acknowledges: whether a finished ``send`` means that the workers have installed the update; else that every
+            forward that starts later uses it.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
-        acknowledges: whether every send waits for acknowledgements; if not, only some do: see ``Updates.publish``.
-        on_request: whether workers request versions (``initiator="receiver"``); ``acknowledges`` must then be False.
-        record: called with the report of each finished update except that of ``connect``, under the sender's lock.
+        waits: whether ``send`` waits for workers at all (not where they fetch, nor with a store).
+        record: called with the report of each finished update except that of ``connect``.
+        name: identifies this sender, for updates that belong together.
+
+    Attributes:
+        version: the newest number used: sent, skipped by ``continue_from``, or failed. 0 before the first.
+        sent_version: the newest version that workers were given; 0 before the first.
+        layout: of the weights; None before the first.
+        connected: whether ``connect`` has found all workers; false after ``close``.
+        on_published: called with each published update that all workers were given; for registered weights.
     """
 
     def __init__(
         self,
-        channel: SendChannel,
+        outlet: Outlet,
         source: Source,
         num_workers: int,
         timeout: float | None,
         *,
-        delivers_at_connect: bool = True,
         acknowledges: bool = True,
-        on_request: bool = False,
-        record: Callable[[SyncReport], None],
+        delivers_at_connect: bool = True,
+        waits: bool = True,
+        record: Callable[[SyncReport], None] = lambda _: None,
+        name: str = "",
     ) -> None:
-        self.source = source
-        self.num_workers = num_workers
-        self.channel = channel
-        self._delivers_at_connect = delivers_at_connect
-        self._acknowledges = acknowledges
+        self.outlet, self.source = outlet, source
+        self.num_workers, self.timeout = num_workers, timeout
+        self.name = name or secrets.token_hex(8)
+        self.version = self.sent_version = 0
+        self.layout: Layout | None = None
+        self.connected = False
+        self.on_published: Callable[[Update], None] | None = None
+        self._acknowledges, self._delivers_at_connect, self._waits = acknowledges, delivers_at_connect, waits
         self._record = record
-        self._members = Membership(num_workers)
-        self._updates = Updates(channel, source, self._members, timeout, on_request=on_request, record=record)
-        self._lock = threading.RLock()
-        self._in_forked_child = False
-        fork_aware.add(self)
-        self._finders = TensorFinders(source.weights)  # caches how to find the tensors in an argument of `send`
-        self._fast: FastCalls | None = None  # the fast path, while it is enabled
+        self._everyone: Sequence[int] = range(num_workers)
+        self._kept: list[Sent] = []  # sent without waiting, the oldest first
+        self._failed: list[Sent] = []
+        self._causes: dict[int, Mapping[int, Cause]] = {}  # of those, by version
+        self._requires: dict[str, int] = {}  # what every further update requires of other models
+        self._extra: dict[int, bytes] = {}  # each worker's extra state, as last sent
+        self._newest: Buffer | None = None  # of the newest update, if all workers were given it
+        self._lock = threading.RLock()  # guards everything here; it is the order of updates
+        self._loop = control_loop()
 
-    @property
-    def version(self) -> int:
-        """The newest version number used: sent, skipped by ``continue_from``, or failed. 0 before the first."""
-        return self._updates.version
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Let no other call run meanwhile; NotConnected: in a forked child."""
+        self._loop.require_own()
+        with self._lock:
+            yield
 
-    @property
-    def sent_version(self) -> int:
-        """The newest version that workers were given; 0 before the first."""
-        return self._members.sent_version
+    # --- connections ---
 
-    @property
-    def connected(self) -> bool:
-        """Whether ``connect`` has found all workers; some may have died since. False after ``close``."""
-        return self._members.connected
-
-    @property
-    def layout(self) -> Layout | None:
-        """The layout of the weights; None before the first."""
-        return self._updates.layout
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds for ``connect`` and ``send``; None for no limit."""
-        return self._updates.timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float | None) -> None:
-        self._updates.timeout = seconds
-
-    def connect(self, weights: object, sentinels: Mapping[int, int]) -> None:
-        """Wait for every worker; deliver the first weights, if any. For ``sentinels`` see ``wait_for_workers``.
-
-        Raises:
-            SyncTimeout: a worker did not connect, or did not install them in time.
-            WorkerDied, WorkerFailed: names the worker; a failure carries its traceback.
-        """
+    def connect(self, weights: object, processes: Any) -> None:
+        """Wait for every worker; deliver the first weights, if any."""
         with self.exclusive():
-            everyone, update = range(self.num_workers), None
+            sent, deadline = None, deadline_in(self.timeout)
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
-                # Published before the workers connect: the channel keeps it for each of them.
-                update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)
+                # Published before the workers connect: the outlet keeps it for each of them.
+                sent = self._publish(weights, self._everyone, None, acknowledge=True)
             elif self.source.weights is not None:
-                self._updates.define_layout(None)  # workers check it as they connect; the first send brings weights
-            deadline = update.deadline if update else deadline_in(self.timeout)
-            try:
-                self.channel.wait_for_workers(everyone, sentinels, deadline)
-            finally:  # after an error, too: `connect` may be called again, and these workers stay connected
-                self._members.add(self.channel.workers)
-            self._members.connected = True
-            if update:
-                self._updates.wait_for_acks(update)  # not recorded in the metrics: the time includes worker start-up
-                self._enable_fast(weights)
+                self._define_layout(None)  # workers check it as they connect; the first send brings weights
+            self.outlet.connect(processes, deadline)
+            self.connected = True
+            if sent is not None and self._waits:
+                self._require(sent)  # not recorded in the metrics: it includes the start of the workers
 
     def disconnect(self, worker: int) -> None:
-        """Treat a worker as dead; see ``WeightSyncScheme``. ValueError: there is no such worker."""
-        worker = checked_worker_index(worker, self.num_workers)
-        try:
-            while not self._lock.acquire(timeout=_PATIENCE):
-                self.channel.give_up(worker)  # repeated: the next call with the lock may wait for this worker too
-            with self.exclusive():  # the lock is held already; this also disables the fast path
-                self._disconnect(worker)
-        finally:
-            try:  # noqa: SIM105  not suppress(): a signal handler may raise in it, and release() would be skipped
-                self._lock.release()
-            except RuntimeError:  # a signal handler has raised before the lock was acquired
-                pass
+        """Treat a worker as dead, also while another thread's call waits for it."""
+        worker = one_worker(worker, self.num_workers)
+        self._loop.require_own()
+        self.outlet.disconnect(worker, "it was disconnected by disconnect() or readmit()")
 
-    def _disconnect(self, worker: int) -> None:
-        """Disconnect a worker, and await no more answers from it."""
-        self._updates.unawaited.drop_workers([worker])
-        # Before channel.disconnect(), in which a signal handler may raise.
-        self._members.remove({worker: "it was disconnected by disconnect() or readmit()"})
-        self.channel.disconnect(worker)
-
-    def readmit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
-        """Accept a replacement for a dead worker. The replacement gets the newest update sent to this index.
-
-        Args:
-            worker: the dead worker's index.
-            sentinel: a descriptor that becomes readable when the replacement's process ends.
-            timeout: seconds; None for those of ``connect``.
-
-        Raises:
-            SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
-        """
+    def readmit(self, worker: int, process: Any, timeout: float | None) -> None:
+        """Accept the process that takes the place of a worker."""
+        worker = one_worker(worker, self.num_workers)
         with self.exclusive():
-            deadline = deadline_in(self.timeout if timeout is None else timeout)
-            newest = self._members.version_sent_to(worker)  # the channel sends it to a replacement that connects
-            to_await = newest  # 0: do not wait for an answer
-            early_join = self.channel.pop_early_join(worker, sentinel)  # a replacement that is connected already
-            if early_join is None:
-                self._disconnect(worker)
-            elif early_join.unanswered_version != newest:
-                # 0: the worker has answered. Older than `newest`: a later call of `send` or `send_async` sent it
-                # `newest`, and reports the result.
-                to_await = 0
-            try:
-                if early_join is None:
-                    self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
-                if to_await:
-                    self._updates.acks.require([worker], to_await, deadline)
-            except BaseException as error:
-                # If the replacement has connected, the next `readmit` uses its connection.
-                if not isinstance(error, WorkerDied | WorkerFailed):
-                    self.channel.keep_early_join(worker, EarlyJoin(to_await))
-                raise
-            finally:
-                self._members.add(self.channel.workers)
+            self.outlet.readmit(worker, process, deadline_in(self.timeout if timeout is None else timeout))
 
     def continue_from(self, version: int) -> None:
-        """Skip the version numbers up to ``version``; ValueError if it is out of range."""
+        """Skip the version numbers up to ``version``; ValueError: it is out of range."""
         if not 0 <= version < LAST_VERSION - 1:
             raise ValueError(f"a version to continue from is 0 to {LAST_VERSION - 2}, not {version}")
         with self.exclusive():
-            self._updates.version = max(self.version, version)
+            self.version = max(self.version, version)
+
+    # --- updates ---
 
     def send(
-        self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool, partial: bool = False
+        self, weights: object, worker_ids: Any = None, *, wait: bool = True, partial: bool = False
     ) -> SyncReport | None:
         """Deliver an update, as ``WeightSyncScheme.send`` does; without ``wait``, do not wait for the workers."""
-        # Hot path: no avoidable calls or allocations. In a forked child `_fast` is None, and `_send` raises.
         with self._lock:
-            began = time.perf_counter()
-            fast = self._fast
-            if fast is not None and wait and worker_ids is None and not partial:
-                finders = self._finders
-                # the usual arguments, `None` and the source itself, need no search
-                own = finders.source_tensors if weights is None or weights is finders.source_weights else None
-                tensors = own if own is not None else finders.find(weights)
-                if tensors is not None:
-                    updates = self._updates
-                    # Counted before sending: if a signal interrupts the update, its number is not used again.
-                    version = updates.version = updates.version + 1
-                    try:
-                        report = fast.update(tensors, version, updates.timeout, began)
-                    except BaseException:  # usually raised while waiting for answers, after the update was published
-                        if isinstance(self.channel, SenderSideChannel) and self.channel.has_sent(version):
-                            self._members.sent_to_all = version
-                        raise
-                    if report is not None:
-                        if not isinstance(report, SyncReport):  # a tuple: sent, but not yet finished
-                            report = self._finish_fast(fast, UnfinishedUpdate(*report), began)
-                        self._members.sent_to_all = version
-                        self._record(report)
-                        return report
-                    updates.version -= 1  # None: nothing was sent, so the number is free again; do a full send
-        return self._send(weights, worker_ids, wait, partial)
-
-    def _send(
-        self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool, partial: bool
-    ) -> SyncReport | None:
-        with self.exclusive():
-            updates = self._updates
-            if not wait:
-                updates.send_unawaited(weights, worker_ids, partial=partial)
-                return None
-            workers, absent = self._members.recipients(worker_ids)
-            rest = updates.rest_of_model(worker_ids) if partial else None
-            acknowledge = self._acknowledges
-            report = updates.finish(updates.publish(weights, workers, absent, acknowledge=acknowledge, rest=rest))
-            if worker_ids is None and not partial:
-                self._enable_fast(weights)
+            self._loop.require_own()
+            sent = None
+            if worker_ids is None and not partial and self.connected:
+                sent = self._publish_usual(weights)
+            if sent is None:
+                sent = self._publish_any(weights, worker_ids, partial)
+            self._kept.append(sent)  # so that a wait that Ctrl-C ends is not forgotten
+            if not wait or not self._waits:
+                self._collect()
+                self._raise_failed(sent.version)
+                return None if not wait else self._report_published(sent)
+            report = self._finish(sent)
+            if self._kept or self._failed:
+                self._collect()
+                self._raise_failed(sent.version)
             return report
+
+    def _publish_usual(self, weights: object) -> Sent | None:
+        """Publish weights of a form that was sent before, to all workers; None if there is anything unusual."""
+        began, layout = time.perf_counter(), self.layout
+        tensors = self.source.usual(weights, layout) if layout is not None and not self._extra else None
+        if tensors is None:
+            return None
+        deadline = deadline_in(self.timeout)
+        extracted = time.perf_counter()
+        buffer = self.outlet.reserve(deadline)
+        if not buffer.pack_found(tensors):
+            return None
+        packed = time.perf_counter()
+        if not self.outlet.workers:
+            raise self._nobody()
+        self.version = version = self.version + 1
+        update = Update(version, buffer, b"", 0, self._requires, acknowledge=self._acknowledges)
+        self.outlet.publish(update, self._everyone)
+        self.sent_version, self._newest = version, buffer
+        if self.on_published is not None:
+            self.on_published(update)
+        costs = (extracted - began, packed - extracted, time.perf_counter() - packed)
+        return Sent(version, self.outlet.workers, layout.nbytes, self._acknowledges, began, deadline, costs)
+
+    def _publish_any(self, weights: object, worker_ids: Any, partial: bool) -> Sent:
+        if not self.connected:
+            raise NotConnected("not connected yet: call connect() on the sender (and on every worker) before send()")
+        workers = self._recipients(worker_ids)
+        rest = self._rest_of_model(worker_ids) if partial else None
+        sent = self._publish(weights, workers, rest, acknowledge=self._acknowledges)
+        if worker_ids is None and not partial and self.layout is not None:
+            self.source.learn(weights, self.layout)
+        return sent
+
+    def _publish(
+        self, weights: object, workers: Sequence[int], rest: Sequence[Tensor] | None, *, acknowledge: bool
+    ) -> Sent:
+        """Check and pack the next version, for several groups of workers if they get different weights, and publish."""
+        began, deadline = time.perf_counter(), deadline_in(self.timeout)
+        packed, costs = self._pack(weights, workers, rest, deadline)
+        acknowledge = acknowledge or any(extra for _, _, extra in packed)  # `set_extra_state` may raise
+        self.version = version = self.version + 1
+        at = time.perf_counter()
+        for group, buffer, extra in packed:
+            self.outlet.publish(Update(version, buffer, extra, 0, self._requires, acknowledge=acknowledge), group)
+        self._note(version, packed, workers)
+        present = [worker for worker in self.outlet.workers if worker in set(workers)]
+        nbytes = packed[0][1].flat.numel()
+        return Sent(version, present, nbytes, acknowledge, began, deadline, (*costs, time.perf_counter() - at))
+
+    def _pack(
+        self, weights: object, workers: Sequence[int], rest: Sequence[Tensor] | None, deadline: float | None
+    ) -> tuple[list[tuple[Sequence[int], Buffer, bytes]], tuple[float, float]]:
+        """Return each group of workers with its packed weights and extra state, and the seconds that it took."""
+        began, packing = time.perf_counter(), 0.0
+        layout = self._agreed_layout(weights, deadline)
+        packed: list[tuple[Sequence[int], Buffer, bytes]] = []
+        for part in self.source.parts(weights, workers, layout, rest):
+            for group, extra in self._by_extra(part.workers, part.extra):
+                buffer = self.outlet.reserve(deadline)
+                at = time.perf_counter()
+                buffer.pack(part.tensors)
+                packing += time.perf_counter() - at
+                packed.append((group, buffer, extra))
+        self._loop.require_own()  # a function of the user's may have forked, and this may be the child
+        return packed, (time.perf_counter() - began - packing, packing)
+
+    def _agreed_layout(self, weights: object, deadline: float | None) -> Layout:
+        if self.layout is None and self.connected:  # the workers have not checked it as they connected
+            layout = Layout.of(self.source.first(weights))
+            causes = self.outlet.check_layout(layout, deadline)
+            raise_causes(causes, "these first weights are applied nowhere, because of a worker")
+        return self._define_layout(weights)
+
+    def _define_layout(self, weights: object) -> Layout:
+        if self.layout is None:
+            layout = Layout.of(self.source.first(weights))
+            self.outlet.set_layout(layout)
+            self.layout = layout
+        return self.layout
+
+    def _by_extra(
+        self, workers: Sequence[int], extra: Mapping[str, Any] | None
+    ) -> Sequence[tuple[Sequence[int], bytes]]:
+        """Return the extra states to send, each with its workers; without one, each worker is sent what it has."""
+        if extra is not None or not self._extra:
+            return [(workers, dump_extra(extra))]
+        groups: dict[bytes, list[int]] = {}
+        for worker in workers:
+            groups.setdefault(self._extra.get(worker, b""), []).append(worker)
+        return [(workers, extra) for extra, workers in groups.items()]
+
+    def _note(self, version: int, packed: Sequence[tuple[Sequence[int], Buffer, bytes]], workers: Sequence[int]) -> None:
+        self.sent_version = version
+        for group, _, extra in packed:
+            if extra or self._extra:
+                self._extra.update(dict.fromkeys(group, extra))
+        alike = len(packed) == 1 and len(workers) == self.num_workers
+        self._newest = packed[0][1] if alike else None
+        if alike and self.on_published is not None:
+            self.on_published(Update(version, packed[0][1]))
+
+    def _rest_of_model(self, worker_ids: Any) -> Sequence[Tensor]:
+        if worker_ids is not None or self._newest is None:
+            raise ValueError(
+                "a partial update goes to all workers, and completes the weights that all of them were sent last; those "
+                "are not known before the first update, or after one that went to some workers only: send the whole "
+                "model to all workers first"
+            )
+        return self._newest.views
+
+    def _recipients(self, worker_ids: Any) -> Sequence[int]:
+        if worker_ids is None:
+            if not self.outlet.workers:
+                raise self._nobody()
+            return self._everyone
+        wanted, causes = worker_list(worker_ids, self.num_workers), self.outlet.causes()
+        if gone := {worker: causes[worker] for worker in wanted if worker in causes}:
+            left = join_indices(self.outlet.workers) or "none"
+            why = "".join(f"\nworker {worker}: {cause}" for worker, cause in gone.items())
+            raise WorkerDied(f"worker(s) {join_indices(gone)} died or left earlier; present: {left}{why}", gone)
+        if not wanted:
+            raise ValueError("worker_ids is empty: name at least one worker, or None for all")
+        return wanted
+
+    def _nobody(self) -> NotConnected:
+        """The error of a send to nobody. Deaths that no call has reported come first."""
+        self._collect()
+        self._raise_failed(None)
+        why = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(self.outlet.causes().items()))
+        return NotConnected(f"every worker has died or left: start another process, then readmit(index, process){why}")
+
+    # --- waiting ---
 
     def wait(self) -> SyncReport | None:
         """Wait for everything that was sent without waiting; return the newest one's report."""
         with self.exclusive():
-            return self._updates.finish_all()
+            report, deadlines = None, [sent.deadline for sent in self._kept]
+            self._raise_failed()
+            if deadlines and None not in deadlines:  # a newer one takes the place of older ones, and has more time
+                latest = max(deadline for deadline in deadlines if deadline is not None)
+                for sent in self._kept:
+                    sent.deadline = latest
+            while self._kept:
+                report = self._finish(self._kept[0])
+            return report
 
-    @contextmanager
-    def transaction(self, number: int) -> Iterator[Transaction]:
-        """Yield the sender's part in an update of several models; no other call of the sender runs meanwhile."""
-        with self.exclusive():
-            yield Transaction(self._updates, number)
+    def _finish(self, sent: Sent) -> SyncReport:
+        """Wait for one that is kept; return its report."""
+        self._require(sent)
+        return self._report(sent, time.perf_counter() - sent.began)
 
-    # --- the fast path: see fast_path.py ---
+    def _require(self, sent: Sent) -> None:
+        causes = self.outlet.wait(sent.workers, sent.version, sent.stage, sent.deadline)
+        if sent in self._kept:
+            self._kept.remove(sent)
+        if causes:
+            have = [worker for worker in sent.workers if worker not in causes]
+            raise_causes(causes, "version {} is missing", sent.version, have)
 
-    def _enable_fast(self, weights: object) -> None:
-        """Enable the fast path for sends like this one, which went to all workers, unless a condition forbids it."""
-        channel, layout, members = self.channel, self.layout, self._members
-        prevented = self._updates.unawaited.updates or members.absent or members.extra_states
-        if prevented or layout is None or not isinstance(channel, SenderSideChannel):
+    def _report(self, sent: Sent, seconds: float) -> SyncReport:
+        wait, apply, nbytes = self.outlet.costs(sent.workers, sent.version) if sent.acknowledge else (0.0, 0.0, 0)
+        report = SyncReport(
+            sent.version, nbytes or sent.nbytes, seconds, (*sent.costs, wait, apply),
+            dict.fromkeys(sent.workers, sent.version),
+        )
+        self._record(report)
+        return report
+
+    def _report_published(self, sent: Sent) -> SyncReport:
+        self._kept.remove(sent)
+        return self._report(sent, time.perf_counter() - sent.began)
+
+    def _collect(self) -> None:
+        """Finish those that are installed by now; keep those that have failed for ``_raise_failed``."""
+        while self._kept:
+            sent = self._kept[0]
+            causes = self.outlet.wait(sent.workers, sent.version, sent.stage, 0.0)
+            failed = {worker: cause for worker, cause in causes.items() if cause.kind != "late"}
+            if failed:
+                self._failed.append(sent)
+                self._causes[sent.version] = failed
+                if len(failed) == len(causes):
+                    del self._kept[0]
+                    continue
+                sent.workers = [worker for worker in sent.workers if worker not in failed]
+            if causes:
+                return
+            del self._kept[0]
+            self._report(sent, sum(sent.costs))
+
+    def _raise_failed(self, version: int | None = None) -> None:
+        """Raise one error for all that has failed without being waited for; ``version``: what was sent meanwhile."""
+        if not self._failed:
             return
-        fast = channel.fast_calls(acknowledge=self._acknowledges)
-        if fast is not None and (finder := self.source.finder(weights, layout)) is not None:
-            self._finders.add(weights, finder)
-            self._fast = fast
+        failed, self._failed = self._failed, []
+        causes: dict[int, Cause] = {}
+        for sent in failed:
+            causes = {**self._causes.pop(sent.version), **causes}
+        try:
+            raise_causes(causes, "version {} is missing", failed[0].version)
+        except WorkerError as error:
+            error.version = failed[0].version if version is not None else None
+            raise
 
-    def _finish_fast(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
-        """Finish an update of the fast path that was not published to all workers yet, or not acknowledged."""
-        self._fast = None
-        workers, timeout, version = self._members.present, self.timeout, self.version
-        left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
-        self._members.note_sent(version, ((workers, b""),))  # b"": the fast path is for models without extra state
-        fast.finish_publishing(unfinished, version)
-        if self._acknowledges:
-            self._updates.acks.require(workers, version, deadline_in(left))
-        else:
-            self._updates.acks.raise_failures(workers, version)
-        return unfinished.report_after(time.perf_counter() - began)
+    # --- transactions: see ``transaction.py`` ---
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Hold the sender's lock; disable the fast path until the next ``send``. NotConnected: in a forked child."""
-        if self._in_forked_child:
-            raise forked_child_error()
-        with self._lock:
-            self._fast = None
-            yield
+    def prepare(self, weights: object, worker_ids: Any) -> Prepared:
+        """Give workers an undecided update, and do not wait. The sender's lock is held until the decision."""
+        outlet = self.outlet
+        if not outlet.transactional:
+            raise ValueError("workers that fetch, and this backend, take no update of several models")
+        if not self.connected:
+            raise NotConnected("not connected yet: call connect() on the sender (and on every worker) first")
+        began, deadline = time.perf_counter(), deadline_in(self.timeout)
+        targets = self._recipients(worker_ids)
+        packed, costs = self._pack(weights, targets, None, deadline)
+        self.version = version = self.version + 1
+        present = [worker for worker in outlet.workers if worker in set(targets)]
+        sent = Sent(version, present, packed[0][1].flat.numel(), True, began, deadline, (*costs, 0.0))
+        prepared = Prepared(sent, targets)
+        for group, buffer, extra in packed:
+            prepared.updates.append((group, Update(version, buffer, extra, 0, undecided=True)))
+        return prepared
 
-    def end_in_forked_child(self) -> None:
-        """Make every later call raise, except ``close``. Called by the fork hook in ``sending/forking.py``."""
-        self._in_forked_child = True
-        self._fast, self._lock = None, threading.RLock()  # a thread that does not exist here may hold the old one
+    def offer(self, prepared: Prepared, requires: Mapping[str, int]) -> None:
+        """Send what was prepared; ``requires``: the versions of all models of the transaction."""
+        for group, update in prepared.updates:
+            update.requires = self._requires | dict(requires)
+            _transactional(self.outlet).prepare(update, group)
 
-    def close(self) -> None:
-        """Tell the workers that no more updates will come; close all connections. A forked child sends nothing."""
-        if self._in_forked_child:
-            return self.channel.close()
-        with self.exclusive():
-            self._members.connected = False
-            self.channel.close(finished=True)
+    def check(self, prepared: Prepared) -> Mapping[int, Cause]:
+        """Wait until the workers have checked what was prepared; return why some cannot take it."""
+        sent = prepared.sent
+        return self.outlet.wait(sent.workers, sent.version, "received", sent.deadline)
+
+    def announce_commit(self, prepared: Prepared) -> None:
+        """First half of the commit."""
+        for group, update in prepared.updates:
+            _transactional(self.outlet).announce_commit(update, group)
+
+    def commit(self, prepared: Prepared) -> None:
+        """Second half of the commit: the update is the newest one."""
+        for group, update in prepared.updates:
+            update.undecided = False
+            _transactional(self.outlet).commit(update, group)
+        self._requires = dict(prepared.updates[0][1].requires)
+        packed = [(group, update.buffer, update.extra) for group, update in prepared.updates]
+        self._note(prepared.sent.version, packed, prepared.targets)
+        self._kept.append(prepared.sent)
+
+    def abort(self, prepared: Prepared) -> None:
+        """Drop what was prepared."""
+        for group, update in prepared.updates:
+            _transactional(self.outlet).abort(update.version, group)
+
+    def finish(self, prepared: Prepared) -> SyncReport:
+        """Wait until the workers have what was committed."""
+        return self._finish(prepared.sent)
+
+    # --- the end ---
+
+    def close(self, *, graceful: bool = True) -> None:
+        """Close the outlet; a call in another thread ends with an error. Idempotent."""
+        self.connected = False
+        self.outlet.close(graceful=graceful)
+
+
+def one_worker(worker: object, num_workers: int) -> int:
+    """Return the index of the one worker that ``worker`` names; ValueError: there is no such worker."""
+    named = worker_list(worker, num_workers)
+    if len(named) != 1:
+        raise ValueError(f"worker is one worker's index, not {worker!r}")
+    return named[0]
+
+
+def _transactional(outlet: Outlet) -> Transactional:
+    return outlet  # pyright: ignore[reportReturnType]  `prepare` has checked it
