@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
-from collections.abc import Iterator
-from contextlib import contextmanager
+import platform
+import threading
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
@@ -13,43 +13,50 @@ from torch import nn
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
-from wsync.loops.mutex import SIZE, Mutex, wait_while_equal, wake_all
 from wsync.transport import TransportBackend, apply_received
 from wsync.weights.snapshot import weights_of
 from wsync.weights.strategy import WeightStrategy
 
-_MUTEX_TIMEOUT = 60.0  # seconds; a process holds the mutex while it copies the weights
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_FUTEX = {"x86_64": 202, "aarch64": 98}  # the number of the system call futex(2)
+_FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 2**31 - 1
+_turn = threading.Lock()
+
+
+def _fence() -> None:
+    """Order the loads and stores before this call before those after it: a processor may reorder them otherwise."""
+    with _turn:
+        pass
+    with _turn:
+        pass
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _futex(word: Any, operation: int, value: int, timeout: float | None = None) -> None:
+    moment = None if timeout is None else ctypes.byref(_Timespec(int(timeout), int(timeout % 1 * 1e9)))
+    number, expected = ctypes.c_long(_FUTEX[platform.machine()]), ctypes.c_uint32(value & 0xFFFFFFFF)
+    _LIBC.syscall(number, ctypes.c_void_p(ctypes.addressof(word)), operation, expected, moment, None, 0)
 
 
 class SharedMemTransport(TransportBackend):
     """Weights in shared memory, without a scheme (a ``TransportBackend``).
 
     ``SharedMemTransport()`` is handed to worker processes as an argument. Each call of ``receive_weights`` there waits
-    for the next version and copies it. A scheme's ``shared_transport`` is a ``SharedMemSenderTransport``.
+    for the next version and copies it. One thread of one process sends. A scheme has a ``shared_transport`` of its own.
 
-    The death of a process blocks no other one: the mutex can be locked after its owner has died, and workers wait by
-    futex(2) until the version counter has changed. (A ``Condition`` of ``multiprocessing`` waits for dead workers.)
+    No process can block another one: there is no lock. The sender makes the version counter odd while it writes; a
+    receiver that finds another counter after its copy than before drops the copy. It waits by futex(2) until the
+    counter has changed.
     """
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._memory = context.RawArray("c", SIZE)
-        self._mutex().initialise()
-        self._counter = context.Value("q", 0, lock=False)  # grows by 2 with each version; odd while one is written
+        self._counter = context.Value("q", 0, lock=False)  # grows by 2 with each version
         self._weights: TensorDictBase | None = None
         self._seen = 0
-
-    def _mutex(self) -> Mutex:
-        return Mutex(ctypes.addressof(self._memory), self._memory)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        mutex = self._mutex()
-        try:
-            mutex.lock(_MUTEX_TIMEOUT)
-            yield
-        finally:
-            mutex.unlock()
 
     def register_weights(self, weights: Any) -> None:
         """Define the shared buffers, before the transport is handed to a process.
@@ -72,15 +79,15 @@ class SharedMemTransport(TransportBackend):
         Raises:
             NotConnected: before ``register_weights``.
             LayoutMismatch: the weights do not fit.
-            SyncTimeout: a worker that is stopped holds the mutex.
         """
-        given, strategy = weights_of(weights, older_weights), WeightStrategy()
-        with self._locked():
-            strategy.check(self._buffers(), given)  # so that what follows does not fail
-            self._counter.value |= 1  # it is odd already if the last sender was killed here
-            strategy.apply_weights(self._buffers(), given)
-            self._counter.value += 1
-        wake_all(ctypes.addressof(self._counter))
+        given, strategy, buffers = weights_of(weights, older_weights), WeightStrategy(), self._buffers()
+        strategy.check(buffers, given)  # so that what follows does not fail
+        self._counter.value |= 1  # it is odd already if the last sender was killed here
+        _fence()
+        strategy.apply_weights(buffers, given)
+        _fence()
+        self._counter.value += 1
+        _futex(self._counter, _FUTEX_WAKE, _ALL)
 
     def check_connection(self) -> bool:
         """Return whether there are buffers. Of the older API."""
@@ -94,30 +101,30 @@ class SharedMemTransport(TransportBackend):
         model: nn.Module | None = None,
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
-        """Wait for the next version; return a copy, applied to ``weights`` and ``model`` if given.
-
-        Raises:
-            SyncTimeout: a process that is stopped holds the mutex.
-        """
+        """Wait for the next version; return a copy, applied to ``weights`` and ``model`` if given."""
         deadline = deadline_in(timeout)
         while True:
             before, left = self._counter.value, remaining(deadline)  # read before: a later change ends the wait at once
             received = self._copy_newer()
             if received is not None:
-                break
+                return apply_received(received, weights, model, strategy)
             if left == 0.0:
                 return None
-            wait_while_equal(ctypes.addressof(self._counter), before, left)
-        return apply_received(received, weights, model, strategy)
+            if self._counter.value == before:
+                _futex(self._counter, _FUTEX_WAIT, before, left)
 
     def _copy_newer(self) -> TensorDictBase | None:
-        with self._locked():
-            version = self._counter.value
-            if version <= self._seen or version % 2:
-                return None
-            copied = self._buffers().clone()
-            self._seen = version  # last: if the copy fails, the next call returns this version
-            return copied
+        """Return a copy of a version that was not seen before; None if there is none, or it was written meanwhile."""
+        version, buffers = self._counter.value, self._buffers()
+        if version <= self._seen or version % 2:
+            return None
+        _fence()
+        copied = buffers.clone()
+        _fence()
+        if self._counter.value != version:
+            return None
+        self._seen = version  # last: if the copy fails, the next call returns this version
+        return copied
 
     def _buffers(self) -> TensorDictBase:
         if self._weights is None:

@@ -1,48 +1,29 @@
-/* wsync._loops: the inner loops of an update, compiled.
+/* wsync._native: the inner loops of an update.
  *
  * Between two batches a trainer's caches are cold, and an interpreter that walks through a module, asks where each
  * tensor lies and stores a few words spends its time waiting for memory: ten times what the copy itself takes.
  *
- * Each class here stands in for the class of the same name in the package wsync.loops, and follows the argument that is
- * written there: same constructor, same methods, same tests. wsync/loops/__init__.py chooses once, at import.
- *
  *     pack_plan.c      copies tensors into a buffer      tensor_tree.c    finds a module's tensors
- *     arena_writer.c   the sender's words                arena_update.c   a usual update of all workers
- *     worker_slot.c    a worker's words                  worker_update.c  a usual update in a worker
- *     gate_state.c      the gate around forwards          installer.c      switches a model to an update
- *     copy.c           copies bytes
+ *     sender_words.c   a trainer's words of an arena     installer.c      switches a model to an update
+ *     worker_words.c   a worker's words of an arena      copy.c           copies bytes
  *
  * Tensors are read through DLPack's exchange table (dlpack.h, DLPackExchangeAPI, version 1), which PyTorch offers at
  * torch.Tensor.__dlpack_c_exchange_api__: no header of PyTorch is needed, and the build is tied to no version of it.
+ * _native.pyi documents the classes for Python.
  */
 
-#include "loops.h"
+#include "native.h"
 
-#define REVISION 18 /* of the interface; wsync/loops/__init__.py names the one that it expects */
+#define REVISION 100 /* of the interface; wsync/native.py names the one that it expects */
 
 const DLPackExchange *dlpack;
-PyTypeObject *PackPlan_type, *TensorTree_type, *GateState_type, *Installer_type, *ArenaUpdate_type;
+PyTypeObject *PackPlan_type, *TensorTree_type, *Installer_type;
 struct Names names;
-
-static int set_phases(PyObject *phases)
-{
-    PyObject *no_phases = PyDict_New();
-    for (Py_ssize_t i = 0; i < PHASES; i++) {
-        Py_XSETREF(names.phases[i], Py_NewRef(PyTuple_GET_ITEM(phases, i)));
-        if (!no_phases || PyDict_SetItem(no_phases, names.phases[i], names.zero)) {
-            Py_XDECREF(no_phases);
-            return -1;
-        }
-    }
-    Py_XSETREF(names.no_phases, no_phases);
-    return 0;
-}
 
 static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *capsule, *types, *report, *phases, *threads, *increment, *autocast, *copy, *not_connected, *timeout;
-    if (!PyArg_ParseTuple(args, "OO!O!O!OOOOOO:configure", &capsule, &PyTuple_Type, &types, &PyType_Type, &report,
-                          &PyTuple_Type, &phases, &threads, &increment, &autocast, &copy, &not_connected, &timeout))
+    PyObject *capsule, *types, *increment, *autocast;
+    if (!PyArg_ParseTuple(args, "OO!OO:configure", &capsule, &PyTuple_Type, &types, &increment, &autocast))
         return NULL;
     const DLPackExchange *table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!table)
@@ -51,36 +32,34 @@ static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
         PyErr_SetString(PyExc_ImportError, "another version of DLPack's exchange table");
         return NULL;
     }
-    if (PyTuple_GET_SIZE(phases) != PHASES || !PyType_IsSubtype((PyTypeObject *)report, &PyTuple_Type)) {
-        PyErr_SetString(PyExc_ImportError, "it was built for another SyncReport: build it again");
-        return NULL;
-    }
-    if (set_phases(phases))
-        return NULL;
-    Py_XSETREF(names.report, Py_NewRef(report));
     Py_XSETREF(names.plain_types, Py_NewRef(types));
-    Py_XSETREF(names.get_num_threads, Py_NewRef(threads));
     Py_XSETREF(names.increment_version, Py_NewRef(increment));
     Py_XSETREF(names.clear_autocast_cache, Py_NewRef(autocast));
-    Py_XSETREF(names.copy_into_model, Py_NewRef(copy));
-    Py_XSETREF(names.not_connected, Py_NewRef(not_connected));
-    Py_XSETREF(names.sync_timeout, Py_NewRef(timeout));
     dlpack = table;
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(configure_doc,
-             "configure(exchange_table, plain_types, report, phases, get_num_threads, increment_version,\n"
-             "clear_autocast_cache, copy_into_model, not_connected, sync_timeout): called once, before any other use.");
-static PyMethodDef functions[] = {
-    {"configure", configure, METH_VARARGS, configure_doc},
-    {NULL},
-};
+int map_words(PyObject *memory, Py_ssize_t capacity, Py_buffer *words, Block **blocks, Record **records)
+{
+    if (PyObject_GetBuffer(memory, words, PyBUF_WRITABLE))
+        return -1;
+    Py_ssize_t room = words->len - MAX_SLOTS * (Py_ssize_t)sizeof(Record);
+    if (capacity < 0 || room < 0 || capacity > room / (Py_ssize_t)sizeof(Block)) {
+        PyBuffer_Release(words);
+        PyErr_SetString(PyExc_ValueError, "there is too little memory for the words");
+        return -1;
+    }
+    *blocks = words->buf;
+    *records = (Record *)(*blocks + capacity);
+    return 0;
+}
+
+static PyMethodDef functions[] = {{"configure", configure, METH_VARARGS, NULL}, {NULL}};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "wsync._loops",
-    .m_doc = "The inner loops of an update, compiled: see wsync.loops.",
+    .m_name = "wsync._native",
+    .m_doc = "The inner loops of an update.",
     .m_size = -1,
     .m_methods = functions,
 };
@@ -100,28 +79,27 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept)
 static int make_names(void)
 {
     struct { PyObject **name; const char *text; } all[] = {
-        {&names.is_neg, "is_neg"},           {&names.is_conj, "is_conj"},
-        {&names.is_inference, "is_inference"}, {&names.poll_update, "poll_update"},
-        {&names.leaving_gate, "leaving_gate"}, {&names.on_readable, "on_readable"},
-        {&names.data, "data"},               {&names.version, "version"},
-        {&names.announced_at, "announced_at"}, {&names.waiting, "waiting"},
+        {&names.is_neg, "is_neg"},           {&names.is_inference, "is_inference"}, {&names.data, "data"},
+        {&names.poll_update, "poll_update"}, {&names.leaving_gate, "leaving_gate"},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (!(*all[i].name = PyUnicode_InternFromString(all[i].text)))
             return -1;
-    return (names.zero = PyFloat_FromDouble(0)) ? 0 : -1;
+    return 0;
 }
 
-PyMODINIT_FUNC PyInit__loops(void)
+PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *module = PyModule_Create(&definition);
     if (!module)
         return NULL;
     if (add_type(module, &PackPlan_spec, &PackPlan_type) || add_type(module, &TensorTree_spec, &TensorTree_type)
-        || add_type(module, &GateState_spec, &GateState_type) || add_type(module, &Installer_spec, &Installer_type)
-        || add_type(module, &ArenaWriter_spec, NULL) || add_type(module, &WorkerSlot_spec, NULL)
-        || add_type(module, &ArenaUpdate_spec, &ArenaUpdate_type) || make_names()
-        || PyModule_AddIntConstant(module, "REVISION", REVISION)) {
+        || add_type(module, &Installer_spec, &Installer_type) || add_type(module, &SenderWords_spec, NULL)
+        || add_type(module, &WorkerWords_spec, NULL) || make_names()
+        || PyModule_AddIntConstant(module, "REVISION", REVISION)
+        || PyModule_AddIntConstant(module, "BLOCK_SIZE", sizeof(Block))
+        || PyModule_AddIntConstant(module, "RECORDS_SIZE", MAX_SLOTS * sizeof(Record))
+        || PyModule_AddIntConstant(module, "MAX_SLOTS", MAX_SLOTS)) {
         Py_DECREF(module);
         return NULL;
     }

@@ -1,6 +1,24 @@
-/* PackPlan: copies tensors into the views of one buffer (loops/pack_plan.py). */
+/* PackPlan: copies tensors into the views of one buffer. */
 
-#include "loops.h"
+#include "native.h"
+
+typedef struct {
+    DLTensor view; /* of a tensor that the plan keeps alive */
+    size_t nbytes;
+    Py_ssize_t leader;  /* the first entry with the same memory (a tied tensor), or its own index */
+    PyObject *tensor;   /* copied here last, and known not to be negated */
+    const char *source; /* its address */
+} Entry;
+
+struct PackPlan {
+    PyObject_HEAD
+    PyObject *views; /* a tuple */
+    Py_ssize_t count;
+    Entry *entries;
+    Span *spans; /* at most one per entry */
+    int plain;   /* whether all views are in main memory, and none is complex; otherwise no copy fits */
+    int shared;  /* whether other processes read the views */
+};
 
 int is_like(PyObject *tensor, const DLTensor *like, DLTensor *view)
 {
@@ -23,78 +41,40 @@ int is_like(PyObject *tensor, const DLTensor *like, DLTensor *view)
     return view->data || !size_of(view); /* an efficient zero tensor has no memory */
 }
 
-static int PackPlan_traverse(PackPlan *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->views);
-    for (Py_ssize_t i = 0; self->entries && i < self->count; i++)
-        Py_VISIT(self->entries[i].tensor);
-    Py_VISIT(Py_TYPE(self));
-    return 0;
-}
-
-void PackPlan_forget(PackPlan *self)
+/* Drop the references to the tensors that were copied last. */
+static void forget(PackPlan *self)
 {
     for (Py_ssize_t i = 0; self->entries && i < self->count; i++)
         Py_CLEAR(self->entries[i].tensor);
 }
 
-static int PackPlan_clear(PackPlan *self)
-{
-    PackPlan_forget(self);
-    return 0;
-}
-
 static void PackPlan_free(PackPlan *self)
 {
-    PyObject_GC_UnTrack(self);
-    PackPlan_clear(self);
+    forget(self);
     PyMem_Free(self->entries);
     PyMem_Free(self->spans);
     Py_XDECREF(self->views);
     free_object(self);
 }
 
-static int by_start(const void *left, const void *right)
-{
-    const Entry *one = *(Entry *const *)left, *other = *(Entry *const *)right;
-    uintptr_t a = (uintptr_t)start_of(&one->view), b = (uintptr_t)start_of(&other->view);
-    return a != b ? (a < b ? -1 : 1) : one < other ? -1 : one > other;
-}
-
-/* Sorted by address, entries with the same memory stand side by side, the first one first. */
-static int find_leaders(PackPlan *self)
-{
-    Entry **sorted = PyMem_Calloc((size_t)self->count + 1, sizeof *sorted);
-    if (!sorted) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    size_t count = 0;
-    for (Py_ssize_t i = 0; i < self->count; i++) {
-        self->entries[i].leader = i;
-        if (self->entries[i].nbytes) /* empty tensors share no memory, whatever their address */
-            sorted[count++] = &self->entries[i];
-    }
-    qsort(sorted, count, sizeof *sorted, by_start);
-    for (size_t i = 1; i < count; i++)
-        if (start_of(&sorted[i]->view) == start_of(&sorted[i - 1]->view))
-            sorted[i]->leader = sorted[i - 1]->leader;
-    PyMem_Free(sorted);
-    return 0;
-}
-
-/* Read the views into entries. Return 1; 0 if one is not plain memory; -1 with an error. */
+/* Read the views into entries. Return 0, or -1 with an error. */
 static int read_views(PackPlan *self)
 {
+    self->plain = 1;
     for (Py_ssize_t i = 0; i < self->count; i++) {
         Entry *entry = &self->entries[i];
         if (dlpack->view(PyTuple_GET_ITEM(self->views, i), &entry->view))
             return -1;
-        if (entry->view.device.type != DL_CPU || entry->view.dtype.code == DL_COMPLEX)
-            return 0;
+        self->plain &= entry->view.device.type == DL_CPU && entry->view.dtype.code != DL_COMPLEX;
         entry->nbytes = size_of(&entry->view);
+        entry->leader = i;
+        for (Py_ssize_t j = 0; entry->nbytes && j < i; j++) /* empty tensors share no memory, whatever their address */
+            if (self->entries[j].nbytes && start_of(&self->entries[j].view) == start_of(&entry->view)) {
+                entry->leader = j;
+                break;
+            }
     }
-    return find_leaders(self) ? -1 : 1;
+    return 0;
 }
 
 static PyObject *PackPlan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -106,88 +86,61 @@ static PyObject *PackPlan_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     PackPlan *self = (PackPlan *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
-    self->views = PySequence_Tuple(views);
-    if (!self->views)
-        goto failed;
-    self->count = PyTuple_GET_SIZE(self->views);
     self->shared = shared;
-    self->entries = PyMem_Calloc((size_t)self->count + 1, sizeof(Entry));
-    self->spans = PyMem_Calloc((size_t)self->count + 1, sizeof(Span));
-    if (!self->entries || !self->spans) {
-        PyErr_NoMemory();
-        goto failed;
+    self->views = PySequence_Tuple(views);
+    if (self->views) {
+        self->count = PyTuple_GET_SIZE(self->views);
+        self->entries = PyMem_Calloc((size_t)self->count + 1, sizeof(Entry));
+        self->spans = PyMem_Calloc((size_t)self->count + 1, sizeof(Span));
+        if (!self->entries || !self->spans)
+            PyErr_NoMemory();
+        else if (!read_views(self))
+            return (PyObject *)self;
     }
-    int plain = read_views(self);
-    if (plain < 0)
-        goto failed;
-    if (!plain) {
-        PyMem_Free(self->entries);
-        self->entries = NULL;
-    }
-    return (PyObject *)self;
-failed:
     Py_DECREF(self);
     return NULL;
 }
 
-/* Return 1 if a tensor is not lazily negated; 0 if it is; -1 with an error. Other threads may run meanwhile. */
-static int is_positive(PyObject *tensor)
-{
-    PyObject *negative = PyObject_CallMethodNoArgs(tensor, names.is_neg);
-    Py_XDECREF(negative);
-    return negative ? negative == Py_False : -1;
-}
-
-/* Ask each tensor that is not the one copied last, or that has moved since, whether it is lazily negated. */
-static int check_new_tensors(PackPlan *self, PyObject *tensors)
+/* Ask each tensor that is not the one copied last, or has moved since, whether it is lazily negated. Return 1 if none
+ * is, and all of them fit; 0 if not; -1 with an error. Other threads may run meanwhile. */
+static int know_tensors(PackPlan *self, PyObject *tensors)
 {
     for (Py_ssize_t i = 0; i < self->count; i++) {
         Entry *entry = &self->entries[i];
-        PyObject *tensor = PyList_GET_ITEM(tensors, i);
         DLTensor view;
-        if (entry->tensor == tensor)
-            continue;
+        if (PyList_GET_SIZE(tensors) != self->count)
+            return 0; /* another thread has changed the list */
+        PyObject *tensor = PyList_GET_ITEM(tensors, i);
         if (!is_like(tensor, &entry->view, &view)) /* it may not even be a tensor */
             return 0;
-        int positive = is_positive(tensor);
-        if (positive <= 0)
-            return positive;
-        if (PyList_GET_SIZE(tensors) != self->count || PyList_GET_ITEM(tensors, i) != tensor)
-            return 0; /* another thread has changed the list */
+        if (entry->tensor == tensor && entry->source == start_of(&view))
+            continue;
         Py_XSETREF(entry->tensor, Py_NewRef(tensor));
-        entry->source = NULL;
-    }
-    return 1;
-}
-
-int PackPlan_check(PackPlan *self, PyObject *tensors)
-{
-    if (!self->entries || !PyList_CheckExact(tensors) || PyList_GET_SIZE(tensors) != self->count)
-        return 0;
-    for (int moved = 1; moved;) {
-        DLTensor view;
-        int positive = check_new_tensors(self, tensors);
-        if (positive <= 0)
-            return positive;
-        moved = 0;
-        for (Py_ssize_t i = 0; i < self->count; i++) { /* from here on no other thread runs */
-            Entry *entry = &self->entries[i];
-            if (!is_like(entry->tensor, &entry->view, &view))
-                return 0;
-            if (entry->source && entry->source != start_of(&view)) {
-                Py_CLEAR(entry->tensor);
-                moved = 1;
-            }
-            entry->source = start_of(&view);
+        entry->source = start_of(&view);
+        int negative = ask(entry->tensor, names.is_neg);
+        if (negative) {
+            Py_CLEAR(entry->tensor);
+            return negative < 0 ? -1 : 0;
         }
     }
-    for (Py_ssize_t i = 0; i < self->count; i++) /* tensors that were tied, and are not any more, have to be compared */
-        if (self->entries[i].nbytes && self->entries[i].source != self->entries[self->entries[i].leader].source)
-            return 0;
     return 1;
 }
 
-int PackPlan_copy(PackPlan *self)
+/* Return whether all tensors still fit, and those that were tied are: the others would have to be compared. */
+static int fit(PackPlan *self)
+{
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        Entry *entry = &self->entries[i];
+        DLTensor view;
+        if (!is_like(entry->tensor, &entry->view, &view) || start_of(&view) != entry->source)
+            return 0;
+        if (entry->nbytes && entry->source != self->entries[entry->leader].source)
+            return 0;
+    }
+    return 1;
+}
+
+static void copy(PackPlan *self)
 {
     size_t count = 0;
     for (Py_ssize_t i = 0; i < self->count; i++) {
@@ -195,50 +148,49 @@ int PackPlan_copy(PackPlan *self)
         if (entry->nbytes && entry->leader == i)
             self->spans[count++] = (Span){start_of(&entry->view), entry->source, entry->nbytes};
     }
-    Py_INCREF(self);
-    int failed = copy_spans(self->spans, count, self->shared);
-    Py_DECREF(self);
-    return failed;
+    copy_spans(self->spans, count, self->shared);
 }
 
-int PackPlan_is_in_place(PackPlan *self)
+static PyObject *PackPlan_fill(PackPlan *self, PyObject *args)
 {
-    for (Py_ssize_t i = 0; self->entries && i < self->count; i++) {
-        DLTensor now;
-        if (!self->entries[i].nbytes)
-            continue;
-        if (dlpack->view(PyTuple_GET_ITEM(self->views, i), &now)) {
-            PyErr_Clear();
-            return 0;
-        }
-        return start_of(&now) == start_of(&self->entries[i].view); /* the views are of one storage */
-    }
-    return 1;
-}
-
-static PyObject *PackPlan_fill(PackPlan *self, PyObject *tensors)
-{
-    int fits = PackPlan_check(self, tensors);
-    if (fits > 0 && PackPlan_copy(self))
-        fits = -1;
-    PackPlan_forget(self);
+    PyObject *tensors;
+    int keep = 0;
+    if (!PyArg_ParseTuple(args, "O|p:fill", &tensors, &keep))
+        return NULL;
+    if (!self->plain || !PyList_CheckExact(tensors) || PyList_GET_SIZE(tensors) != self->count)
+        Py_RETURN_FALSE;
+    int fits = know_tensors(self, tensors);
+    if (fits > 0 && (fits = fit(self))) /* from here on no other thread runs, unless the copy is large */
+        copy(self);
+    if (!keep)
+        forget(self);
     return fits < 0 ? NULL : PyBool_FromLong(fits);
 }
 
-PyDoc_STRVAR(PackPlan_fill_doc, "fill(tensors): see wsync.loops.pack_plan.");
-static PyMethodDef PackPlan_methods[] = {
-    {"fill", (PyCFunction)PackPlan_fill, METH_O, PackPlan_fill_doc},
-    {NULL},
-};
-static PyMemberDef PackPlan_members[] = {
-    {"views", T_OBJECT_EX, offsetof(PackPlan, views), READONLY, NULL},
-    {NULL},
-};
-PyDoc_STRVAR(PackPlan_doc, "PackPlan(views, shared): see wsync.loops.pack_plan.");
+PyObject *PackPlan_views(PackPlan *self)
+{
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        DLTensor now;
+        if (!self->entries[i].nbytes)
+            continue;
+        if (!dlpack->view(PyTuple_GET_ITEM(self->views, i), &now) && start_of(&now) == start_of(&self->entries[i].view))
+            break; /* the views are of one storage */
+        PyErr_Clear();
+        return NULL;
+    }
+    return self->views;
+}
+
+static PyObject *PackPlan_in_place(PackPlan *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(PackPlan_views(self) != NULL);
+}
+
+static PyMethodDef PackPlan_methods[] = {{"fill", (PyCFunction)PackPlan_fill, METH_VARARGS, NULL}, {NULL}};
+static PyMemberDef PackPlan_members[] = {{"views", T_OBJECT_EX, offsetof(PackPlan, views), READONLY, NULL}, {NULL}};
+static PyGetSetDef PackPlan_attributes[] = {{"in_place", (getter)PackPlan_in_place, NULL, NULL, NULL}, {NULL}};
 static PyType_Slot PackPlan_slots[] = {
-    SLOT(tp_doc, PackPlan_doc),           SLOT(tp_new, PackPlan_new),     SLOT(tp_dealloc, PackPlan_free),
-    SLOT(tp_traverse, PackPlan_traverse), SLOT(tp_clear, PackPlan_clear), SLOT(tp_methods, PackPlan_methods),
-    SLOT(tp_members, PackPlan_members),   {0, NULL},
+    SLOT(tp_new, PackPlan_new),         SLOT(tp_dealloc, PackPlan_free),    SLOT(tp_methods, PackPlan_methods),
+    SLOT(tp_members, PackPlan_members), SLOT(tp_getset, PackPlan_attributes), {0, NULL},
 };
-PyType_Spec PackPlan_spec = {"wsync._loops.PackPlan", sizeof(PackPlan), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-                             PackPlan_slots};
+PyType_Spec PackPlan_spec = {"wsync._native.PackPlan", sizeof(PackPlan), 0, Py_TPFLAGS_DEFAULT, PackPlan_slots};

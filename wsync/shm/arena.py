@@ -1,192 +1,177 @@
 """Slots of shared memory for one model's weights, and the words that record which worker uses which slot.
 
-A *word* is a control field of 8 bytes. The arena has two files, the second for the extra state of modules
-(``get_extra_state``)::
+A *word* is an integer of 8 bytes. The arena has two files, the second for what accompanies the weights::
 
-    file 1   one block per worker   a mutex and the worker's words
-             one record per slot    among other words, the version in the slot
-             slots                  from _slots_offset on; _slot_size bytes each: one version of the packed weights
-    file 2   extra state per slot   every _EXTRA_SPAN bytes; sparse
-             registered weights     where they lie (see ``shm/registered.py``); from EXTRA_END on
+    file 1   one block per connection   words
+             one record per slot        words: version, checksum, size of the header, whether it has extra state, serial
+             slots                      one version of the packed weights each
+    file 2   one header per slot        every _SPAN bytes, sparse: extra state, and what the version requires
 
-``loops/words.py`` describes all words.
+A block belongs to one connection until the worker's process is gone. The trainer writes its first three words:
 
-**Guarantees.** The sender locks a worker's mutex to store its published word (version and slot). A worker that starts a
-forward locks it to read the published word and to record the slot as used. Therefore:
+- ``published``: the version and slot that forwards have to use, and whether the worker has to signal the install;
+- ``pending``: the same for a version that is decided, and about to be published (see below); 0 for none;
+- ``wants_freed``: whether the worker has to signal when it ceases to use a slot.
 
-1. *Every forward that starts after a publish uses that version or a newer one.* It locks the mutex after the sender has
-   unlocked it, so it reads the new word. The mutex also ensures that it reads the weights that were packed before.
-2. *No slot is written while a forward uses it* (but see "Without protection"). The sender writes a slot ``s`` only when
-   it has read, first, that no published word names ``s`` (newer updates have replaced it) and, second, that no worker
-   has recorded ``s`` as used or held. If a forward read its published word before the sender replaced it, the
-   forward recorded ``s`` under the same lock, so the second step finds the record as long as the forward runs. A later
-   forward reads another slot. (The second step is done without the mutex: ``WorkerSlot.take`` explains why it misses no
-   record.)
-3. *A published slot is whole.* No slot is written while a published word names it, not even once the worker has copied
-   it: a replacement of that worker would still read it.
+The worker writes the others:
+
+- ``used``: the slot that the running forward uses, or from which a worker copies; -1 between forwards;
+- ``held``: a slot that the model needs between forwards as well (see below), or -1;
+- ``installed``: the newest version that is installed, after ``wait`` and ``apply``, its cost in seconds;
+- ``wants_wakeup``: whether the trainer has to wake it for updates that it does not await.
+
+To *signal* is to add to an eventfd of the trainer; to wake a worker, to one of its connection. All words are loaded and
+stored in one order that every process sees (sequentially consistent atomics, in ``csrc``).
+
+**How a slot is taken and reserved.** There is no lock: ``used`` is a hazard pointer.
+
+- A worker that enters a forward loads ``published``, stores its slot in ``used``, and loads ``published`` again. If it
+  has changed, it begins anew.
+- The trainer writes a slot ``s`` only after it has found that it has leased ``s`` to nobody (a ``Buffer`` of it exists),
+  and that no block names ``s`` in ``published`` or ``pending``, then none in ``used``, then none in ``held``.
+
+**Guarantees.**
+
+1. *Every forward that starts after a publish uses that version or a newer one*: its first load comes after the store.
+   The weights were packed before the store, so it reads all of them.
+2. *No slot is written while a forward uses it.* Assume that a forward uses ``s``, named by the published word ``w``.
+   Its second load has found ``w``, so it came before the store that replaced ``w``: a version is never published twice
+   to a block. ``used = s`` was stored before that load. The trainer looks at ``used`` only after it has replaced ``w``.
+   So it finds ``used = s`` as long as the forward runs. The same holds for ``pending``, which is cleared only once
+   ``published`` names its slot. (A forward that begins with the version that its model has already stores the slot of
+   the model, and makes the same second load of the word that named it.)
+3. *A published slot is whole.* No slot is written while a published word names it.
 4. *Three slots are enough* while all workers are sent the same versions: one published, one older one still in use, one
-   free. If forwards use two older ones, the arena does not grow: the sender waits for a forward to end, or for its
-   worker to die. The arena grows by one slot for each further version that is published to some workers
-   (``worker_ids``, weights per worker), held by a model (see below), prepared in a transaction, or still being sent by
-   a transport.
+   free. If forwards use two older ones, the arena does not grow: ``reserve`` waits for a forward to end, or for its
+   process to be gone. It sets ``wants_freed`` before it looks at ``used`` again, and a worker clears ``used`` before it
+   looks at ``wants_freed``: so one of them sees the other. The arena grows by one slot for each further version that is
+   published to some workers, held by a model, or leased.
 
-How long a worker uses a slot depends on how its model takes the weights:
+**How long a slot is used** depends on how a model takes the weights. A model that is *bound* (its parameters point into
+the slot) uses it during forwards only: between them the trainer may overwrite the slot once it has published a newer
+version, to which the next forward binds. It *holds* the slot between forwards as well if an install may fail (checksum,
+extra state, tied tensors): then the model stays on it. ``held`` is stored before ``used`` is cleared, and loaded after
+``used``, so the slot is found in one of them. A model that *copies* uses the slot until its bytes are copied.
+A model that holds nothing, and whose install fails because its structure has changed, may be bound to a slot that is
+written: its receiver refuses forwards until a version is installed.
 
-- *Bound* (its parameters point into the slot), the usual case: only during forwards. Between forwards the sender may
-  overwrite the slot once it has published a newer one: the next forward binds to that.
-- *Bound, and holding the slot*, if an install may fail (checksum, extra state), or with ``initiator="receiver"``:
-  between forwards as well, until the next version is installed.
-- *Copying*: only until the weights are copied out, since the forwards use the copy. Two slots are then enough, or
-  three with ``initiator="receiver"``.
+**A worker that is disconnected but alive** keeps its block: what it may read stays as it is until its process is gone.
 
-**Without protection.** In two cases a forward may use a slot that the sender writes:
-
-- *The worker was disconnected while it was alive.* From then on its words belong to its replacement. Before each store
-  a worker compares, under the mutex, the number of the connection in its words with its own number; if they differ, it
-  stores nothing. A worker that was stopped (SIGSTOP) between this comparison and its stores still holds the mutex, and
-  finishes the stores when it is continued. They are harmless: the sender ignores the words of an index without a
-  worker. Once there is a replacement, they may keep the sender from reusing the slots that they name, until the
-  replacement's first forward, which has to wait for the mutex, overwrites them.
-- *An install has failed because the worker changed the structure of its model, and the model does not hold its slot.*
-  The model stays bound to the older slot. (Where an install may fail for other reasons, the slot is held: see above.)
-
-The worker notices the first case at the beginning or the end of a forward, the second when the install fails. It then
-copies its model to memory of its own, and reads the slot's version word. The sender sets that word to 0 before it
-writes the slot, and a version is never used twice. So if the word still has the model's version, neither the copy nor
-an earlier forward was mixed: the model keeps the copy. Otherwise this forward and each later one raise an error, until
-a version is installed.
-
-The memory is anonymous (``memfd``). Workers get its file descriptors over a Unix socket. Over another connection, a
-worker of the same user on the same machine opens the files under ``/proc``, and checks their random name.
+**Several models.** A transaction stores ``pending`` for all models, and then ``published`` for all. So a forward that
+finds one model's new version, which requires those of the others, finds the others' at least in ``pending``. The serial
+number in a record stands for the requirements: if it is one that was met before, they are met now.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import secrets
-import struct
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from wsync.checksum import checksum_of, find_damage
-from wsync.errors import WeightSyncError
-from wsync.loops import ArenaWriter, PackPlan
-from wsync.loops.words import (
-    BLOCK,
-    MAX_SLOTS,
-    PUBLISHED,
-    SLOT_CHECKSUM,
-    SLOT_EXTRA_SIZE,
-    SLOT_VERSION,
-    record_at,
-    version_in,
-    words_of_arena,
-)
-from wsync.shm.memory import allocate, memory_file, whole_pages, write_at
-from wsync.weights.clean_thread import in_clean_thread
+from wsync.deadlines import remaining
+from wsync.errors import SyncTimeout, WeightSyncError, join_indices
+from wsync.native import native
+from wsync.shm.memory import allocate, event_fd, memory_file, read_at, whole_pages, write_at
+from wsync.update import Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
-from wsync.weights.pinned import PinnedMapping
+from wsync.weights.tensors import PinnedMapping, in_clean_thread
 
-PREPARE_PAYLOAD = struct.Struct("<QI")  # of a PREPARE message to a worker that uses the arena: transaction, slot
-_EXTRA_SPAN = 1 << 36  # bytes of (sparse) file between the extra states of two slots
-EXTRA_END = MAX_SLOTS * _EXTRA_SPAN
-"""Where the extra states in file 2 end; the description of registered weights follows, see ``registered.py``."""
+_BLOCK, _RECORD = 16, 5  # words
+_PUBLISHED, _PENDING, _USED, _HELD, _INSTALLED, _WAIT, _APPLY = 0, 1, 8, 9, 10, 12, 13  # in a block
+_CHECKSUM, _HEADER_SIZE, _HAS_EXTRA, _SERIAL = 1, 2, 3, 4  # in a record
+_SPAN = 1 << 36  # bytes of (sparse) file between two headers
+_SPARE = 2  # slots besides those that are published, held and leased: one to write, one that may still be in use
 
 
-class Arena:
-    """One process's mapping of the slots. Base class of ``SenderArena`` and ``WorkerArena``.
+class _Header(msgspec.Struct):
+    """What accompanies one version: see ``Update``."""
+
+    requires: dict[str, int]
+    extra: bytes
+
+
+class _Slot(NamedTuple):
+    flat: Tensor
+    views: tuple[Tensor, ...]
+    plan: Any
+
+
+class _Slots:
+    """One process's mapping of an arena.
 
     Args:
-        num_workers: the number of workers.
-        fds: the two memory files.
+        fds: the two files.
+        capacity: the number of blocks.
 
     Attributes:
-        fds: descriptors of file 1 (words and weights) and file 2 (extra state).
-        words: the mapped words of file 1.
-        plans: one ``PackPlan`` (the addresses of the tensors) for each slot that is mapped in this process. The sender
-            uses it to pack, the compiled fast path of a worker to install.
+        control: the mapped blocks and records.
+        plans: one ``PackPlan`` for each slot that is mapped here.
     """
 
-    def __init__(self, num_workers: int, fds: tuple[int, int]) -> None:
-        self.num_workers = num_workers
+    def __init__(self, fds: tuple[int, int], capacity: int) -> None:
         self.fds = fds
-        self.plans: list[PackPlan] = []
-        self._slots_offset = whole_pages(words_of_arena(num_workers) * 8)
-        self._layout: Layout | None = None
-        self._slot_size = 0
-        self._mapping_lock = threading.Lock()  # in a worker, two threads may map a slot at the same time
-        self._buffers: list[Buffer] = []
-        control = mmap.mmap(self.fds[0], self._slots_offset)
-        self.words = memoryview(control).cast("q")
-        self._unsigned_words = memoryview(control).cast("Q")
+        self.plans: list[Any] = []
+        self._slots_at = size_of_words(capacity)
+        self.control = mmap.mmap(fds[0], self._slots_at)
+        self.words = memoryview(self.control).cast("q")
+        self.unsigned_words = memoryview(self.control).cast("Q")
+        self.numbers = memoryview(self.control).cast("d")
+        self._records_at = capacity * _BLOCK
+        self._mapped: list[_Slot] = []
+        self._mapping = threading.Lock()  # guards both lists: in a worker, two threads may map a slot at the same time
+        self.layout: Layout | None = None
+
+    def record(self, slot: int) -> int:
+        """Return the index of the first word of a slot's record."""
+        return self._records_at + slot * _RECORD
 
     @property
-    def layout(self) -> Layout:
-        """The layout of a slot."""
-        assert self._layout is not None, "set_layout() comes first"
-        return self._layout
-
-    def set_layout(self, layout: Layout) -> None:
-        """Define what a slot contains. Called by the sender and by each worker before any slot is used.
-
-        The sender calls it again if there was no memory for the first slots.
-        """
-        self._buffers.clear()
-        self.plans.clear()
-        self._layout = layout
-        self._slot_size = whole_pages(layout.nbytes)
+    def _slot_size(self) -> int:
+        assert self.layout is not None, "set_layout() comes first"
+        return whole_pages(self.layout.nbytes)
 
     def buffer(self, slot: int) -> Buffer:
-        """Return the ``Buffer`` of a slot, the same for all callers. The first call maps it, and those before it.
+        """Return a new ``Buffer`` of a slot. The first call maps it, and those before it.
 
-        The slot is mapped again if PyTorch has moved its tensors, as it does if the worker puts the model that is bound
+        The slot is mapped again if PyTorch has moved its tensors, as it does if a worker puts the model that is bound
         to them into shared memory (``share_memory()``).
         """
-        if slot >= len(self._buffers) or self._buffers[slot].moved:
-            with self._mapping_lock:
-                while slot >= len(self._buffers) or self._buffers[slot].moved:
-                    at = min(slot, len(self._buffers))
-                    buffer = self.map_slot(at)
-                    # slice assignment, so that repeating it after an interrupt does not duplicate the entry
-                    self.plans[at : at + 1] = [buffer.plan]
-                    self._buffers[at : at + 1] = [buffer]
-        return self._buffers[slot]
+        if slot >= len(self._mapped) or not self.plans[slot].in_place:
+            with self._mapping:
+                while slot >= len(self._mapped) or not self.plans[slot].in_place:
+                    at = min(slot, len(self._mapped))
+                    mapped = in_clean_thread(self._map, at)
+                    self._mapped[at : at + 1], self.plans[at : at + 1] = [mapped], [mapped.plan]
+        flat, views, plan = self._mapped[slot]
+        assert self.layout is not None
+        return Buffer(self.layout, flat, views, slot, plan)
 
-    def map_slot(self, slot: int) -> Buffer:
-        """Return a new mapping of a slot, for this caller only, unlike ``buffer``.
-
-        It is made in a thread of its own: if the caller were in inference mode, say, tensors made in its thread would
-        remain inference tensors.
-        """
-        return in_clean_thread(self._map, slot)
-
-    def _map(self, slot: int) -> Buffer:
-        assert self.fds[0] >= 0, "the arena is closed"  # else mmap would map new anonymous memory
-        offset, flags = self._slots_offset + slot * self._slot_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
+    def _map(self, slot: int) -> _Slot:
+        assert self.layout is not None and self.fds[0] >= 0, "no layout, or closed"
+        offset, flags = self._slots_at + slot * self._slot_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = PinnedMapping(self.fds[0], self._slot_size, flags=flags, offset=offset)
-        memory.pin()  # page-locked for copies to and from a GPU, if this process uses one
+        memory.pin()  # for copies to and from a GPU, if this process uses one
         flat = torch.frombuffer(memory, dtype=torch.uint8)[: self.layout.nbytes]
-        return Buffer.over(self.layout, flat, slot, shared=True)
+        views = self.layout.views(flat)
+        return _Slot(flat, views, native.PackPlan(views, True))
 
-    def views(self, slot: int) -> Sequence[Tensor]:
-        """Return the tensors of a slot, in the layout's order."""
-        return self.buffer(slot).views
+    def allocate(self, slot: int) -> None:
+        """Allocate the memory of a slot at the end of the file."""
+        allocate(self.fds[0], self._slots_at + slot * self._slot_size, self._slot_size)
 
-    def read_extra(self, slot: int) -> bytes:
-        """Return a slot's extra state."""
-        size, extra = self.words[record_at(self.num_workers, slot) + SLOT_EXTRA_SIZE], bytearray()
-        while len(extra) < size:  # Linux reads less than 2 GiB at once
-            part = os.pread(self.fds[1], size - len(extra), slot * _EXTRA_SPAN + len(extra))
-            if not part:
-                raise ValueError(f"slot {slot} has {len(extra)} bytes of extra state, not {size}")
-            extra += part
-        return bytes(extra)
+    def allocated(self) -> int:
+        """Return the number of slots that exist."""
+        return (os.fstat(self.fds[0]).st_size - self._slots_at) // self._slot_size
 
     def close(self) -> None:
         """Close the files; mappings stay, and keep the memory. Idempotent."""
@@ -196,97 +181,323 @@ class Arena:
                 os.close(fd)
 
 
-class SenderArena(Arena):
-    """The sender's arena, which it creates. Its workers open it.
+def size_of_words(capacity: int) -> int:
+    """Return the bytes of the blocks and records of an arena, in whole pages."""
+    return whole_pages(capacity * native.BLOCK_SIZE + native.RECORDS_SIZE)
 
-    It is used with the channel's lock, except in two cases, in which the sender's lock is enough:
 
-    - an update by the fast path, while no send-loop thread runs;
-    - ``published_slots``, and reads of these slots, because no slot is written without the sender's lock.
+class SenderArena:
+    """The arena in the trainer, which makes it.
+
+    The thread with the sender's lock calls ``set_layout``, ``reserve``, ``store_header``, ``publish``, ``set_pending``
+    and ``wait``; a session may call ``publish`` for its own block, with an update that the sender keeps. The others are
+    for any thread.
 
     Args:
-        num_workers: the number of workers.
+        blocks: the most connections at a time, those of disconnected but living workers included.
 
     Attributes:
-        writer: the operations on the words.
+        fds: the two files.
+        signal: the eventfd that workers signal.
+
+    Raises:
+        WeightSyncError: no memory is left, or a system call is not permitted here.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self._name = f"wsync-{secrets.token_hex(16)}"
+    def __init__(self, blocks: int) -> None:
         with ExitStack() as opened:
-            words = memory_file(self._name, whole_pages(words_of_arena(num_workers) * 8))
-            opened.callback(os.close, words)
-            extra = memory_file(self._name)
-            opened.callback(os.close, extra)
-            super().__init__(num_workers, (words, extra))
-            self.writer = ArenaWriter(self.words, num_workers)
-            self.writer.initialise()
-            opened.pop_all()  # ``close`` closes them
-
-    def set_layout(self, layout: Layout) -> None:
-        """See ``Arena``. Frees slots that were allocated after an earlier call, before memory ran out."""
-        super().set_layout(layout)
-        os.ftruncate(self.fds[0], self._slots_offset)
+            descriptors: list[int] = []
+            for make in (
+                lambda: memory_file("wsync-weights", size_of_words(blocks)),
+                lambda: memory_file("wsync-headers"),
+                lambda: event_fd("a trainer that waits for its workers"),
+            ):
+                descriptors.append(make())
+                opened.callback(os.close, descriptors[-1])
+            words, headers, self.signal = descriptors
+            self._slots = _Slots((words, headers), blocks)
+            self._words = native.SenderWords(self._slots.control, blocks, self.signal)
+            opened.pop_all()
+        self._leases: list[Callable[[], Buffer | None]] = []
+        self._workers: dict[int, int] = {}  # by block, of those that are open
 
     @property
-    def handle(self) -> tuple[int, int, int, str]:
-        """Process id, descriptors and name, by which another process can open the files: see ``open_handle``."""
-        return os.getpid(), *self.fds, self._name
+    def fds(self) -> tuple[int, int]:
+        """The two files, for the workers."""
+        return self._slots.fds
 
-    def grow(self) -> int:
-        """Add a slot; return its index.
+    def set_layout(self, layout: Layout) -> None:
+        """Define what a slot contains. Called once, before any ``reserve``."""
+        self._slots.layout = layout
+
+    def reserve(self, deadline: float | None) -> Buffer:
+        """Return a slot that nobody reads. It is leased as long as the buffer exists.
+
+        Raises:
+            SyncTimeout: there was none before ``deadline``; names the workers whose forwards use them.
+            WeightSyncError: the machine has no memory left for a further slot; nothing has changed.
+        """
+        slot = self._claim()
+        if slot is None:
+            self._words.want_freed(True)
+            try:
+                while (slot := self._claim()) is None:
+                    if not self._words.wait((), 0, remaining(deadline)):
+                        raise self._too_long()
+            finally:
+                self._words.want_freed(False)
+        buffer = self._slots.buffer(slot)
+        self._leases[slot] = weakref.ref(buffer)
+        return buffer
+
+    def _claim(self) -> int | None:
+        for slot, lease in enumerate(self._leases):
+            if lease() is None and self._words.claim(slot):
+                return slot
+        slots = len(self._leases)
+        kept = [slot for slot, lease in enumerate(self._leases) if lease() is not None or self._is_kept(slot)]
+        if slots >= len(kept) + _SPARE:
+            return None
+        if slots == native.MAX_SLOTS:
+            raise WeightSyncError(f"more than {native.MAX_SLOTS} versions are in use at the same time")
+        self._slots.allocate(slots)
+        self._slots.buffer(slots)
+        self._leases.append(lambda: None)
+        return slots
+
+    def _is_kept(self, slot: int) -> bool:
+        """Return whether a block names or holds a slot."""
+        words = self._slots.words
+        for at in [block * _BLOCK for block in tuple(self._workers)]:
+            named = [word >> 1 & 0x7FFF for word in (words[at + _PUBLISHED], words[at + _PENDING]) if word]
+            if slot in named or words[at + _HELD] == slot:
+                return True
+        return False
+
+    def _too_long(self) -> SyncTimeout:
+        blocking = {w for block, w in tuple(self._workers.items()) if self._slots.words[block * _BLOCK + _USED] >= 0}
+        return SyncTimeout(
+            f"no slot came free in time: worker(s) {join_indices(blocking)} are still inside a forward, or stopped",
+            dict.fromkeys(blocking, "holds its weights in a forward that does not end"),
+        )
+
+    def open_block(self, wake_fd: int, pidfd: int, worker: int = -1) -> int:
+        """Give a new connection a block; return its index.
+
+        Args:
+            wake_fd: an eventfd, by which the worker is woken; duplicated here.
+            pidfd: of the worker's process; duplicated here.
+            worker: its index, for errors.
+
+        Raises:
+            IndexError: all blocks are in use.
+        """
+        block = self._words.open(wake_fd, pidfd)
+        self._workers[block] = worker
+        return block
+
+    def close_block(self, block: int) -> None:
+        """Free a block. Called when its process is gone, never before. Idempotent."""
+        if self._workers.pop(block, None) is not None:
+            self._words.close(block)
+
+    def store_header(self, update: Update, serial: int, checksum: bool) -> None:
+        """Store what accompanies an update, before it is published.
+
+        Args:
+            update: in its slot.
+            serial: stands for ``update.requires``, which only ever grow; 0 if there are none.
+            checksum: whether the worker compares the slot with a checksum.
 
         Raises:
             WeightSyncError: the machine has no memory left for it.
         """
-        slot = len(self._buffers)
-        if slot == MAX_SLOTS:
-            raise WeightSyncError(f"more than {MAX_SLOTS} versions are in use at the same time")
-        allocate(self.fds[0], self._slots_offset + slot * self._slot_size, self._slot_size)
-        self.buffer(slot)
-        return slot
+        if checksum and not update.checksum:
+            update.checksum = checksum_of(update.buffer.flat, update.extra)
+        if not (update.extra or serial or update.checksum):
+            return  # ``reserve`` has reset the record
+        slot, record, words = update.buffer.slot, self._slots.record(update.buffer.slot), self._slots.words
+        if update.extra or update.requires:
+            header = msgspec.msgpack.encode(_Header(dict(update.requires), update.extra))
+            write_at(self._slots.fds[1], header, slot * _SPAN)
+            words[record + _HEADER_SIZE] = len(header)
+        words[record + _HAS_EXTRA], words[record + _SERIAL] = bool(update.extra), serial
+        self._slots.unsigned_words[record + _CHECKSUM] = update.checksum
 
-    def published_slots(self) -> list[int]:
-        """Return the slots that published words name, without duplicates."""
-        words = [self.writer.published(worker) for worker in range(self.num_workers)]
-        return sorted({slot for version, slot in words if version})
+    def set_pending(self, blocks: tuple[int, ...], version: int, slot: int) -> None:
+        """Store what ``publish`` is about to publish, in a transaction: for all models before the first ``publish``."""
+        self._words.publish(blocks, version, slot, True, True)
 
-    def write_extra(self, slot: int, blob: bytes) -> None:
-        """Store a slot's extra state.
+    def publish(self, blocks: tuple[int, ...], version: int, slot: int, acknowledge: bool) -> bool:
+        """Point connections to a slot, and wake those workers that have to acknowledge it or want to be woken.
 
-        Raises:
-            WeightSyncError: the machine has no memory left for it.
+        Returns:
+            False if the process of an open block has ended. It is looked at only without ``acknowledge``.
         """
-        write_at(self.fds[1], blob, slot * _EXTRA_SPAN)
-        self.words[record_at(self.num_workers, slot) + SLOT_EXTRA_SIZE] = len(blob)
+        return self._words.publish(blocks, version, slot, acknowledge)
 
-    def write_checksum(self, slot: int, extra: bytes) -> None:
-        """Store the checksum of what was packed into a slot."""
-        at = record_at(self.num_workers, slot) + SLOT_CHECKSUM
-        self._unsigned_words[at] = checksum_of(self.buffer(slot).flat, extra)
+    def wait(self, blocks: tuple[int, ...], version: int, timeout: float | None) -> bool:
+        """Wait until all of the connections have installed ``version``. Raises what a signal handler raises.
+
+        Returns:
+            False at the deadline; or if a connection without the version was closed, or needs ``attention``.
+        """
+        return self._words.wait(blocks, version, timeout)
+
+    def attention(self, block: int) -> None:
+        """End the wait for a connection, or the next one: its session has ended, or has refused an update."""
+        self._words.attention(block)
+
+    def installed(self, block: int) -> int:
+        """Return the newest version that a worker has installed."""
+        return self._slots.words[block * _BLOCK + _INSTALLED]
+
+    def times(self, blocks: tuple[int, ...]) -> tuple[float, float]:
+        """Return the slowest worker's seconds of waiting and of installing, of the newest version of each."""
+        numbers = self._slots.numbers
+        pairs = [(numbers[block * _BLOCK + _WAIT], numbers[block * _BLOCK + _APPLY]) for block in blocks]
+        return max(pairs, key=sum, default=(0.0, 0.0))
+
+    def close(self) -> None:
+        """Close all descriptors; memory that is bound stays. Idempotent."""
+        self.signal = -1
+        self._words.shut()
+        self._slots.close()
 
 
-class WorkerArena(Arena):
-    """The arena in a worker. Used by the thread that connects, the acting thread (forwards) and the receiver thread.
+def _ignore(version: int, error: str) -> None:
+    pass
 
-    A ``WorkerSlot`` has the operations on the worker's words.
+
+class ArenaInbox:
+    """The arena in a worker: what its receiver polls. ``poll`` and ``answer`` are as in ``wsync.update.Inbox``.
+
+    The acting thread (which runs the model's forward) and the control thread use it, inside the gate; ``woken``,
+    ``set_wakeups``, ``newest`` and ``close`` are for any thread.
+
+    Args:
+        fds: the two files; owned by this object from now on, like the next two.
+        signal: the trainer's eventfd.
+        wake: this connection's eventfd.
+        block: this connection's block.
+        capacity: the arena's number of blocks.
+        binds: whether the model stays bound to its slot; otherwise it copies.
+        checksum: whether updates carry a checksum.
+
+    Attributes:
+        wake: as given. The control thread calls ``woken`` when it can be read.
+        words: the words of the connection, for ``version`` (what is installed) and ``announced_at``.
+        on_refused: called by ``answer`` with a version that could not be installed, and the error.
     """
 
-    def map_all(self) -> None:
-        """Map all slots that exist, before the first update: mapping takes longer than an update."""
-        slots = (os.fstat(self.fds[0]).st_size - self._slots_offset) // self._slot_size
+    def __init__(
+        self,
+        fds: tuple[int, int],
+        signal: int,
+        wake: int,
+        block: int,
+        capacity: int,
+        *,
+        binds: bool,
+        checksum: bool,
+    ) -> None:
+        self.wake = wake
+        self._signal = signal
+        self._slots = _Slots(fds, capacity)
+        self._binds = binds
+        self._checksum = checksum
+        self._checked = 0  # the newest version with a checksum that was right
+        self.words = native.WorkerWords(self._slots.control, capacity, block, signal, wake, binds, self._slots.plans)
+        self.words.hold = binds and checksum
+        self.on_refused: Callable[[int, str], None] = _ignore
+
+    def set_layout(self, layout: Layout) -> None:
+        """Use this layout, and map all slots that exist: mapping takes longer than an update."""
+        self._slots.layout = layout
+        slots = self._slots.allocated()
         if slots:
-            self.buffer(slots - 1)
+            self._slots.buffer(slots - 1)
 
-    def published_version(self, worker: int) -> int:
-        """Return the version that a worker's published word names; 0 for none. Needs no lock: it reads one word."""
-        return version_in(self.words[worker * BLOCK + PUBLISHED])
+    def hook_for(self, receiver: Any) -> Any:
+        """Return the object that the gate calls in place of ``receiver``: it does what is usual, and calls it otherwise."""
+        self.words.receiver = receiver
+        return self.words
 
-    def slot_version(self, slot: int) -> int:
-        """Return the version in a slot; 0 from before the sender writes to it until it is published."""
-        return self.words[record_at(self.num_workers, slot) + SLOT_VERSION]
+    def usual(self, installer: Any | None) -> None:
+        """Let the hook install usual updates by ``installer``; None: the receiver is called for everything.
 
-    def find_damage(self, version: int, slot: int, extra: bytes) -> str:
-        """Compare a slot with its checksum; return a description of the damage, empty if there is none."""
-        checksum = self._unsigned_words[record_at(self.num_workers, slot) + SLOT_CHECKSUM]
-        return find_damage(version, self.buffer(slot).flat, extra, checksum)
+        A version with a checksum or extra state, and one that the model may refuse, is never usual.
+        """
+        self.words.usual(None if self._checksum or self.words.hold else installer)
+
+    @property
+    def newest(self) -> int:
+        """The version that the trainer has published for this worker; 0 for none."""
+        return self.words.published
+
+    def poll(self, *, pending: bool = True) -> Update | None:
+        """Return the version that a forward has to use, if it is new here; its slot is marked as used.
+
+        Args:
+            pending: whether a pending version may be used. A receiver for which not all is there that it requires polls
+                again without.
+        """
+        if self._slots.layout is None:
+            return None
+        taken = self.words.take(pending)
+        return None if taken is None else self.update(*taken)
+
+    def update(self, version: int, slot: int, acknowledge: bool = True) -> Update:
+        """Return the update in a slot that the trainer keeps: it is taken, or prepared."""
+        record, words = self._slots.record(slot), self._slots.words
+        size = words[record + _HEADER_SIZE]
+        header = msgspec.msgpack.decode(read_at(self._slots.fds[1], size, slot * _SPAN), type=_Header) if size else None
+        extra: bytes = header.extra if header else b""
+        requires: Mapping[str, int] = header.requires if header else {}
+        checksum, buffer, damage = self._slots.unsigned_words[record + _CHECKSUM], self._slots.buffer(slot), ""
+        if self._checksum and version != self._checked:
+            damage = find_damage(version, buffer.flat, extra, checksum)
+            self._checked = self._checked if damage else version  # once is enough for one that is prepared, then taken
+        return Update(version, buffer, extra, checksum, requires, acknowledge=acknowledge, damage=damage)
+
+    def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
+        """Record that an update is installed, or why it is not."""
+        if error:
+            self.words.failed_version = max(self.words.failed_version, update.version)
+            self.words.usual(None)  # the receiver must see the next install, to allow forwards again
+            if not self._binds:
+                self.words.release()
+            self.on_refused(update.version, error)
+            return
+        slot = update.buffer.slot
+        self.words.fulfilled = self._slots.words[self._slots.record(slot) + _SERIAL]
+        self.words.answer(update.version, slot, update.acknowledge, wait, apply)
+
+    def leave(self) -> None:
+        """A forward has ended: its slot is not used any more."""
+        self.words.release()
+
+    def woken(self) -> None:
+        """Note that the trainer has woken this worker. Called by the control thread, before it installs."""
+        self.words.woken()
+
+    def set_wakeups(self, wanted: bool) -> None:
+        """Set whether the trainer wakes this worker for an update that need not be acknowledged."""
+        self.words.set_wakeups(wanted)
+
+    def hold_between_forwards(self) -> None:
+        """Keep the model's slot between forwards too: an install may fail. Called before the first one."""
+        self.words.hold = self._binds
+
+    def unbind(self) -> None:
+        """Record that the model has memory of its own until the next install. Called inside the gate."""
+        self.words.bound_slot = -1
+
+    def close(self) -> None:
+        """Release everything; the model keeps the memory that it is bound to. Idempotent."""
+        self.words.close()
+        self._slots.close()
+        descriptors = {self.wake, self._signal} - {-1}
+        self.wake = self._signal = -1
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -1,0 +1,39 @@
+"""The compiled inner loops of an update (``csrc/``, the module ``wsync._native``), if they were built.
+
+Without them there is no shared memory: the same schemes send the weights over the workers' sockets.
+``WSYNC_NATIVE=0`` in the environment chooses that.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+_REVISION = 100  # of csrc/module.c
+
+
+def _load() -> tuple[ModuleType | None, str]:
+    if os.environ.get("WSYNC_NATIVE") == "0":
+        return None, "WSYNC_NATIVE=0 is set"
+    try:
+        from wsync import _native
+    except ImportError as error:
+        return None, f"it was not built: `pip install -e .` builds it, with a C compiler ({error})"
+    if _native.REVISION != _REVISION:
+        return None, "it was built from other sources: `pip install -e .` builds it again"
+    table: object | None = Tensor.__dict__.get("__dlpack_c_exchange_api__")
+    if table is None:
+        return None, f"PyTorch {torch.__version__} has no table of DLPack's functions"
+    plain_types = (nn.Parameter, Tensor)  # a subclass may keep its numbers elsewhere
+    _native.configure(table, plain_types, increment_version, torch.clear_autocast_cache)
+    return _native, ""
+
+
+native: Any
+"""The module ``wsync._native``; None if it cannot be used."""
+native, why_not = _load()
