@@ -1,4 +1,4 @@
-"""The interfaces of transports, which carry weights from a sender to a worker. ``TransportBackend`` is TorchRL's name.
+"""The interface of transports, which carry weights from a sender to a worker. ``TransportBackend`` is TorchRL's name.
 
 A custom backend is a class with the four methods of ``TransportBackend`` (a class that derives from it may leave out
 the two set-up methods), and a scheme that returns it from ``create_transport``::
@@ -9,24 +9,16 @@ the two set-up methods), and a scheme that returns it from ``create_transport``:
         def create_transport(self, worker_idx=None):
             return MyTransport(self.folder, worker_idx)
 
-The scheme handles versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates. A
-``TransportBackend`` with resources to release has a method ``close`` as well (``Closable``).
-
-A ``FlatTransport`` is for a medium that sends one tensor asynchronously, such as a process group. It takes the place of
-a ``TransportBackend``: instead of a TensorDict or state dict it is given the flat buffer into which all weights are
-packed, one ``uint8`` tensor. Which of these protocols a transport implements is tested with ``isinstance``.
+The scheme handles versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates. A transport with
+resources to release has a method ``close`` as well (``Closable``).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor, nn
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch import nn
 
 from wsync.gate import process_gate, without_forward
 from wsync.weights.strategy import WeightStrategy
@@ -37,8 +29,7 @@ class TransportBackend(Protocol):
     """Moves the weights of one model between a sender and one worker.
 
     ``scheme.create_transport(worker_idx)`` makes one at each end, for each connection of a worker that does not use
-    shared memory. It is called by the thread in ``connect`` or ``readmit``; after ``init_on_worker`` (the older API,
-    which connects in the background), by the receiver thread.
+    shared memory.
 
     A transport stores no model and no strategy: the receiver's methods are given those to use. Standalone (without a
     scheme) a caller may give both. Under a scheme, ``model`` and the set-up's ``weights`` are always None.
@@ -47,13 +38,11 @@ class TransportBackend(Protocol):
     def setup_connection_and_weights_on_sender(self) -> None:
         """Set up the sender's end.
 
-        Called once per connection, before any ``send_weights``, in a dedicated thread of the trainer (another thread
-        calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If the call has not
-        returned by the deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
+        Called once per connection, before the first ``send_weights``, in a thread of its own. May wait for the worker's
+        end, which is set up at the same time. ``close()``, if there is one, is called at the deadline of the call that
+        waits for the update, and when the worker dies.
 
-        After an Exception the worker is disconnected; ``connect`` or ``readmit`` in the trainer raises ``SyncTimeout``
-        (if it is one), ``WorkerDied`` (if it is a ``NotConnected``) or ``WorkerFailed``. In a ``readmit`` of another
-        worker, the error is only logged.
+        After an Exception the worker is disconnected. A call that waits for the update raises ``WorkerFailed``.
         """
 
     def setup_connection_and_weights_on_receiver(
@@ -66,10 +55,9 @@ class TransportBackend(Protocol):
     ) -> Any | None:
         """Set up the worker's end.
 
-        Called once per connection, before any ``receive_weights``, in a dedicated thread of the worker (another thread
-        calls ``receive_weights``). Under a scheme the result is ignored, and the first weights arrive by
-        ``receive_weights`` like all others. A standalone transport may deliver the first weights here. May raise
-        anything: ``connect`` in the worker raises ``NotConnected`` with that error, or a ``WeightSyncError`` unchanged.
+        Called once per connection, before the first ``receive_weights``, in a thread of its own. Under a scheme the
+        result is ignored, and the first weights arrive by ``receive_weights`` like all others. A standalone transport
+        may deliver the first weights here. After an Exception the worker is disconnected, and the trainer is told it.
 
         Args:
             worker_idx: the worker's index.
@@ -85,14 +73,14 @@ class TransportBackend(Protocol):
     def send_weights(self, weights: Any) -> None:
         """Send one version to the worker.
 
-        Each worker has one thread in the trainer that makes these calls, one at a time, once for each update that is
-        not sent as a difference (``Delta``). An update that is replaced by a newer one while it waits is never sent.
-        May block until the worker receives. If a call of the scheme waits for the update, and this method has not
-        returned by that call's deadline, ``close()`` is called, if there is one, and the worker is disconnected.
+        Each connection has one thread in the trainer that makes these calls, one at a time, once for each update that
+        is not sent as a difference (``Delta``). An update that is replaced by a newer one while it waits is never sent.
+        May block until the worker receives. If this method has not returned at the deadline of a call that waits for
+        the update, ``close()`` is called, if there is one, and the worker is disconnected.
 
         Raise ``ConnectionError`` (such as ``BrokenPipeError``) if nothing can be sent to this worker any more: it is
         then disconnected, and named in a ``WorkerDied`` in the trainer. After any other error the worker stays
-        connected, and the trainer raises ``WorkerFailed``, or ``WorkerDied`` if the worker is found to have died.
+        connected, and the trainer raises ``WorkerFailed``.
 
         Args:
             weights: in the scheme's format (``strategy``): its leaves are views of the packed buffer, which stays
@@ -112,23 +100,18 @@ class TransportBackend(Protocol):
     ) -> Any | None:
         """Return the next version, or None if none arrived within ``timeout`` seconds.
 
-        Under a scheme it is called by the thread that reads the sender's messages: the receiver thread, or the thread
-        in ``connect`` for the first weights. While it waits, that thread serves no other model of the process, and
-        notices no death: a call that waits has to raise when the other end has gone.
+        Under a scheme each connection has one thread in the worker that makes these calls, one at a time. The scheme
+        compares each result with the update's checksum:
 
-        The medium may deliver an older version first (a stream, after a receive that timed out): the scheme compares
-        each result with the update's checksum. For each update (unless a call for an earlier one returned its weights):
-
-        1. The first call comes when the sender announces the update; ``send_weights`` may still run. If it returns the
+        1. The first call comes when the sender announces an update; ``send_weights`` may still run. If it returns the
            update's weights, no other call follows.
-        2. Otherwise (it returned None or older weights, or raised), the second call comes when ``send_weights`` has
-           returned. While calls return older weights, more follow, up to the ninth.
-        3. If one of calls 2 to 9 returns None or raises, or all return older weights, the trainer raises
-           ``WorkerFailed``.
+        2. Otherwise (it returned None or older weights, or raised), the method is called again when ``send_weights``
+           has returned, until the deadline. Older weights are skipped, as a stream may have some of an update that
+           failed. None before the deadline is waited for again by the next call.
+        3. If a call of step 2 raises, or the deadline passes, the trainer raises ``WorkerFailed``.
 
         Args:
-            timeout: seconds; None for no limit. Under a scheme with a timeout: 80 % of the scheme's timeout, less the
-                time since the announcement; never less than 10 % of the scheme's timeout.
+            timeout: seconds; None for no limit. Under a scheme with a timeout: what is left of 80 % of it.
             weights: a buffer in the strategy's format, with the layout of the argument of ``send_weights``; a
                 transport may copy the received tensors into it and return it, or return tensors of its own.
             model: None under a scheme; otherwise the weights are applied to it, inside ``wsync.gate()``.
@@ -139,111 +122,13 @@ class TransportBackend(Protocol):
 
 @runtime_checkable
 class Closable(Protocol):
-    """A ``TransportBackend`` that has resources to release; ``FlatTransport`` has a ``close`` of its own."""
+    """A ``TransportBackend`` that has resources to release."""
 
     def close(self) -> None:
         """Release the resources, and make a call that blocks in another thread return or raise.
 
-        Called when the worker has gone, at a deadline, at shutdown, and after a set-up that failed: by any thread of
-        the scheme, more than once, and also while another thread is inside another method; not in a forked child.
-        """
-        ...
-
-
-class Transfer(Protocol):
-    """The handle of an asynchronous transfer that is in progress (``torch.distributed.Work``)."""
-
-    def wait(self, timeout: timedelta = ...) -> bool:
-        """Return when the transfer is complete; raises RuntimeError if it failed, or at the timeout.
-
-        Called in the worker, once, with the scheme's timeout, by the thread that reads the sender's messages; the
-        result is not used. The sender does not call it: the worker's answer shows that the transfer is complete.
-        """
-        ...
-
-
-@runtime_checkable
-class FlatTransport(Protocol):
-    """A transport that moves the flat buffer of packed weights as one asynchronous message, such as a process group.
-
-    It needs no methods of ``TransportBackend``, except for standalone use (without a scheme).
-
-    Attributes (set by the constructor):
-        device: the device on which the packed buffers have to be.
-        receives_ahead: whether a worker calls ``begin_receive`` before the sender announces a version: directly after
-            each answer (installed, checked or failed) of the worker, and for the first version after it got the layout.
-        inline_bytes: updates with at most this many bytes of weights and extra state (or what the empty socket can
-            take, if that is less) travel in the message that announces them, and are not given to ``begin_send``,
-            except in a transaction. The sender's value is used; it must be 0 if ``device`` is a GPU.
-    """
-
-    device: torch.device
-    receives_ahead: bool
-    inline_bytes: int
-
-    def connect(self, store: Store, rank: int, connection_number: int, host: str, deadline: float | None) -> None:
-        """Connect this end to the other end.
-
-        Called once per connection at each end, in a thread for this call only. Both calls run at the same time. If one
-        end fails (an error, the deadline, the death of the peer), ``get`` and ``wait`` of ``store`` then raise at both.
-        Whatever else this method waits for has to end by ``deadline``. After a failure, ``close`` is called.
-
-        Args:
-            store: a ``torch.distributed`` store that only these two processes use, for as long as this call runs at
-                both ends. Its messages go over their authenticated control connection.
-            rank: 0 on the sender, 1 in the worker.
-            connection_number: 1 for the first connection with this worker's index, more for each later one.
-            host: the address of this end by which the other end reaches it.
-            deadline: on ``time.monotonic``'s clock. It is one second later than the deadline of the scheme, so that the
-                thread in ``scheme.connect``, which waits for this call, reports the timeout first; ten minutes, if the
-                scheme has no deadline.
-
-        Raises:
-            RuntimeError: the connection could not be made.
-        """
-        ...
-
-    def begin_send(self, flat: Tensor, transfers: list[Transfer]) -> None:
-        """Begin to send, and append the transfer to ``transfers``.
-
-        One call at a time, usually by the thread that has called the scheme. If the update had to wait for the
-        worker's answer to an earlier one, by the thread that reads that answer (in a scheme's method or the send loop).
-
-        Args:
-            flat: ``uint8[nbytes]``; unchanged until the worker has answered.
-            transfers: an empty list. A signal handler (Ctrl-C) may raise between two calls: a transfer that
-                was started but not appended would be started again. So do both in one call into C, such as
-                ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``.
-
-        Raises:
-            RuntimeError: the connection has broken: the scheme then treats the worker as dead.
-        """
-        ...
-
-    def begin_receive(self, flat: Tensor, transfers: list[Transfer]) -> None:
-        """Begin to receive into ``flat``, and append the transfer to ``transfers``, like ``begin_send``.
-
-        Called by the receiver thread or the thread in ``connect``. With ``receives_ahead`` also by the thread that has
-        just acknowledged a version, such as one that begins a forward: inside the gate, so it must not wait.
-
-        Raises:
-            RuntimeError: the connection has broken.
-        """
-        ...
-
-    def close(self, pending: Transfer | None = None) -> bool:
-        """Release the connection, or what a ``connect`` that failed has left.
-
-        Called once for each transport, after ``connect`` has returned or raised: when the worker has gone, at shutdown,
-        and if the set-up failed at either end. If the set-up failed while ``connect`` was running, the thread that ran
-        ``connect`` calls this, otherwise any thread. It must work even if ``connect`` has failed early, or was never
-        called because no thread could be started.
-
-        Args:
-            pending: a transfer that has not been completed.
-
-        Returns:
-            If True, the peer may still read or write the buffer of ``pending``: the caller must never reuse it.
+        Called when the worker has gone, at a deadline, at shutdown, and after a set-up that failed: by a thread of its
+        own, also while another thread is inside another method; not in a forked child.
         """
         ...
 
@@ -280,20 +165,39 @@ def apply_received(received: Any, weights: Any, model: nn.Module | None, strateg
     return chosen.extract_weights(received)
 
 
-def require_transport(made: object) -> TransportBackend | FlatTransport:
+def weights_of(first: Any, second: Any, model_id: str | None = None) -> Any:
+    """Return the weights in ``send_weights(weights)`` or, of the older API, ``send_weights(model_id, weights)``.
+
+    Args:
+        first: the first argument.
+        second: the second one; None if there is none.
+        model_id: the model id of the transport's model, where it is known.
+
+    Raises:
+        TypeError: two arguments, and the first is no name.
+        ValueError: the name is another model's.
+    """
+    if not isinstance(first, str):
+        if second is not None:
+            raise TypeError(
+                f"send_weights(weights) or send_weights(model_id, weights), not ({type(first).__name__}, …)"
+            )
+        return first
+    if model_id is not None and first != model_id:
+        raise ValueError(f"this transport carries the model '{model_id}', not '{first}'")
+    return second
+
+
+def require_transport(made: object) -> TransportBackend:
     """Return what ``create_transport`` has returned.
 
     Raises:
         TypeError: it is no transport; names what it lacks.
     """
-    if isinstance(made, (TransportBackend, FlatTransport)):
+    if isinstance(made, TransportBackend):
         return made
-    kind = FlatTransport if hasattr(made, "begin_send") else TransportBackend
-    needed = [name for name in (*kind.__annotations__, *vars(kind)) if name[0] != "_"]
-    what = ", ".join(name for name in needed if not hasattr(made, name))
-    hint = "" if kind is FlatTransport else " (a class without the worker's methods derives from wsync.SenderEnd)"
-    raise TypeError(f"create_transport() returned {made!r}, which lacks {what} of wsync.{kind.__name__}{hint}")
-
-
-TransportFactory = Callable[[int], TransportBackend | FlatTransport]
-"""``scheme.create_transport``, called with the worker's index."""
+    lacking = [name for name in vars(TransportBackend) if name[0] != "_" and not hasattr(made, name)]
+    raise TypeError(
+        f"create_transport() returned {made!r}, which lacks {', '.join(lacking)} of wsync.TransportBackend "
+        "(a class without the worker's methods derives from wsync.SenderEnd)"
+    )
