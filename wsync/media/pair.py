@@ -90,6 +90,8 @@ class Pair:
 
     def send(self, buffer: Buffer) -> None:
         """Send a version; RuntimeError if the group has broken."""
+        if buffer.flat.is_cuda:
+            torch.cuda.synchronize(buffer.flat.device)  # it has been packed
         self._finish(self.group.send([buffer.flat], self._peer, self._tag), buffer)
 
     def receive(self, buffer: Buffer) -> None:

@@ -153,6 +153,7 @@ class TransportMedium(InlineMedium):
                 async with asyncio.timeout(_GRACE):
                     await self._closed.wait()
                     raise ConnectionError(f"the worker has gone; its transport raised {error!r}") from error
+            await link.send(Sent(offer.version, _text(error)))
             raise
         await link.send(Sent(offer.version))
 

@@ -1,0 +1,76 @@
+"""The medium of two processes on one GPU: the worker maps each of the trainer's buffers once (CUDA IPC).
+
+trainer   Offer, the buffer's index, the first time also how to map it ─→ worker: copies it, on the GPU
+trainer   ←────────────────────────────────────────────── copied ── worker
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import struct
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from wsync.control.loop import run_blocking
+from wsync.control.wire import Link, Offer, Side
+from wsync.media.inline import InlineMedium
+from wsync.weights.packing import Buffer
+
+_INDEX = struct.Struct("<I")
+
+
+class CudaMedium(InlineMedium):
+    """One end of a connection between two processes on one GPU."""
+
+    def __init__(self) -> None:
+        self._exported: dict[int, int] = {}  # address of a buffer -> its index; on the sender
+        self._mapped: dict[int, Tensor] = {}  # index -> the sender's buffer; in the worker
+        self._said = asyncio.Queue[bytes | None]()  # by the other end; None: the connection has ended
+
+    async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
+        """Announce the update, and wait until the worker has copied it."""
+        if isinstance(payload, bytes):
+            await super().send(link, offer, payload)
+            return
+        flat = payload.flat
+        known = flat.data_ptr() in self._exported
+        index = self._exported.setdefault(flat.data_ptr(), len(self._exported))
+        await run_blocking("transfer", torch.cuda.synchronize, flat.device)  # the weights have been packed
+        handle = b"" if known else bytes(ForkingPickler.dumps(flat))
+        await link.send(replace(offer, medium=True))
+        await link.send(Side(_INDEX.pack(index) + handle))
+        await self._next()
+
+    async def receive(self, link: Link, offer: Offer, into: Buffer) -> None:
+        """Copy the buffer that the sender names, and say so."""
+        message = await self._next()
+        await run_blocking("transfer", self._copy, message, into.flat)
+        await link.send(Side(b""))
+
+    def _copy(self, message: bytes, into: Tensor) -> None:
+        (index,) = _INDEX.unpack_from(message)
+        if len(message) > _INDEX.size:
+            self._mapped[index] = pickle.loads(memoryview(message)[_INDEX.size :])
+        into.copy_(self._mapped[index])
+        torch.cuda.current_stream(into.device).synchronize()
+
+    async def _next(self) -> Any:
+        said = await self._said.get()
+        if said is None:
+            self.close()
+            raise ConnectionError("the connection has ended")
+        return said
+
+    def on_side(self, data: bytes) -> None:
+        """Take what the other end says."""
+        self._said.put_nowait(data)
+
+    def close(self) -> None:
+        """End both ends; the sender's buffers are not mapped any more."""
+        self._said.put_nowait(None)
+        self._mapped.clear()
