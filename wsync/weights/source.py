@@ -218,9 +218,13 @@ class Source:
             read = self._read(given)
             if read.extra or read.optional & read.tensors.keys() != self._optional:
                 return
-            if self._names != tuple(read.tensors):
+            if {*self._names} != read.tensors.keys():
                 self._names, self._forms = tuple(read.tensors), []
-        form = _ModuleForm.of(given, self._index, self._names) if is_module(given) else _ListForm.of(given, self._names)
+        form: _ModuleForm | _ListForm | None = None
+        if is_module(given):
+            form = _ModuleForm.of(given, self._index_of(given), self._names)
+        elif isinstance(given, TensorDictBase | Mapping):
+            form = _ListForm.of(given, self._names)
         if form is None:
             return
         self._forms = [form, *(one for one in self._forms if one.find(given) is None)][:_MOST_FORMS]
@@ -235,11 +239,12 @@ class Source:
 
     def _read(self, given: object) -> Snapshot:
         """Return the canonical form of ``given``, as it is now."""
-        if not is_module(given):
-            return snapshot(given)
-        if self._index is None or not self._index.describes(given) or not self._index.complete:
-            self._index = ModuleIndex(given)
-        return self._index.snapshot()
+        return self._index_of(given).snapshot() if is_module(given) else snapshot(given)
+
+    def _index_of(self, module: nn.Module) -> ModuleIndex:
+        if self._index is None or not self._index.describes(module) or not self._index.complete:
+            self._index = ModuleIndex(module)
+        return self._index
 
     def _transformed(self, weights: Snapshot) -> Snapshot:
         """Return ``weights`` as they are sent; valid until the next call."""
@@ -305,11 +310,9 @@ class _ModuleForm:
         self._tree = None
 
     @classmethod
-    def of(cls, module: nn.Module, index: ModuleIndex | None, names: Sequence[str]) -> _ModuleForm | None:
+    def of(cls, module: nn.Module, index: ModuleIndex, names: Sequence[str]) -> _ModuleForm | None:
         """Return the form of the module that ``index`` describes; None if that has extra state, or other names."""
-        if index is None or not index.describes(module) or not index.complete or index.extra:
-            return None
-        if not {*names} <= index.places.keys() <= {*names} | index.optional:
+        if index.extra or not {*names} <= index.places.keys() <= {*names} | index.optional:
             return None
         return cls(module, index.tree(names))
 
@@ -335,8 +338,6 @@ class _ListForm:
     @classmethod
     def of(cls, source: object, names: Sequence[str]) -> _ListForm | None:
         """Return the form of ``source``; None unless it lists exactly the tensors called ``names``."""
-        if not isinstance(source, TensorDictBase | Mapping):
-            return None
         level = _Level(source, "")
         if sorted(level.names) != sorted(names):
             return None
