@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,14 +17,16 @@ from typing import Any
 from wsync.control.listen import dial
 from wsync.control.loop import ControlLoop, control_loop
 from wsync.control.rendezvous import Rendezvous
-from wsync.control.session import Codec, Medium, SessionInbox
+from wsync.control.session import Medium, SessionInbox
 from wsync.control.wire import Fits, Link, Settings
 from wsync.deadlines import remaining
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout
 from wsync.gate import process_gate
+from wsync.media.inline import InlineMedium
 from wsync.native import native
 from wsync.receiver import Receiver
 from wsync.shm.arena import ArenaInbox
+from wsync.transforms.delta import apply_difference
 from wsync.update import Cause, Stage, Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
@@ -38,7 +41,6 @@ class WorkerInbox:
         model_id: the model's name.
         owner: the receiver.
         make_medium: makes the connection's medium; given the worker's index.
-        codec: applies differences; None if the sender sends none.
         binds_arena: whether a model is bound to slots of the arena.
     """
 
@@ -50,18 +52,19 @@ class WorkerInbox:
         owner: Receiver,
         make_medium: Callable[[int], Medium],
         *,
-        codec: Codec | None,
         binds_arena: bool,
     ) -> None:
         self.binds = True
         self._rendezvous, self._pickled, self._model_id = rendezvous, pickled, model_id
-        self._owner, self._make_medium, self._codec = owner, make_medium, codec
+        self._owner, self._make_medium = owner, make_medium
         self._binds_arena = binds_arena
         self._session: SessionInbox | None = None
         self._arena: ArenaInbox | None = None
         self._loop: ControlLoop | None = None
         self._running: asyncio.Task[None] | None = None
         self._pidfd = -1
+        self._target: Any = None
+        self._waited_for = False
 
     # --- the connection ---
 
@@ -101,17 +104,20 @@ class WorkerInbox:
         owner, loop = self._owner, asyncio.get_running_loop()
         owner.sender, owner.on_request = settings.sender, settings.on_request
         if settings.arena is not None:
-            blocks, block = settings.arena
+            capacity, block = settings.arena
             self.binds = self._binds_arena
             self._arena = arena = ArenaInbox(
-                fds, block, blocks, binds=self._binds_arena and owner.bind, checksum=settings.checksum
+                fds, block, capacity, binds=self._binds_arena and owner.bind, checksum=settings.checksum
             )
             arena.on_refused = self._refuse
-            arena.set_wakeups(True)
+            self.set_wakeups(True)
             loop.add_reader(arena.wake, self._on_wake)
         post = self._loop.post if self._loop is not None else loop.call_soon_threadsafe
         slots = None if self._arena is None else self._arena.update_in
-        self._session = SessionInbox(link, self._make_medium(worker), owner, post, codec=self._codec, slots=slots)
+        self._session = SessionInbox(
+            link, InlineMedium() if slots else self._make_medium(worker), owner, post,
+            apply_difference=apply_difference if settings.differences else None, slots=slots,
+        )
         if settings.layout:
             error = await owner.use_layout(settings.layout, try_only=False)
             await link.send(Fits(error[-(1 << 16) :]))
@@ -128,14 +134,12 @@ class WorkerInbox:
 
     def _on_wake(self) -> None:
         assert self._arena is not None
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._arena.wake)
         self._arena.announced(time.perf_counter())
         process_gate().settle()
 
     def _refuse(self, update: Update, error: str) -> None:
         if self._session is not None:
-            self._session.answer(update, error, 0.0, 0.0)
+            self._session.refuse(update.version, error)
 
     def close(self) -> None:
         """End the connection. Idempotent."""
@@ -173,11 +177,15 @@ class WorkerInbox:
         return self._arena is None or self._arena.holds
 
     def hook(self, receiver: Receiver) -> Any:
-        """Return the gate's hook: the receiver; the arena's compiled part is called by it."""
-        return receiver
+        """Return the gate's hook: in the arena compiled code, which installs usual updates and calls the receiver."""
+        if self._arena is None:
+            return receiver
+        receiver.words = self._arena.words
+        return self._arena.hook_for(receiver)
 
     def use(self, layout: Layout, target: Any) -> None:
         """Take note of the layout, and of what installs its updates."""
+        self._target = target
         if self._arena is not None:
             self._arena.set_layout(layout)
             if target.may_refuse or self._owner.on_request:
@@ -191,10 +199,19 @@ class WorkerInbox:
 
     def settled(self, update: Update, error: str) -> None:
         """An update was installed, or has failed."""
-        if self._arena is not None:
+        if self._arena is None:
+            if self._session is not None:
+                self._session.settled(update, error)
+        else:
             self._arena.settled(update, error)
-        elif self._session is not None:
-            self._session.settled(update, error)
+            if not error:
+                self._set_usual()
+
+    def _set_usual(self) -> None:
+        """Have the compiled hook install usual updates, unless threads wait for them, or request them."""
+        if self._arena is not None:
+            usual = not (self._waited_for or self._owner.on_request or self._owner.passes_on)
+            self._arena.usual(getattr(self._target, "installer", None) if usual else None)
 
     def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
         """Tell the sender what came of an update."""
@@ -224,8 +241,10 @@ class WorkerInbox:
 
     def set_wakeups(self, wanted: bool) -> None:
         """Have the sender wake this worker for updates that it does not have to acknowledge."""
+        self._waited_for = wanted
         if self._arena is not None:
             self._arena.set_wakeups(wanted)
+            process_gate().soon(self._set_usual)
 
 
 class InProcess:
@@ -244,6 +263,7 @@ class InProcess:
     newest = 0
 
     def __init__(self, receiver: Receiver) -> None:
+        self.name = secrets.token_hex(8)
         self._receiver = receiver
         self._pool = BufferPool("cpu")
         self._layout: Layout | None = None

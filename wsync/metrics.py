@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from wsync.types import PHASES, SyncReport
+from wsync.update import PHASES, SyncReport
 
 _COST = struct.Struct(f"{1 + len(PHASES)}d")  # seconds, and those of each phase
 _each_phase = itemgetter(*PHASES)

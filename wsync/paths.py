@@ -5,14 +5,81 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from wsync.types import ModelContext
-
 _STEP = re.compile(r"\.?([A-Za-z_]\w*)|\[(-?\d+)\]|\[['\"]([^'\"]+)['\"]\]")
 _MOST_NAMES = 20  # in an error
+
+
+@runtime_checkable
+class RemoteWorker(Protocol):
+    """A worker of a collector, as a scheme needs it."""
+
+    @property
+    def worker_idx(self) -> int:
+        """Its index, 0 to ``num_workers - 1``."""
+        ...
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when the worker's process ends (``Process.sentinel``)."""
+        ...
+
+
+@runtime_checkable
+class CollectorContext(Protocol):
+    """A collector that a scheme is initialised with on the sender."""
+
+    @property
+    def remote_workers(self) -> Sequence[RemoteWorker]:
+        """The workers, in the order of their indices."""
+        ...
+
+
+@runtime_checkable
+class CascadingContext(Protocol):
+    """A receiver's context that has workers of its own, to which updates are passed on."""
+
+    def cascade_weights(self, model_id: str) -> None:
+        """Send the model's weights to the workers below. Called outside the gate, after an update is installed.
+
+        If several were installed at once, it is called for the newest.
+        """
+        ...
+
+
+@runtime_checkable
+class UpdatableContext(Protocol):
+    """A receiver's context that has workers of its own, and only a collector's method to update them."""
+
+    def update_policy_weights_(self, weights: object, /, *, model_id: str) -> object:
+        """Send ``weights`` to the workers below. Called as ``CascadingContext.cascade_weights``."""
+        ...
+
+
+@runtime_checkable
+class ModelContext(Protocol):
+    """A context that finds models by their ids."""
+
+    def get_model(self, model_id: str) -> object:
+        """Return the model called ``model_id``."""
+        ...
+
+
+@runtime_checkable
+class NumberedContext(Protocol):
+    """A context with the worker's index."""
+
+    worker_idx: int
+
+
+@runtime_checkable
+class ModelHolder(Protocol):
+    """A context with one model, whatever its name."""
+
+    model: object
 
 
 class NoSuchPath(LookupError):

@@ -60,7 +60,7 @@ class Receiver:
 
     Attributes:
         sender: identifies the sender of the present connection.
-        version: that the model has; 0 before the first.
+        words: of the arena, which has the version that compiled code has installed; None without an arena.
         worker_idx: the worker's index; -1 before ``connect``.
         inbox: what delivers updates; set by the scheme.
         announced_at: when the control thread has seen the newest update; 0.0 if it was not woken for it.
@@ -82,7 +82,8 @@ class Receiver:
         self.destination = destination
         self.inbox: Inbox
         self.sender = ""
-        self.version = 0
+        self.words: Any = None
+        self._version = 0
         self.worker_idx = -1
         self.announced_at = 0.0
         self.bind = bind
@@ -181,7 +182,7 @@ class Receiver:
             self._failed_version, self._failure = update.version, error
             self._break_if_unusable(update, error)
         else:
-            self.version, self._bound, self._broken = update.version, update.buffer, ""
+            self._version, self._bound, self._broken = update.version, update.buffer, ""
         self.inbox.settled(update, error)
         if self._pass_on is not None and not error:
             self._passing = update
@@ -290,7 +291,8 @@ class Receiver:
         if self._phase is Phase.OPEN:
             raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
         self.close()
-        self.worker_idx, self.version, self._returned, self._failed_version = worker_idx, 0, 0, 0
+        self.words = None
+        self.worker_idx, self._version, self._returned, self._failed_version = worker_idx, 0, 0, 0
         self._end_returned, self._phase = False, Phase.OPEN
         deadline = deadline_in(timeout)
         try:
@@ -387,6 +389,22 @@ class Receiver:
             self.inbox.release()
 
     # --- versions; called by the worker's own threads, outside the gate ---
+
+    @property
+    def version(self) -> int:
+        """The version that the model has; 0 before the first."""
+        words = self.words
+        return self._version if words is None else max(words.version, self._version)
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether updates are passed on to workers of this worker."""
+        return self._pass_on is not None
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a forked child of the one that has made this receiver."""
+        return self._loop.inherited
 
     @property
     def connected(self) -> bool:

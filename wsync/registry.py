@@ -12,8 +12,6 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from wsync.scheme_base import SchemeBase
-
 ENTRY_POINTS = "wsync.backends"
 
 _BACKENDS = {
@@ -81,6 +79,6 @@ def load_backend(name: str) -> Any:
     registered = import_string(name)
     module, _, attribute = registered.partition(":")
     found = getattr(import_module(module), attribute)
-    if not isinstance(found, type) or not issubclass(found, SchemeBase):
+    if not isinstance(found, type) or not any(one.__name__ == "WeightSyncScheme" for one in found.__mro__):
         raise TypeError(f"backend '{name}' is registered as '{registered}', which is no subclass of WeightSyncScheme")
     return found

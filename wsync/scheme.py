@@ -3,39 +3,220 @@
     trainer   init_on_sender ─→ (pickled to the workers) ─→ connect ─→ send, send, … ─→ shutdown
     worker    init_on_receiver ─→ connect ─→ updates arrive, between two forwards ─→ shutdown
 
-A backend is a subclass that names a transport (``create_transport``) and, where workers do not connect by the address
-in the pickled scheme, a rendezvous (``create_rendezvous``). What it may override is in ``scheme_base.py``.
-
-In a worker the *acting thread* runs the forwards inside the *gate* (``wsync/gate.py``), where updates are installed;
-the *receiver thread*, one per process, reads the senders' messages.
+A scheme puts an end together from its parts, and hands each call on: to the ``Sender`` (``sender.py``) with an outlet,
+or to the ``Receiver`` (``receiver.py``) with an inbox. A backend is a subclass that names what differs: a transport or
+a medium, a rendezvous, an outlet (``make_…``, ``create_…``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing import util
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
+import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from wsync import assembly
-from wsync.control.processes import Process, Processes, watched
-from wsync.deadlines import deadline_in
-from wsync.errors import NotConnected
+from wsync.cascade import pass_on_of
+from wsync.control.auth import Address
+from wsync.control.listen import Listener
+from wsync.control.processes import Process, Processes
+from wsync.control.rendezvous import Rendezvous, SocketRendezvous
+from wsync.control.session import Medium
+from wsync.deadlines import as_timeout, deadline_in
+from wsync.errors import NotConnected, forked_child_error
+from wsync.gate import process_gate, without_forward
+from wsync.inbox import InProcess, WorkerInbox
 from wsync.legacy import api as older
 from wsync.legacy.pipes import invite_all, pipes_of
+from wsync.media.inline import InlineMedium
+from wsync.media.transport import TransportMedium
+from wsync.metrics import SyncMetrics
+from wsync.options import agreed_count, check_option_names, check_pull_options, full_signature
+from wsync.paths import CollectorContext, find_model, find_or_none
+from wsync.receiver import Receiver
 from wsync.registry import load_backend
-from wsync.roles import ReceiverRole, Role, SenderRole
-from wsync.scheme_base import SchemeBase
-from wsync.sending.counting import agreed_count
-from wsync.sending.membership import checked_worker_index
-from wsync.sending.source import DeviceMap
-from wsync.types import CollectorContext, SyncReport
-from wsync.weights.targets import Load
+from wsync.scheme_transports import ReceiverTransport, SenderTransport
+from wsync.sender import Sender
+from wsync.transforms.chain import Transform, compose, delta_of
+from wsync.transport import TransportBackend, require_transport
+from wsync.update import Inbox, Outlet, SyncReport
+from wsync.weights.source import DeviceMap, Source, extracted
+from wsync.weights.strategy import Format, WeightStrategy
+from wsync.weights.targets import Destination, Load
+from wsync.workers import Workers
 
 
-class WeightSyncScheme(SchemeBase):
-    """Carries one model's weights from a trainer to its workers. For options see ``wsync.scheme_base.SchemeBase``."""
+class WeightSyncScheme:
+    """Carries one model's weights from a trainer to its workers. Any thread may call the methods.
+
+    Args:
+        strategy: the format of weights that ``receive`` and ``weights`` return and that a transport is given,
+            ``"tensordict"`` or ``"state_dict"``. ``send`` takes both.
+        sync: whether ``send`` waits for the workers; otherwise, as after ``send_async``, ``wait_async`` does.
+        timeout: seconds for ``connect`` and for ``send``; None for no limit.
+        bind: whether a worker's parameters may point directly into received, possibly shared memory. False for a worker
+            that writes to its parameters, e.g. trains: it would corrupt the shared copy.
+        send_transform: a function, or a list (``wsync.transforms``), that ``send`` applies to weights, in its thread.
+        receive_transform: what is done to them in the worker, before they are installed; picklable. Called inside the
+            gate, by the thread that installs.
+        initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: it only makes the version
+            available, and a worker installs the newest one when it calls ``pull``. With either value ``connect``
+            installs the first weights, if the sender has any by then.
+        max_staleness: with ``initiator="receiver"``: a worker with a model more than this many versions behind
+            fetches the newest before its next forward; None for no limit.
+
+    Attributes:
+        metrics: what each update has cost.
+        send_transform, receive_transform: as given; may be assigned before init.
+    """
+
+    name: ClassVar[str] = ""
+    """The backend's name in reports; by default the class's name."""
+    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
+    """Values of ``collector=`` in ``train.py`` that work with this scheme, the default first; empty if none does."""
+    sends_weights: ClassVar[bool] = True
+    """Whether anything is sent; false for the backend ``none`` alone."""
+    sender_driven: ClassVar[bool] = False
+    """Whether ``connect`` of the sender also sets up the receivers, which are Ray actors of its ``context``."""
+    delivers_at_connect: ClassVar[bool] = True
+    """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
+    arena: bool = False
+    """Whether workers on the sender's machine take weights from the arena (``shm/arena.py``)."""
+    binds: ClassVar[bool] = False
+    """Whether models of workers that use the arena are bound to its slots; otherwise the weights are copied out."""
+
+    def __init__(
+        self,
+        strategy: Format = "tensordict",
+        sync: bool = True,
+        *,
+        timeout: float | None = 60.0,
+        bind: bool = True,
+        send_transform: Transform | Sequence[Transform] | None = None,
+        receive_transform: Transform | Sequence[Transform] | None = None,
+        initiator: Literal["sender", "receiver"] = "sender",
+        max_staleness: int | None = None,
+    ) -> None:
+        check_pull_options(initiator, max_staleness)
+        self.initiator: Literal["sender", "receiver"] = initiator
+        self.max_staleness = max_staleness
+        self._strategy = WeightStrategy(strategy)
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
+        self._model_id: str | None = None
+        self._context: Any = None
+        self._model: Any = None
+        self._index: int | None = None  # this worker's, if init was given it
+        self._sentinels: dict[int, Any] = {}  # of a collector's worker processes
+        self._address: Any = None  # of the sender; travels in the pickle
+        self._sender_model_id: str | None = None  # the model that the sender at this address sends
+        self._listening: Address | None = None  # on the sender: what `announce` publishes
+        self._pipes: list[Any] = []  # of the older API, by worker: see ``wsync.legacy``
+        self.sync = sync
+        self.timeout = timeout
+        self.bind = bind
+        self.send_transform = send_transform
+        self.receive_transform = receive_transform
+        self.checksum: bool | None = None  # None: where weights do not go through shared memory
+        self.metrics = SyncMetrics(self.name or type(self).__name__)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Have ``inspect.signature`` name every option of a scheme."""
+        super().__init_subclass__(**options)
+        cls.__signature__ = full_signature(cls)
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Raise TypeError for an unknown option: a base class would name itself instead of ``cls``."""
+        check_option_names(cls, options)
+        return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        if self._model_id is None:
+            return f"<{type(self).__name__}: not initialised>"
+        worker = "worker" if self.worker_idx is None else f"worker {self.worker_idx}"
+        end = worker if self._sender is None else f"sender to {self.num_workers} worker(s)"
+        return f"<{type(self).__name__}: {end}, model '{self._model_id}', version {self.version}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return options and address, without weights, models and connections; for workers, no ``send_transform``."""
+        none = dict.fromkeys(("_sender", "_receiver", "_model_id", "_context", "_model", "_index", "_listening"))
+        none["_sentinels"] = {}  # pyright: ignore[reportArgumentType]
+        state = {**self.__dict__, **none, "_pipes": [], "metrics": SyncMetrics(self.metrics.scheme)}
+        return state if self._sender_model_id is None else {**state, "send_transform": None}
+
+    # --- what a backend overrides ---
+
+    def create_transport(self, worker_idx: int | None = None) -> TransportBackend:
+        """Return a new transport to (or in) worker ``worker_idx``. Called once per connection, at either end.
+
+        A backend of one's own overrides it. The base class has none: weights travel by the connection itself.
+        """
+        raise TypeError(f"{type(self).__name__} has no transport: weights travel by the connection itself")
+
+    def create_rendezvous(self) -> Rendezvous:
+        """Return how workers find the sender; by default by the address in the pickled scheme, on one machine."""
+        return SocketRendezvous()
+
+    def make_medium(self, worker_idx: int) -> Medium:
+        """Return what carries the weights of one connection, at either end, where the arena does not."""
+        if type(self).create_transport is WeightSyncScheme.create_transport:
+            return InlineMedium()
+        transport = require_transport(self.create_transport(worker_idx))
+        return TransportMedium(transport, self.strategy, worker_idx, self.timeout)
+
+    def make_outlet(self, model_id: str, num_workers: int) -> Outlet:
+        """Return what the sender publishes to: by default workers that connect."""
+        rendezvous = self.create_rendezvous()
+        listener = Listener(rendezvous.key(), "weights", model_id, rendezvous.host)
+        self._listening = listener.address
+        self._address = rendezvous.pickled(listener.address)
+        return Workers(
+            listener,
+            num_workers,
+            _method(self.make_medium),
+            arena=self.arena,
+            checksum=self.checksum,
+            on_request=self.initiator == "receiver",
+            delta=delta_of(self.send_transform),
+            device=self.device,
+        )
+
+    def make_inbox(self, model_id: str, receiver: Receiver) -> Inbox:
+        """Return what a receiver polls: by default a connection to the sender."""
+        rendezvous = self.create_rendezvous()
+        if self._address is None and not rendezvous.can_look_up():
+            raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
+        return WorkerInbox(rendezvous, self._address, model_id, receiver, self.make_medium, binds_arena=self.binds)
+
+    def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
+        """Return what the sender reads for each update."""
+        transform = compose(self.send_transform, "send_transform")
+        return Source(weights, self.strategy, device_map_fn=device_map_fn, transform=transform, **options)
+
+    def implied_worker_counts(self) -> Mapping[str, int]:
+        """Return the number of workers that an option of the backend implies, by its name, e.g. ``{"urls": 2}``."""
+        return {}
+
+    @property
+    def acknowledges(self) -> bool:
+        """Whether a finished ``send`` means that every worker has acknowledged the update."""
+        return self.initiator == "sender"
+
+    @property
+    def waits(self) -> bool:
+        """Whether ``send`` waits for the workers: not where they fetch."""
+        return self.initiator == "sender"
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights are packed."""
+        return torch.device("cpu")
+
+    # --- set up ---
 
     def init_on_sender(
         self,
@@ -69,19 +250,41 @@ class WeightSyncScheme(SchemeBase):
             RuntimeError: the scheme is initialised already.
             TypeError, ValueError: an argument has a wrong type; or arguments contradict one another.
         """
-        self._role.require_uninitialised()
-        model, source_weights = assembly.model_and_weights(context, model_id, model, weights, params_map)
+        self._require_uninitialised()
+        sources = {"model": model, "weights": weights, "params_map": params_map}
+        given = [name for name, value in sources.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of model, weights and params_map, not {' and '.join(given)}")
+        if not given and context is not None:
+            model = find_or_none(context, model_id)
         pipes = pipes_of(context, pipes)
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        count_by_option = {**self._implied_worker_counts(), **({"pipes": len(pipes)} if pipes else {})}
+        count_by_option = {**self.implied_worker_counts(), **({"pipes": len(pipes)} if pipes else {})}
         count = agreed_count(num_workers, devices, params_map, workers, count_by_option)
-        sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
-        sender = self._open_sender(model_id, self._make_source(model_id, source_weights, device_map_fn), count)
-        self._role = SenderRole(model_id=model_id, context=context, model=model, sender=sender, sentinels=sentinels)
-        assembly.close_when_abandoned(self._role)  # closes the channel if shutdown() is never called
+        source = self.make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
+        outlet = self.make_outlet(model_id, count)
+        self._begin_sending(model_id, outlet, source, count)
+        self._sender_model_id, self._context, self._model = model_id, context, model
+        self._sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         if pipes:
             self._pipes[:] = pipes  # the same list object: transports of the older API refer to it
         invite_all(self, pipes)  # send each worker the address through its pipe
+
+    def _begin_sending(self, model_id: str, outlet: Outlet, source: Source, count: int) -> None:
+        self._sender = Sender(
+            outlet,
+            source,
+            count,
+            self._timeout,
+            acknowledges=self.acknowledges,
+            delivers_at_connect=self.delivers_at_connect,
+            waits=self.waits,
+            record=self.metrics.record,
+        )
+        self._model_id = model_id
+        # Closes the outlet when the scheme is garbage-collected, or this process ends, without `shutdown`: before
+        # `multiprocessing` joins the trainer's child processes, and never in a forked child.
+        util.Finalize(self._sender, partial(outlet.close, graceful=True), exitpriority=0)
 
     def init_on_receiver(
         self,
@@ -99,7 +302,7 @@ class WeightSyncScheme(SchemeBase):
             model_id: the model's name, and its dotted path in ``context``.
             context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
                 ``update_policy_weights_``) is called after an update is installed and before it is acknowledged (of
-                several, for the newest): outside the gate, by the receiver thread or the thread in ``connect``.
+                several, for the newest): outside the gate, in a thread of its own.
             model: the model itself, or a mapping of tensors into which weights are copied. A module in memory shared
                 with another process is first given memory of its own: that process's model must not change.
             load: for an inference engine: called inside the gate, by the thread that installs, with an iterator over
@@ -113,11 +316,40 @@ class WeightSyncScheme(SchemeBase):
             ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
                 of its own, and ``send`` awaits no acknowledgements (``published``, pull mode, ``store``).
         """
-        self._make_ready_for_receiver()
+        if self._sender is not None and self._inherited:  # a forked worker has the trainer's end, too
+            self._sender = self._model_id = None
+        self._require_uninitialised()
         if self._sender_model_id not in (None, model_id):
             raise ValueError(f"the sender of this scheme sends '{self._sender_model_id}', not '{model_id}'")
-        model, receiver = assembly.make_receiver(self, model_id, context, model, load, chunk_bytes)
-        self._role = ReceiverRole(model_id=model_id, context=context, model=model, receiver=receiver, index=worker_idx)
+        if model is None and load is None:
+            if context is None:
+                raise ValueError(f"init_on_receiver('{model_id}') needs the model, a context that has it, or load=")
+            model = find_model(context, model_id)
+        pass_on = pass_on_of(context, model_id, model, self.strategy)
+        if pass_on is not None and not self.acknowledges:
+            raise ValueError(
+                f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
+                "acknowledgements: use initiator='sender', with shared_mem also acknowledge='installed', not a store"
+            )
+        receiver = self._make_receiver(model_id, model, load, chunk_bytes, pass_on)
+        receiver.inbox = self.make_inbox(model_id, receiver)
+        self._receiver, self._model_id, self._context, self._model = receiver, model_id, context, model
+        self._index = worker_idx
+
+    def _make_receiver(
+        self, model_id: str, model: Any, load: Load | None, chunk_bytes: int | None, pass_on: Callable[[], object] | None
+    ) -> Receiver:
+        transform = compose(self.receive_transform, "receive_transform")
+        return Receiver(
+            model_id,
+            Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform),
+            self.strategy,
+            bind=self.bind,
+            on_request=self.initiator == "receiver",
+            max_staleness=self.max_staleness,
+            timeout=self._timeout,
+            pass_on=pass_on,
+        )
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process.
@@ -129,8 +361,22 @@ class WeightSyncScheme(SchemeBase):
             RuntimeError: the scheme is initialised already.
             LayoutMismatch: the source does not fit the model.
         """
-        self._role.require_uninitialised()
-        self._role = assembly.connect_in_process(self, model_id, model, source)
+        self._require_uninitialised()
+        receiver = self._make_receiver(model_id, model, None, None, None)
+        receiver.on_request = False
+        outlet = InProcess(receiver)
+        receiver.inbox = outlet
+        self._begin_sending(model_id, outlet, self.make_source(model_id, source, None), 1)
+        assert self._sender is not None
+        receiver.sender = self._sender.name
+        self._receiver, self._model = receiver, model
+        try:
+            self._sender.connect(None, None)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # --- connect ---
 
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
@@ -153,47 +399,44 @@ class WeightSyncScheme(SchemeBase):
             TypeError, ValueError: a wrong form of ``processes``; no ``worker_idx``; an argument of the other end.
             RuntimeError: on a receiver that is connected already, or inside the gate.
         """
-        role = self._role
-        role.require_not_forked()
-        if isinstance(role, SenderRole):
-            role.reject_arguments(worker_idx=worker_idx)
-            if self._address is not None and not role.sender.connected:
-                self.create_rendezvous().announce(self._address, str(role.model_id), deadline_in(self.timeout))
-            role.connect(weights, processes)
-        elif isinstance(role, ReceiverRole):
-            role.reject_arguments(weights=weights, processes=processes)
-            role.connect(worker_idx, self.timeout, acknowledges=self.acknowledges)
+        self._require_not_forked()
+        if self._sender is not None:
+            _reject("sender", worker_idx=worker_idx)
+            if self._listening is not None and not self._sender.connected:
+                rendezvous = self.create_rendezvous()
+                rendezvous.announce(self._listening, str(self._model_id), deadline_in(self.timeout))
+            self._sender.connect(weights, processes if processes is not None else self._sentinels or None)
+        elif self._receiver is not None:
+            _reject("receiver", weights=weights, processes=processes)
+            index = self._index if worker_idx is None else worker_idx
+            if index is None:
+                raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
+            self._receiver.connect(index, self.timeout)
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect(), also after shutdown()")
 
     def disconnect(self, worker_idx: int) -> None:
-        """On the sender: treat a worker as dead. See ``readmit``.
-
-        If a call in another thread waits for this worker, that call raises ``WorkerDied``. If it waits only for others,
-        this method waits for the end of that call, which with ``timeout=None`` may never come.
-        """
-        self._role.as_sender("disconnect").sender.disconnect(worker_idx)
+        """On the sender: treat a worker as dead. A call in another thread that waits for it raises ``WorkerDied``."""
+        self._as_sender("disconnect").disconnect(worker_idx)
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
-        """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
+        """On the sender: wait for the process that takes the place of a worker, and until it has the newest update.
 
-        The replacement gets the newest update that was sent to this index. A replacement that connected in an earlier
-        ``readmit`` is used, unless ``process`` has ended, or was started after that connection. Any other worker
-        with this index is disconnected. ``timeout``: seconds, None for the scheme's.
+        A replacement may connect at any time once the former worker has ended. Where the former one is connected
+        still, it is disconnected. ``timeout``: seconds, None for the scheme's.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
             TypeError, ValueError: ``process`` has a wrong form, see ``connect``; or there is no worker ``worker_idx``.
             NotConnected: this end is not initialised as a sender, or is a forked child of one.
         """
-        sender = self._role.as_sender("readmit").sender
-        worker = checked_worker_index(worker_idx, sender.num_workers)
-        with watched(None if process is None else {worker: process}, sender.num_workers) as sentinels:
-            sender.readmit(worker, sentinels.get(worker), timeout)
+        self._as_sender("readmit").readmit(worker_idx, process, timeout)
 
     def continue_from(self, version: int) -> None:
         """On the sender of a resumed run: number the next update at least ``version + 1``. ValueError: out of range."""
-        self._role.as_sender("continue_from").sender.continue_from(version)
+        self._as_sender("continue_from").continue_from(version)
+
+    # --- updates ---
 
     def send(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, partial: bool = False
@@ -214,14 +457,12 @@ class WeightSyncScheme(SchemeBase):
             ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
             WorkerDied, WorkerFailed, SyncTimeout: names workers that lack version ``error.version`` (None: not sent).
         """
-        role = self._role
-        if not isinstance(role, SenderRole):  # tested here as well: saves a call per update
-            role = role.as_sender("send")
-        return role.sender.send(weights, worker_ids, self.sync, partial)
+        sender = self._sender or self._as_sender("send")
+        return sender.send(weights, worker_ids, wait=self.sync, partial=partial)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """Send as ``send``, but do not wait. A newer update may replace this one. Also raises earlier calls' errors."""
-        self._role.as_sender("send_async").sender.send(weights, worker_ids, wait=False)
+        self._as_sender("send_async").send(weights, worker_ids, wait=False)
 
     def wait_async(self) -> SyncReport | None:
         """Wait until all that was sent without waiting is installed; return the newest report, None if there is none.
@@ -229,7 +470,7 @@ class WeightSyncScheme(SchemeBase):
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: errors of the oldest failed update; call again for the rest.
         """
-        return self._role.as_sender("wait_async").sender.wait()
+        return self._as_sender("wait_async").wait()
 
     def receive(self, timeout: float | None = None) -> Any | None:
         """Wait for a version newer than the last one returned; at first, newer than the one ``connect`` delivered.
@@ -245,7 +486,7 @@ class WeightSyncScheme(SchemeBase):
             WeightSyncError: the model may be mixed from two versions.
             RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
         """
-        return self._role.as_receiver("receive").receiver.receive(timeout)
+        return self._as_receiver("receive").receive(timeout)
 
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the version that is the newest at the time of the call; return its number.
@@ -260,27 +501,58 @@ class WeightSyncScheme(SchemeBase):
             WeightSyncError: the newest version failed to install, or send_weights raised; or a store is unreadable.
             RuntimeError: called inside a forward, or ``wsync.gate()``.
         """
-        return self._role.as_receiver("pull").receiver.pull(timeout)
+        return self._as_receiver("pull").pull(timeout)
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Apply ``weights`` to this end's model, inside the gate, without sending anything.
+
+        Raises:
+            LayoutMismatch: they do not fit; nothing was applied.
+            NotConnected: this end has no model; or this is a forked child of the process that initialised it.
+        """
+        self._require_not_forked()
+        if self._model is None:
+            raise NotConnected("this end has no model to apply weights to")
+        with without_forward(), process_gate().hold():
+            if self._receiver is not None:
+                self._receiver.copy_to_own_memory()
+            self.strategy.apply_weights(self._model, weights, inplace=inplace)
+
+    def prepare_weights(
+        self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
+    ) -> Any:
+        """Return ``weights`` in the strategy's format, before ``device_map_fn`` and ``send_transform`` are applied.
+
+        ``{worker: weights}`` where workers have different ones. Nothing is sent, and nothing is changed.
+
+        Raises:
+            NotConnected: no weights were given, and there is no model to take them from.
+        """
+        if weights is None and context is not None:
+            weights = find_model(context, model_id)
+        if weights is None:
+            weights = self._as_sender("prepare_weights").source.weights
+        if weights is None:
+            raise NotConnected(f"there are no weights of '{model_id}' to prepare: give weights or a context")
+        return extracted(weights, strategy or self.strategy)
 
     def shutdown(self) -> None:
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
 
-        Updates sent without waiting may be lost: call ``wait_async`` first. The sender waits for a call in another
-        thread; then up to five seconds for queued messages and HTTP requests, and up to two for each thread of a
-        transport. In a worker, ``receive`` or ``pull`` may be running in another thread, and ends.
+        Updates sent without waiting may be lost: call ``wait_async`` first. A call in another thread ends with an
+        error; in a worker, ``receive`` returns None.
 
         Raises:
-            RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.
+            RuntimeError: inside the gate, in a worker.
         """
-        self._role.require_closable()
-        role, self._role = self._role, Role()
-        try:
-            role.close()
-        except BaseException:  # also KeyboardInterrupt: another call closes what is left
-            self._role = role
-            raise
-        if isinstance(role, SenderRole):
+        if self._receiver is not None and process_gate().held_here:
+            raise RuntimeError("call shutdown() outside any forward and any wsync.gate() block")
+        if self._sender is not None:
+            self._sender.close()
             self._address = self._sender_model_id = None  # a worker keeps both: it may connect again
+        if self._receiver is not None:
+            self._receiver.close()
+        self._sender = self._receiver = self._model_id = self._context = self._model = self._listening = None
 
     # --- the older API: functions of ``wsync.legacy.api`` as methods ---
 
@@ -298,3 +570,169 @@ class WeightSyncScheme(SchemeBase):
     def from_backend(cls, name: str, **options: Any) -> WeightSyncScheme:
         """Return the scheme of the backend ``name`` (``wsync.registry``); ``ValueError`` lists those that there are."""
         return load_backend(name)(**options)
+
+    # --- state ---
+
+    @property
+    def _inherited(self) -> bool:
+        """Whether this process is a forked child of the one that has initialised the scheme."""
+        end = self._sender or self._receiver
+        return end is not None and end.inherited
+
+    def _require_not_forked(self) -> None:
+        if self._inherited:
+            raise forked_child_error()
+
+    def _require_uninitialised(self) -> None:
+        if self._model_id is not None:
+            where = "sender" if self._sender is not None else "receiver"
+            fork = ", in the parent of this forked process" if self._inherited else ""
+            raise RuntimeError(f"this scheme is already initialised on the {where}{fork}, for model '{self._model_id}'")
+
+    def _as_sender(self, call: str) -> Sender:
+        self._require_not_forked()
+        if self._sender is not None:
+            return self._sender
+        if self._receiver is not None:
+            raise NotConnected(f"{call}() can only be called on the sender; this scheme is initialised on a receiver")
+        raise NotConnected(f"{call}() needs init_on_sender() first; after shutdown(), initialise the scheme again")
+
+    def _as_receiver(self, call: str) -> Receiver:
+        self._require_not_forked()
+        if self._sender is not None:
+            raise NotConnected(f"{call}() can only be called on a receiver; this scheme is initialised on the sender")
+        if self._receiver is not None:
+            return self._receiver
+        raise NotConnected(f"{call}() needs init_on_receiver() first; after shutdown(), initialise the scheme again")
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """The format in which weights are returned; it cannot be assigned."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, _: object) -> NoReturn:
+        raise AttributeError("strategy is fixed at construction; send_transform changes what is sent")
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds for ``connect`` and ``send``; None: no limit. One set after ``init_on_sender`` is not pickled."""
+        sender = self._sender
+        return self._timeout if sender is None else sender.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"timeout is a number of seconds above 0, or None, not {seconds}")
+        if self._sender is None:
+            self._timeout = as_timeout(seconds)
+        else:
+            self._sender.timeout = as_timeout(seconds)
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this end is the sender's. False before init, and in a child forked from the sender's process."""
+        return self._sender is not None and not self._inherited
+
+    @property
+    def context(self) -> Any:
+        """The collector (or other context) of this end, if any."""
+        return self._context
+
+    @property
+    def model(self) -> Any:
+        """The model of this end, if it has one."""
+        return self._model
+
+    @property
+    def model_id(self) -> str | None:
+        """The model's name; None before init."""
+        return self._model_id
+
+    @property
+    def worker_idx(self) -> int | None:
+        """This worker's index; None on the sender."""
+        receiver = self._receiver
+        if receiver is None or self._sender is not None:
+            return None
+        return receiver.worker_idx if receiver.worker_idx >= 0 else self._index
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers; 0 on a receiver, and before init."""
+        return 0 if self._sender is None else self._sender.num_workers
+
+    @property
+    def version(self) -> int:
+        """On a sender the newest number used (see ``continue_from``), on a receiver the model's; 0 before the first."""
+        end = self._sender or self._receiver
+        return 0 if end is None else end.version
+
+    @property
+    def sent_version(self) -> int:
+        """On a sender the newest version that workers were given, 0 before the first; on a receiver ``version``."""
+        return self.version if self._sender is None else self._sender.sent_version
+
+    @property
+    def installed_version(self) -> int:
+        """On a receiver the same as ``version``. On a sender 0, unless ``init_in_process`` put the model here."""
+        return 0 if self._receiver is None else self._receiver.version
+
+    @property
+    def finished(self) -> bool:
+        """On a receiver: whether the sender has shut down. False after its death, and after this end's ``shutdown``."""
+        return self._receiver is not None and self._receiver.finished
+
+    @property
+    def weights(self) -> Any:
+        """This end's weights, live, in the strategy's format; None if there are none yet."""
+        if self._sender is not None:
+            source = self._sender.source.weights
+            return None if source is None else extracted(source, self.strategy)
+        receiver = self._receiver
+        return None if receiver is None else process_gate().call_model(self._model, receiver.weights, (), {})
+
+    @property
+    def sender_transports(self) -> dict[int, TransportBackend]:
+        """On the sender, ``{worker_idx: transport}``; a transport's ``send_weights`` calls ``send`` for its worker."""
+        sender = self._sender
+        if sender is None:
+            return {}
+        return {i: SenderTransport(sender, self.connect, [i], self._model_id) for i in range(sender.num_workers)}
+
+    @property
+    def shared_transport(self) -> TransportBackend | None:
+        """On the sender, one transport to all workers: see ``sender_transports``; None on a receiver."""
+        sender = self._sender
+        return None if sender is None else SenderTransport(sender, self.connect, None, self._model_id)
+
+    @property
+    def receiver_transport(self) -> TransportBackend | None:
+        """On a receiver, the transport from the sender; None on a sender."""
+        if self._receiver is None or self._sender is not None:
+            return None
+        return ReceiverTransport(self._receiver, self.connect)
+
+    @property
+    def sender(self) -> Sender:
+        """The send path; used by ``wsync.synchronize`` (``transaction.py``)."""
+        return self._as_sender("sender")
+
+
+def _reject(end: str, **given: object) -> None:
+    """Raise ``ValueError`` if one of these arguments of ``connect``, which the other end takes, is not None."""
+    if names := [f"{name}=" for name, value in given.items() if value is not None]:
+        raise ValueError(f"connect() takes no {' and no '.join(names)} on the {end}")
+
+
+def _method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a scheme's method without keeping the scheme, which is closed when it is dropped."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = reference()
+        if found is None:
+            raise NotConnected("the sender's scheme is gone")
+        return found(*args)
+
+    return call

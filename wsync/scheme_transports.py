@@ -15,7 +15,7 @@ from wsync.gate import process_gate
 from wsync.receiver import Receiver
 from wsync.sender import Sender
 from wsync.transport import SenderEnd
-from wsync.weights.snapshot import weights_of
+from wsync.transport import weights_of
 from wsync.weights.strategy import WeightStrategy
 
 
@@ -46,7 +46,7 @@ class SenderTransport(SenderEnd):
 
         The older API's ``send_weights(model_id, weights)`` does the same.
         """
-        self._sender.send(weights_of(weights, older_weights, self._model_id), self._worker_ids, wait=True)
+        self._sender.send(weights_of(weights, older_weights, self._model_id), self._worker_ids)
 
     def send_weights_async(self, weights: Any = None, older_weights: Any = None) -> None:
         """Begin to deliver ``weights``; ``wait_ack`` waits. Of the older API."""
@@ -121,7 +121,7 @@ class ReceiverTransport:
         self._connect(worker_idx=worker_idx)
         if not self._receiver.version:
             return None
-        return process_gate().call_for(self._receiver.destination.model, self._copy_to, weights, model, strategy)
+        return process_gate().call_model(self._receiver.destination.model, self._copy_to, (weights, model, strategy), {})
 
     def _copy_to(self, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
         """Apply the model's weights to other destinations; inside the gate, so that they are of one version."""

@@ -7,14 +7,15 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from wsync.control.loop import control_loop
@@ -24,7 +25,7 @@ from wsync.update import LAST_VERSION, Cause, Outlet, Stage, SyncReport, Transac
 from wsync.weights.binding import dump_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
-from wsync.weights.source import Source, worker_list
+from wsync.weights.source import Source, as_plain_integer
 from wsync.workers import raise_causes
 
 
@@ -77,9 +78,9 @@ class Sender:
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
         waits: whether ``send`` waits for workers at all (not where they fetch, nor with a store).
         record: called with the report of each finished update except that of ``connect``.
-        name: identifies this sender, for updates that belong together.
 
     Attributes:
+        name: identifies this sender in what updates require of one another.
         version: the newest number used: sent, skipped by ``continue_from``, or failed. 0 before the first.
         sent_version: the newest version that workers were given; 0 before the first.
         layout: of the weights; None before the first.
@@ -98,11 +99,10 @@ class Sender:
         delivers_at_connect: bool = True,
         waits: bool = True,
         record: Callable[[SyncReport], None] = lambda _: None,
-        name: str = "",
     ) -> None:
         self.outlet, self.source = outlet, source
         self.num_workers, self.timeout = num_workers, timeout
-        self.name = name or secrets.token_hex(8)
+        self.name = outlet.name
         self.version = self.sent_version = 0
         self.layout: Layout | None = None
         self.connected = False
@@ -118,6 +118,11 @@ class Sender:
         self._newest: Buffer | None = None  # of the newest update, if all workers were given it
         self._lock = threading.RLock()  # guards everything here; it is the order of updates
         self._loop = control_loop()
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a forked child of the one that has made this sender."""
+        return self._loop.inherited
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -450,6 +455,23 @@ class Sender:
         """Close the outlet; a call in another thread ends with an error. Idempotent."""
         self.connected = False
         self.outlet.close(graceful=graceful)
+
+
+def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]:
+    """Return the workers that ``worker_ids`` names, one or several, each once.
+
+    Integers of any type are accepted (torch's, numpy's), and returned as plain ones.
+
+    Raises:
+        ValueError: one is not among ``num_workers`` workers; or is a bool, which may be part of a mask.
+    """
+    ids = worker_ids.tolist() if isinstance(worker_ids, np.ndarray | torch.Tensor) else worker_ids
+    named = [as_plain_integer(one) for one in (ids if isinstance(ids, Iterable) else [ids])]
+    if num_workers is not None:
+        unknown = [one for one in named if type(one) is not int or one not in range(num_workers)]
+        if unknown:
+            raise ValueError(f"unknown worker_ids {unknown}: there are workers 0 to {num_workers - 1}")
+    return list(dict.fromkeys(named))
 
 
 def one_worker(worker: object, num_workers: int) -> int:

@@ -124,6 +124,8 @@ class Outlet(Protocol):
     Called under the sender's lock by the thread that calls the scheme; ``close`` by any thread.
     """
 
+    name: str
+    """Identifies the sender, in what updates require of one another."""
     transactional: bool
     """Whether an update can be prepared first, and committed or aborted later (``Transactional``)."""
 

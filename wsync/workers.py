@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +25,13 @@ import torch
 from wsync.control.listen import Listener, Visitor
 from wsync.control.loop import control_loop
 from wsync.control.processes import Processes, watched
-from wsync.control.session import LATE, Codec, Medium, WorkerSession, checksum_of, wait_for
+from wsync.control.session import LATE, Medium, WorkerSession, checksum_of, wait_for
 from wsync.control.wire import CheckLayout, NewLayout, OfferSlot, Settings
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed, join_indices
 from wsync.native import native, why_not
 from wsync.shm.arena import SenderArena
+from wsync.transforms.delta import Delta
 from wsync.update import Cause, Stage, Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
@@ -59,35 +62,36 @@ class Workers:
 
     Args:
         listener: where they connect.
-        sender: identifies the sender.
         num_workers: how many there are.
         make_medium: makes a connection's medium, for workers that do not use the arena; given the worker's index.
         arena: whether workers on this machine use the arena.
         checksum: whether updates carry a checksum; None: where they do not go through the arena.
         on_request: whether workers fetch updates.
-        codec: makes differences, for workers that do not use the arena; None for whole weights.
+        delta: makes differences, for workers that do not use the arena; None for whole weights.
         device: where weights are packed.
-        first_at_connect: whether a worker's ``connect`` waits for the first weights.
     """
 
     def __init__(
         self,
         listener: Listener,
-        sender: str,
         num_workers: int,
         make_medium: Callable[[int], Medium],
         *,
         arena: bool,
         checksum: bool | None,
         on_request: bool,
-        codec: Codec | None,
+        delta: Delta | None,
         device: torch.device,
     ) -> None:
         self.transactional = not on_request
-        self._listener, self._sender, self._make_medium = listener, sender, make_medium
+        self._listener, self._make_medium = listener, make_medium
+        self.name = secrets.token_hex(8)
         self._num_workers = num_workers
-        self._checksum, self._on_request, self._codec = checksum, on_request, codec
-        self._arena = SenderArena(num_workers * 2 + _SPARE_BLOCKS) if arena and native is not None else None
+        self._checksum, self._on_request = checksum, on_request
+        self._difference = None if delta is None else partial(_difference, delta, {})
+        self._blocks = 2 * num_workers + _SPARE_BLOCKS  # of the arena
+        self._arena = SenderArena(self._blocks) if arena and native is not None else None
+        self._serial, self._serial_of = 0, dict[str, int]()  # stands for what updates require; grows with it
         if arena and native is None:
             _log.warning("weights go through sockets, more slowly than through shared memory: %s", why_not)
         self._pool = BufferPool(device)
@@ -124,13 +128,13 @@ class Workers:
             pidfd = _pidfd(visitor.pid)
             if self._arena is not None and visitor.hello.native and pidfd >= 0:
                 wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                block = self._arena.open_block(wake, pidfd)
+                block = self._arena.open_block(wake, pidfd, worker)
                 fds = (*self._arena.fds, self._arena.signal, wake)
             link = await visitor.accept(fds)
             medium = None if block >= 0 else self._make_medium(worker)
             notice = (lambda: self._arena and self._arena.attention(block)) if block >= 0 else (lambda: None)
             session = WorkerSession(
-                worker, link, medium, on_request=self._on_request, codec=self._codec, on_change=notice
+                worker, link, medium, on_request=self._on_request, difference=self._difference, on_change=notice
             )
             await self._attend(Member(session, block, wake), pidfd)
         finally:
@@ -153,13 +157,13 @@ class Workers:
         newest, layout = self._newest[session.worker], self._layout
         session.post(
             Settings(
-                self._sender,
+                self.name,
                 layout.encode() if layout is not None else b"",
                 self._checksum is True,
                 self._on_request,
                 newest.version if newest is not None else 0,
-                None if self._arena is None or member.block < 0 else (self._arena.blocks, member.block),
-                "",
+                None if self._arena is None or member.block < 0 else (self._blocks, member.block),
+                self._difference is not None,
             )
         )
         if pidfd >= 0:
@@ -367,13 +371,18 @@ class Workers:
         if others or self._checksum:
             self._add_checksum(update)
         if arena is not None and blocks:
-            if update.extra or update.requires or update.checksum:
-                arena.store_header(update)
-            alive = arena.publish(blocks, update.version, update.buffer.slot, update.acknowledge)
+            self._store_header(update)
+            alive = arena.publish(tuple(blocks), update.version, update.buffer.slot, update.acknowledge)
             if not alive and not self._loop.here:
                 self._loop.call(asyncio.sleep(0))  # the control thread takes note of deaths first
         for session in others:
             self._loop.post(session.offer, update)
+
+    def _store_header(self, update: Update) -> None:
+        if self._arena is not None and (update.extra or update.requires or update.checksum):
+            if update.requires != self._serial_of:
+                self._serial, self._serial_of = self._serial + 1, dict(update.requires)
+            self._arena.store_header(update, self._serial if update.requires else 0, checksum=False)
 
     def _add_checksum(self, update: Update) -> None:
         if not update.checksum and self._checksum is not False and update.buffer.flat.is_cpu:
@@ -402,7 +411,7 @@ class Workers:
         arena, causes, pending = self._arena, {}, dict(members)
         assert arena is not None
         while pending:
-            if stage == "installed" and arena.wait([m.block for m in pending.values()], version, remaining(deadline)):
+            if stage == "installed" and arena.wait(tuple(m.block for m in pending.values()), version, remaining(deadline)):
                 return causes
             for worker, member in list(pending.items()):
                 session = member.session
@@ -423,7 +432,7 @@ class Workers:
         """Return the slowest worker's seconds of waiting and of installing, and the bytes that one was sent."""
         members, sent = self._members, 0
         blocks = [members[w].block for w in workers if w in members and members[w].block >= 0]
-        wait, apply = self._arena.times(blocks) if self._arena is not None and blocks else (0.0, 0.0)
+        wait, apply = self._arena.times(tuple(blocks)) if self._arena is not None and blocks else (0.0, 0.0)
         for worker in workers:
             member = members.get(worker)
             if member is not None and member.block < 0:
@@ -451,8 +460,7 @@ class Workers:
         self._given[update.version] = given
         if any(one.block < 0 for one in given.values()) or self._checksum:
             self._add_checksum(update)
-        if self._arena is not None:
-            self._arena.store_header(update)
+        self._store_header(update)
         for member in given.values():
             if member.block >= 0:
                 self._loop.post(member.session.post, OfferSlot(update.version, update.buffer.slot))
@@ -463,7 +471,7 @@ class Workers:
         """First half of a commit: those that use the arena see it, and use it once all its siblings are there."""
         blocks = [one.block for w, one in self._members.items() if w in workers and one.block >= 0]
         if self._arena is not None and blocks:
-            self._arena.set_pending(blocks, update.version, update.buffer.slot)
+            self._arena.set_pending(tuple(blocks), update.version, update.buffer.slot)
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
         """Make the prepared update the newest one."""
@@ -511,6 +519,15 @@ class Workers:
             task.cancel()
         if self._greeting:
             await asyncio.wait([*self._greeting], timeout=_FAREWELL)
+
+
+def _difference(delta: Delta, known: dict[tuple[int, int], bytes | None], base: Buffer, new: Buffer) -> bytes | None:
+    """Return what turns one buffer into another; the same for several workers."""
+    key = id(base), id(new)
+    if key not in known:
+        known.clear()
+        known[key] = delta.difference(base.memory, new.memory, new.layout.width)
+    return known[key]
 
 
 def _pidfd(pid: int) -> int:

@@ -79,17 +79,6 @@ class Medium(Protocol):
         """Make ``send`` and ``receive`` raise, at once. Idempotent."""
 
 
-class Codec(Protocol):
-    """Differences between two versions (``wsync.transforms.Delta``)."""
-
-    def encode(self, base: Buffer, new: Buffer) -> bytes | None:
-        """Return what turns one into the other; None if that is not smaller."""
-        ...
-
-    def apply(self, base: Buffer, payload: bytes, into: Buffer) -> None:
-        """Fill ``into`` with the version that a payload makes of ``base``; ValueError: it does not fit."""
-
-
 def checksum_of(memory: memoryview | bytes, extra: bytes) -> int:
     """Return the checksum of packed weights and of their extra state; never 0."""
     digest = xxhash.xxh3_64(memory)
@@ -108,7 +97,8 @@ class WorkerSession:
         link: the connection.
         medium: carries weights; None if the worker takes them from the arena.
         on_request: whether updates are sent only when the worker asks.
-        codec: makes differences; None: whole weights are sent.
+        difference: returns what turns one buffer into another, or None if that is not smaller; None: whole weights
+            are sent.
         on_change: called after each answer, and at the end.
 
     Attributes:
@@ -127,7 +117,7 @@ class WorkerSession:
         medium: Medium | None,
         *,
         on_request: bool = False,
-        codec: Codec | None = None,
+        difference: Callable[[Buffer, Buffer], bytes | None] | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker = worker
@@ -137,7 +127,7 @@ class WorkerSession:
         self.refusals: dict[int, str] = {}
         self.fits: str | None = None
         self.cause: str | None = None
-        self._link, self._medium, self._codec = link, medium, codec
+        self._link, self._medium, self._difference = link, medium, difference
         self._on_request, self._on_change = on_request, on_change
         self._messages: deque[Message] = deque()
         self._waiting: deque[Update] = deque()  # they have not begun to travel
@@ -251,8 +241,8 @@ class WorkerSession:
     async def _deliver(self, update: Update) -> None:
         """Send one update, and wait until it has been received; newer ones take each other's place meanwhile."""
         assert self._medium is not None, "an update for the arena is not offered"
-        base = self._base if self._codec is not None else None
-        difference = None if base is None or self._codec is None else self._codec.encode(base.buffer, update.buffer)
+        base, encode = self._base, self._difference
+        difference = None if base is None or encode is None else encode(base.buffer, update.buffer)
         payload = update.buffer if difference is None else difference
         self.sent_bytes = len(update.buffer.memory) if difference is None else len(difference)
         offer = Offer(
@@ -276,7 +266,7 @@ class WorkerSession:
         finally:
             self.unwatch(changed)
         if update.version not in self.refusals:
-            self._base = update if self._codec is not None else None
+            self._base = update if self._difference is not None else None
 
     async def _read(self) -> None:
         while True:
@@ -419,7 +409,7 @@ class SessionInbox:
         medium: carries weights.
         owner: the receiver.
         call_soon: calls a function in the control thread; called by any thread.
-        codec: applies differences.
+        apply_difference: ``(base, difference, into)``: fills ``into``; None: the sender sends whole weights.
         slots: returns the update in a slot of the arena; None without an arena.
     """
 
@@ -430,12 +420,12 @@ class SessionInbox:
         owner: Owner,
         call_soon: Callable[..., object],
         *,
-        codec: Codec | None = None,
+        apply_difference: Callable[[memoryview, bytes, memoryview], None] | None = None,
         slots: Callable[[int, int], Update] | None = None,
     ) -> None:
         self.newest = 0  # that can be fetched
         self._link, self._medium, self._owner = link, medium, owner
-        self._call_soon, self._codec, self._slots = call_soon, codec, slots
+        self._call_soon, self._apply_difference, self._slots = call_soon, apply_difference, slots
         self._staged: deque[Update] = deque()  # the control thread appends, whoever is in the gate removes
         self._prepared: dict[int, Update] = {}
         self._base: Update | None = None
@@ -456,9 +446,14 @@ class SessionInbox:
     def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
         """Tell the sender what came of an update; called by any thread."""
         if error:
-            self._refusals.append(Refused(update.version, error[-MAX_TEXT:]))
+            self.refuse(update.version, error)
         else:
             self._times = (wait, apply)
+            self._call_soon(self._wake.set)
+
+    def refuse(self, version: int, error: str) -> None:
+        """Tell the sender why a version was not installed; called by any thread."""
+        self._refusals.append(Refused(version, error[-MAX_TEXT:]))
         self._call_soon(self._wake.set)
 
     def settled(self, update: Update, error: str) -> None:
@@ -584,9 +579,9 @@ class SessionInbox:
             if payload is None:
                 await self._medium.receive(self._link, offer, buffer)
             elif isinstance(payload, bytes):
-                if self._codec is None or self._base is None or self._base.version != offer.base:
+                if self._apply_difference is None or self._base is None or self._base.version != offer.base:
                     raise ValueError(f"a difference to version {offer.base}, which is not here")
-                self._codec.apply(self._base.buffer, payload, buffer)
+                self._apply_difference(self._base.buffer.memory, payload, buffer.memory)
             if offer.checksum and checksum_of(buffer.memory, offer.extra) != offer.checksum:
                 error = f"version {offer.version} arrived corrupt: its checksum differs"
         except ConnectionError:
@@ -599,7 +594,7 @@ class SessionInbox:
             self._fetched()
             return
         update = Update(offer.version, buffer, offer.extra, offer.checksum, offer.requires, undecided=offer.undecided)
-        self._base = update if self._codec is not None else None
+        self._base = update if self._apply_difference is not None else None
         if offer.undecided:
             await self._prepare(update)
         else:

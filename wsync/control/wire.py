@@ -40,8 +40,7 @@ class Settings(Message, frozen=True, tag=True):
         on_request: whether the worker fetches versions (``initiator="receiver"``).
         first: the version that ``connect`` of the worker waits for; 0 for none.
         arena: how many blocks of words the arena has, and which one is this connection's; None without an arena.
-        medium: the name of the medium; see ``media``.
-        options: what that medium has to know.
+        differences: whether updates may come as differences to the one before.
     """
 
     sender: str
@@ -50,8 +49,7 @@ class Settings(Message, frozen=True, tag=True):
     on_request: bool
     first: int
     arena: tuple[int, int] | None
-    medium: str
-    options: dict[str, Any] = {}
+    differences: bool
 
 
 class NewLayout(Message, frozen=True, tag=True):
