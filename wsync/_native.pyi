@@ -129,7 +129,7 @@ class SenderWords:
 class WorkerWords:
     """A worker's words of an arena, and the hook that the gate calls for its receiver. Used inside the gate.
 
-    ``set_wakeups``, ``woken``, ``usual(None)``, ``published`` and ``close`` are for any thread.
+    ``answer``, ``set_wakeups``, ``usual(None)``, ``published`` and ``close`` are for any thread.
 
     Attributes:
         version: what is installed.
@@ -138,7 +138,7 @@ class WorkerWords:
         hold: whether that slot is needed between forwards as well.
         installs: how many updates were installed without the receiver.
         fulfilled: the serial number of the requirements that are known to be met.
-        announced_at: when ``woken`` saw the version that is to be installed, on ``time.perf_counter``; 0.0: it did not.
+        announced_at: when the control thread saw the next version, on ``time.perf_counter``; 0.0 if it did not.
         published: the version that the trainer has published.
         receiver: its ``poll_update`` and ``leaving_gate`` do what this object does not.
     """
@@ -148,33 +148,35 @@ class WorkerWords:
     bound_slot: int
     hold: bool
     fulfilled: int
+    announced_at: float
     receiver: Any
     @property
     def installs(self) -> int: ...
     @property
-    def announced_at(self) -> float: ...
-    @property
     def published(self) -> int: ...
     def __init__(
-        self, memory: Any, capacity: int, block: int, signal: int, wake: int, binds: bool, plans: list[PackPlan], /
+        self, memory: Any, capacity: int, block: int, signal: int, binds: bool, plans: list[PackPlan], /
     ) -> None: ...
     def usual(self, installer: Installer | None, /) -> None:
         """Let this object install usual updates by ``installer``; None: the receiver is called for everything."""
 
-    def take(self, with_pending: bool, /) -> tuple[int, int, bool] | None:
-        """Mark as used the slot that a forward has to use; return ``(version, slot, acknowledge)`` if it is new here."""
+    def take(self) -> list[tuple[int, int, int]]:
+        """Mark slots as used; return ``(version, slot, acknowledge)`` of those that are new here, the oldest first.
+
+        They are that of the published version, or else the one that the model has; and that of a pending version.
+        """
 
     def release(self) -> None:
         """Use no slot any more. Idempotent."""
 
-    def answer(self, version: int, slot: int, acknowledge: bool, wait: float, apply: float, /) -> None:
-        """Record that a version is installed, and signal it if the trainer waits for that."""
+    def settle(self, version: int, slot: int, /) -> None:
+        """Note that a version is installed."""
+
+    def answer(self, version: int, acknowledge: bool, wait: float, apply: float, /) -> None:
+        """Tell the trainer that a version is installed; signal it if it waits for that."""
 
     def set_wakeups(self, wanted: bool, /) -> None:
         """Set whether the trainer wakes this worker for an update that need not be acknowledged."""
-
-    def woken(self) -> None:
-        """Note when the update came that the trainer has woken this worker for. Called by the control thread."""
 
     def close(self) -> None:
         """Drop all references: the hook does nothing from then on. Idempotent."""

@@ -13,22 +13,22 @@ from torch import nn
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
-from wsync.transport import TransportBackend, apply_received
-from wsync.weights.snapshot import weights_of
+from wsync.transport import TransportBackend, apply_received, weights_of
 from wsync.weights.strategy import WeightStrategy
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FUTEX = {"x86_64": 202, "aarch64": 98}  # the number of the system call futex(2)
 _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 2**31 - 1
-_turn = threading.Lock()
 
 
 def _fence() -> None:
     """Order the loads and stores before this call before those after it: a processor may reorder them otherwise."""
-    with _turn:
-        pass
-    with _turn:
-        pass
+    turn = threading.Lock()
+    for _ in range(
+        2
+    ):  # what comes before is done at the first release, and what comes after begins at the second acquire
+        with turn:
+            pass
 
 
 class _Timespec(ctypes.Structure):

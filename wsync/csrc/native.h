@@ -89,9 +89,9 @@ typedef struct {
     /* written by the trainer */
     int64_t published, pending, wants_freed, unused[5];
     /* written by the worker, in another cache line */
-    int64_t used, held, installed, wants_wakeup;
+    int64_t used, used_too, held, installed, wants_wakeup;
     double wait, apply;
-    int64_t also_unused[2];
+    int64_t also_unused;
 } Block;
 
 /* The records follow the blocks. Written by the trainer while no worker reads the slot. */

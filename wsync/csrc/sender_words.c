@@ -107,7 +107,7 @@ static PyObject *SenderWords_open(SenderWords *self, PyObject *args)
         close(peer.process);
         return NULL;
     }
-    self->blocks[i] = (Block){.used = NONE, .held = NONE, .wants_wakeup = 1};
+    self->blocks[i] = (Block){.used = NONE, .used_too = NONE, .held = NONE, .wants_wakeup = 1};
     self->peers[i] = peer;
     self->top = i >= self->top ? i + 1 : self->top;
     return PyLong_FromSsize_t(i);
@@ -139,7 +139,7 @@ static int is_free(SenderWords *self, int64_t slot)
             const Block *block = &self->blocks[i];
             if (self->peers[i].open
                 && (step == 0   ? names_slot(&block->published, slot) || names_slot(&block->pending, slot)
-                    : step == 1 ? load(&block->used) == slot
+                    : step == 1 ? load(&block->used) == slot || load(&block->used_too) == slot
                                 : load(&block->held) == slot))
                 return 0;
         }

@@ -8,7 +8,7 @@ typedef struct {
     Py_buffer words;
     Block *block; /* NULL once it is closed */
     Record *records;
-    int signal, wake;                       /* eventfds: the trainer's, which this end rings, and this connection's */
+    int signal;                             /* the trainer's eventfd, which this end rings */
     char binds, hold, busy;                 /* `busy`: a slot is marked as used; the rest and these: _native.pyi */
     long long version, failed_version, bound_slot, installs, fulfilled;
     double announced_at;
@@ -52,14 +52,13 @@ static PyObject *WorkerWords_new(PyTypeObject *type, PyObject *args, PyObject *k
 {
     PyObject *memory, *plans;
     Py_ssize_t capacity, block;
-    int signal, wake, binds;
-    if (!PyArg_ParseTuple(args, "OnniipO!:WorkerWords", &memory, &capacity, &block, &signal, &wake, &binds, &PyList_Type,
-                          &plans))
+    int signal, binds;
+    if (!PyArg_ParseTuple(args, "OnnipO!:WorkerWords", &memory, &capacity, &block, &signal, &binds, &PyList_Type, &plans))
         return NULL;
     WorkerWords *self = (WorkerWords *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
-    self->signal = signal, self->wake = wake, self->binds = (char)binds, self->bound_slot = NONE;
+    self->signal = signal, self->binds = (char)binds, self->bound_slot = NONE;
     self->plans = Py_NewRef(plans);
     Block *blocks;
     if (map_words(memory, capacity, &self->words, &blocks, &self->records) || block < 0 || block >= capacity) {
@@ -88,59 +87,79 @@ static int is_new(WorkerWords *self, int64_t word)
     return version_in(word) > self->version && version_in(word) > self->failed_version;
 }
 
-/* Mark as used the slot of the version that a forward has to use: the published one if it is new here, or the pending
- * one if that is wanted; else the slot that the model has. Return the word of a new version; 0 if there is none. */
-static int64_t mark_used(WorkerWords *self, int with_pending)
+/* Mark as used the slot of the published version if that is new here, else the slot that the model has; and the slot of
+ * the pending version, if that is wanted and newer. Return which of the two are new: their words, or 0. */
+static void mark_used(WorkerWords *self, int64_t *published, int64_t *pending)
 {
     Block *block = self->block;
     for (;;) {
-        int64_t word = load(&block->published), pending = with_pending ? load(&block->pending) : 0;
-        const int64_t *source = version_in(pending) > version_in(word) ? &block->pending : &block->published;
-        word = source == &block->pending ? pending : word;
+        int64_t word = load(&block->published), next = pending ? load(&block->pending) : 0;
         int64_t slot = is_new(self, word) ? slot_in(word) : self->bound_slot;
-        self->busy = slot != NONE;
+        int64_t other = is_new(self, next) && next > word ? slot_in(next) : NONE;
+        self->busy = slot != NONE || other != NONE;
         store(&block->used, slot);
-        if (load(source) == word) /* so the trainer reads `used` after this store, before it writes the slot */
-            return is_new(self, word) ? word : 0;
+        if (block->used_too != other)
+            store(&block->used_too, other);
+        /* If the words are the same, the trainer reads what is stored here before it writes the slots. */
+        if (load(&block->published) != word || (pending && load(&block->pending) != next))
+            continue;
+        *published = is_new(self, word) ? word : 0;
+        if (pending)
+            *pending = other != NONE ? next : 0;
+        return;
     }
 }
 
 static void release(WorkerWords *self)
 {
+    Block *block = self->block;
     if (self->hold)
-        store(&self->block->held, self->bound_slot); /* before the next store: is_free in sender_words.c */
+        store(&block->held, self->bound_slot); /* before the next stores: is_free in sender_words.c */
     if (!self->busy)
         return;
     self->busy = 0;
-    store(&self->block->used, NONE);
-    if (load(&self->block->wants_freed))
+    store(&block->used, NONE);
+    if (block->used_too != NONE)
+        store(&block->used_too, NONE);
+    if (load(&block->wants_freed))
         ring(self->signal);
 }
 
-/* Record that the version of a word is installed. */
-static void record_installed(WorkerWords *self, int64_t word, double wait, double apply)
+/* The model has a version from now on. */
+static void settle(WorkerWords *self, int64_t version, int64_t slot)
 {
-    self->version = version_in(word);
+    self->version = version;
     self->announced_at = 0;
     if (self->binds)
-        self->bound_slot = slot_in(word);
+        self->bound_slot = slot;
     else
         release(self); /* its bytes are copied out */
+}
+
+static void answer(WorkerWords *self, int64_t version, int acknowledge, double wait, double apply)
+{
+    if (version <= load(&self->block->installed))
+        return;
     self->block->wait = wait, self->block->apply = apply;
-    store(&self->block->installed, self->version);
-    if (word & 1)
+    store(&self->block->installed, version);
+    if (acknowledge)
         ring(self->signal);
 }
 
-static PyObject *WorkerWords_take(WorkerWords *self, PyObject *with_pending)
+static PyObject *WorkerWords_take(WorkerWords *self, PyObject *Py_UNUSED(ignored))
 {
-    int truth = PyObject_IsTrue(with_pending);
-    if (truth < 0)
-        return NULL;
-    int64_t word = self->block ? mark_used(self, truth) : 0;
-    if (!word)
-        Py_RETURN_NONE;
-    return Py_BuildValue("LLO", (long long)version_in(word), (long long)slot_in(word), word & 1 ? Py_True : Py_False);
+    int64_t words[2] = {0, 0};
+    if (self->block)
+        mark_used(self, &words[0], &words[1]);
+    PyObject *taken = PyList_New(0);
+    for (int i = 0; taken && i < 2; i++) {
+        PyObject *one = words[i] ? Py_BuildValue("LLi", (long long)version_in(words[i]), (long long)slot_in(words[i]),
+                                                 (int)(words[i] & 1)) : NULL;
+        if (words[i] && (!one || PyList_Append(taken, one)))
+            Py_CLEAR(taken);
+        Py_XDECREF(one);
+    }
+    return taken;
 }
 
 static PyObject *WorkerWords_release(WorkerWords *self, PyObject *Py_UNUSED(ignored))
@@ -150,15 +169,25 @@ static PyObject *WorkerWords_release(WorkerWords *self, PyObject *Py_UNUSED(igno
     Py_RETURN_NONE;
 }
 
-static PyObject *WorkerWords_answer(WorkerWords *self, PyObject *args)
+static PyObject *WorkerWords_settle(WorkerWords *self, PyObject *args)
 {
     long long version, slot;
-    int acknowledge;
-    double wait, apply;
-    if (!PyArg_ParseTuple(args, "LLpdd:answer", &version, &slot, &acknowledge, &wait, &apply))
+    if (!PyArg_ParseTuple(args, "LL:settle", &version, &slot))
         return NULL;
     if (self->block)
-        record_installed(self, word_of(version, slot, acknowledge), wait, apply);
+        settle(self, version, slot);
+    Py_RETURN_NONE;
+}
+
+static PyObject *WorkerWords_answer(WorkerWords *self, PyObject *args)
+{
+    long long version;
+    int acknowledge;
+    double wait, apply;
+    if (!PyArg_ParseTuple(args, "Lpdd:answer", &version, &acknowledge, &wait, &apply))
+        return NULL;
+    if (self->block)
+        answer(self, version, acknowledge, wait, apply);
     Py_RETURN_NONE;
 }
 
@@ -168,16 +197,6 @@ static PyObject *WorkerWords_set_wakeups(WorkerWords *self, PyObject *wanted)
     if (truth >= 0 && self->block)
         store(&self->block->wants_wakeup, truth);
     return truth < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-static PyObject *WorkerWords_woken(WorkerWords *self, PyObject *Py_UNUSED(ignored))
-{
-    if (self->block) {
-        silence(self->wake); /* before the words are read: what is published later rings again */
-        if (!self->announced_at && (is_new(self, load(&self->block->published)) || is_new(self, load(&self->block->pending))))
-            self->announced_at = now();
-    }
-    Py_RETURN_NONE;
 }
 
 static PyObject *WorkerWords_published(WorkerWords *self, void *Py_UNUSED(closure))
@@ -196,25 +215,30 @@ static PyObject *views_of(WorkerWords *self, int64_t slot)
 /* Install what is published, if anything is new. Return 1; 0 if the receiver has to do it; -1 with an error. */
 static int install(WorkerWords *self, PyObject *installer)
 {
+    int64_t word;
     if (load(&self->block->pending))
         return 0;
-    if (!is_new(self, load(&self->block->published)) && !mark_used(self, 0))
-        return 1;
+    if (!is_new(self, load(&self->block->published))) {
+        mark_used(self, &word, NULL);
+        if (!word)
+            return 1;
+    }
     double started = now();
     PyObject *views = views_of(self, 0); /* the views of all slots are alike */
     int fits = views ? Installer_check((Installer *)installer, views) : 0;
     if (fits <= 0 || !self->block) /* a finalizer may have closed it */
         return fits < 0 ? -1 : 0;
-    int64_t word = mark_used(self, 0), slot = slot_in(word);
-    const Record *record = self->records + slot;
-    views = word ? views_of(self, slot) : NULL;
+    mark_used(self, &word, NULL);
+    const Record *record = self->records + slot_in(word);
+    views = word ? views_of(self, slot_in(word)) : NULL;
     if (!views || record->has_extra || (record->serial && record->serial != self->fulfilled))
         return 0;
     if (Installer_switch((Installer *)installer, views))
         return -1;
     if (self->block) { /* not closed during a large copy */
         double wait = self->announced_at > 0 && self->announced_at < started ? started - self->announced_at : 0;
-        record_installed(self, word, wait, now() - started);
+        settle(self, version_in(word), slot_in(word));
+        answer(self, self->version, word & 1, wait, now() - started);
         self->installs++;
     }
     return 1;
@@ -247,7 +271,7 @@ static PyMemberDef WorkerWords_members[] = {
     {"hold", T_BOOL, offsetof(WorkerWords, hold), 0, NULL},
     {"installs", T_LONGLONG, offsetof(WorkerWords, installs), READONLY, NULL},
     {"fulfilled", T_LONGLONG, offsetof(WorkerWords, fulfilled), 0, NULL},
-    {"announced_at", T_DOUBLE, offsetof(WorkerWords, announced_at), READONLY, NULL},
+    {"announced_at", T_DOUBLE, offsetof(WorkerWords, announced_at), 0, NULL},
     {"receiver", T_OBJECT, offsetof(WorkerWords, receiver), 0, NULL},
     {NULL},
 };
@@ -257,11 +281,11 @@ static PyGetSetDef WorkerWords_attributes[] = {
 };
 static PyMethodDef WorkerWords_methods[] = {
     {"usual", (PyCFunction)WorkerWords_usual, METH_O, NULL},
-    {"take", (PyCFunction)WorkerWords_take, METH_O, NULL},
+    {"take", (PyCFunction)WorkerWords_take, METH_NOARGS, NULL},
     {"release", (PyCFunction)WorkerWords_release, METH_NOARGS, NULL},
+    {"settle", (PyCFunction)WorkerWords_settle, METH_VARARGS, NULL},
     {"answer", (PyCFunction)WorkerWords_answer, METH_VARARGS, NULL},
     {"set_wakeups", (PyCFunction)WorkerWords_set_wakeups, METH_O, NULL},
-    {"woken", (PyCFunction)WorkerWords_woken, METH_NOARGS, NULL},
     {"close", (PyCFunction)WorkerWords_close, METH_NOARGS, NULL},
     {"poll_update", (PyCFunction)WorkerWords_poll_update, METH_NOARGS, NULL},
     {"leaving_gate", (PyCFunction)WorkerWords_leaving_gate, METH_NOARGS, NULL},

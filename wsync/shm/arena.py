@@ -16,6 +16,7 @@ A block belongs to one connection until the worker's process is gone. The traine
 The worker writes the others:
 
 - ``used``: the slot that the running forward uses, or from which a worker copies; -1 between forwards;
+- ``used_too``: the slot of a pending version while the receiver decides which of the two it uses; else -1;
 - ``held``: a slot that the model needs between forwards as well (see below), or -1;
 - ``installed``: the newest version that is installed, after ``wait`` and ``apply``, its cost in seconds;
 - ``wants_wakeup``: whether the trainer has to wake it for updates that it does not await.
@@ -23,12 +24,13 @@ The worker writes the others:
 To *signal* is to add to an eventfd of the trainer; to wake a worker, to one of its connection. All words are loaded and
 stored in one order that every process sees (sequentially consistent atomics, in ``csrc``).
 
-**How a slot is taken and reserved.** There is no lock: ``used`` is a hazard pointer.
+**How a slot is taken and reserved.** There is no lock: ``used`` is a hazard pointer, and so is ``used_too``.
 
 - A worker that enters a forward loads ``published``, stores its slot in ``used``, and loads ``published`` again. If it
   has changed, it begins anew.
-- The trainer writes a slot ``s`` only after it has found that it has leased ``s`` to nobody (a ``Buffer`` of it exists),
-  and that no block names ``s`` in ``published`` or ``pending``, then none in ``used``, then none in ``held``.
+- The trainer writes a slot ``s`` only after it has found that ``s`` is leased to nobody (no ``Buffer`` of it exists),
+  that no block names ``s`` in ``published`` or ``pending``, then none in ``used`` or ``used_too``, then none in
+  ``held``.
 
 **Guarantees.**
 
@@ -50,10 +52,11 @@ stored in one order that every process sees (sequentially consistent atomics, in
 **How long a slot is used** depends on how a model takes the weights. A model that is *bound* (its parameters point into
 the slot) uses it during forwards only: between them the trainer may overwrite the slot once it has published a newer
 version, to which the next forward binds. It *holds* the slot between forwards as well if an install may fail (checksum,
-extra state, tied tensors): then the model stays on it. ``held`` is stored before ``used`` is cleared, and loaded after
-``used``, so the slot is found in one of them. A model that *copies* uses the slot until its bytes are copied.
-A model that holds nothing, and whose install fails because its structure has changed, may be bound to a slot that is
-written: its receiver refuses forwards until a version is installed.
+extra state, tied tensors), or once a transaction was prepared: then the model can stay on it although a newer version
+is published. ``held`` is stored before ``used`` is cleared, and loaded after ``used``, so the slot is found in one of
+them. A model that *copies* uses the slot until its bytes are copied. A model that holds nothing, and whose install
+fails because its structure has changed, may be bound to a slot that is written: its receiver refuses forwards until a
+version is installed.
 
 **A worker that is disconnected but alive** keeps its block: what it may read stays as it is until its process is gone.
 
@@ -68,7 +71,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -76,9 +79,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from wsync.checksum import checksum_of, find_damage
+from wsync.checksum import find_damage
 from wsync.deadlines import remaining
 from wsync.errors import SyncTimeout, WeightSyncError, join_indices
+from wsync.gate import process_gate
 from wsync.native import native
 from wsync.shm.memory import allocate, event_fd, memory_file, read_at, whole_pages, write_at
 from wsync.update import Update
@@ -87,7 +91,7 @@ from wsync.weights.packing import Buffer
 from wsync.weights.tensors import PinnedMapping, in_clean_thread
 
 _BLOCK, _RECORD = 16, 5  # words
-_PUBLISHED, _PENDING, _USED, _HELD, _INSTALLED, _WAIT, _APPLY = 0, 1, 8, 9, 10, 12, 13  # in a block
+_PUBLISHED, _PENDING, _USED, _HELD, _INSTALLED, _WAIT, _APPLY = 0, 1, 8, 10, 11, 13, 14  # in a block
 _CHECKSUM, _HEADER_SIZE, _HAS_EXTRA, _SERIAL = 1, 2, 3, 4  # in a record
 _SPAN = 1 << 36  # bytes of (sparse) file between two headers
 _SPARE = 2  # slots besides those that are published, held and leased: one to write, one that may still be in use
@@ -197,7 +201,7 @@ class SenderArena:
         blocks: the most connections at a time, those of disconnected but living workers included.
 
     Attributes:
-        fds: the two files.
+        blocks: as given.
         signal: the eventfd that workers signal.
 
     Raises:
@@ -205,6 +209,7 @@ class SenderArena:
     """
 
     def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
         with ExitStack() as opened:
             descriptors: list[int] = []
             for make in (
@@ -220,6 +225,8 @@ class SenderArena:
             opened.pop_all()
         self._leases: list[Callable[[], Buffer | None]] = []
         self._workers: dict[int, int] = {}  # by block, of those that are open
+        self._requires: Mapping[str, int] = {}  # of the newest update, and their serial number
+        self._serial = 0
 
     @property
     def fds(self) -> tuple[int, int]:
@@ -301,48 +308,42 @@ class SenderArena:
         if self._workers.pop(block, None) is not None:
             self._words.close(block)
 
-    def store_header(self, update: Update, serial: int, checksum: bool) -> None:
-        """Store what accompanies an update, before it is published.
-
-        Args:
-            update: in its slot.
-            serial: stands for ``update.requires``, which only ever grow; 0 if there are none.
-            checksum: whether the worker compares the slot with a checksum.
+    def store_header(self, update: Update) -> None:
+        """Store what accompanies an update, before it is published. Needed only if it has anything beside its weights.
 
         Raises:
             WeightSyncError: the machine has no memory left for it.
         """
-        if checksum and not update.checksum:
-            update.checksum = checksum_of(update.buffer.flat, update.extra)
-        if not (update.extra or serial or update.checksum):
-            return  # ``reserve`` has reset the record
         slot, record, words = update.buffer.slot, self._slots.record(update.buffer.slot), self._slots.words
+        if update.requires != self._requires:
+            self._requires, self._serial = dict(update.requires), self._serial + 1
         if update.extra or update.requires:
             header = msgspec.msgpack.encode(_Header(dict(update.requires), update.extra))
             write_at(self._slots.fds[1], header, slot * _SPAN)
             words[record + _HEADER_SIZE] = len(header)
-        words[record + _HAS_EXTRA], words[record + _SERIAL] = bool(update.extra), serial
+        words[record + _HAS_EXTRA] = bool(update.extra)
+        words[record + _SERIAL] = self._serial if update.requires else 0
         self._slots.unsigned_words[record + _CHECKSUM] = update.checksum
 
-    def set_pending(self, blocks: tuple[int, ...], version: int, slot: int) -> None:
+    def set_pending(self, blocks: Iterable[int], version: int, slot: int) -> None:
         """Store what ``publish`` is about to publish, in a transaction: for all models before the first ``publish``."""
-        self._words.publish(blocks, version, slot, True, True)
+        self._words.publish(tuple(blocks), version, slot, True, True)
 
-    def publish(self, blocks: tuple[int, ...], version: int, slot: int, acknowledge: bool) -> bool:
+    def publish(self, blocks: Iterable[int], version: int, slot: int, acknowledge: bool) -> bool:
         """Point connections to a slot, and wake those workers that have to acknowledge it or want to be woken.
 
         Returns:
             False if the process of an open block has ended. It is looked at only without ``acknowledge``.
         """
-        return self._words.publish(blocks, version, slot, acknowledge)
+        return self._words.publish(tuple(blocks), version, slot, acknowledge)
 
-    def wait(self, blocks: tuple[int, ...], version: int, timeout: float | None) -> bool:
+    def wait(self, blocks: Iterable[int], version: int, timeout: float | None) -> bool:
         """Wait until all of the connections have installed ``version``. Raises what a signal handler raises.
 
         Returns:
             False at the deadline; or if a connection without the version was closed, or needs ``attention``.
         """
-        return self._words.wait(blocks, version, timeout)
+        return self._words.wait(tuple(blocks), version, timeout)
 
     def attention(self, block: int) -> None:
         """End the wait for a connection, or the next one: its session has ended, or has refused an update."""
@@ -352,7 +353,7 @@ class SenderArena:
         """Return the newest version that a worker has installed."""
         return self._slots.words[block * _BLOCK + _INSTALLED]
 
-    def times(self, blocks: tuple[int, ...]) -> tuple[float, float]:
+    def times(self, blocks: Iterable[int]) -> tuple[float, float]:
         """Return the slowest worker's seconds of waiting and of installing, of the newest version of each."""
         numbers = self._slots.numbers
         pairs = [(numbers[block * _BLOCK + _WAIT], numbers[block * _BLOCK + _APPLY]) for block in blocks]
@@ -365,51 +366,34 @@ class SenderArena:
         self._slots.close()
 
 
-def _ignore(version: int, error: str) -> None:
-    pass
-
-
 class ArenaInbox:
-    """The arena in a worker: what its receiver polls. ``poll`` and ``answer`` are as in ``wsync.update.Inbox``.
+    """The arena in a worker: what its receiver polls; see ``wsync.update.Inbox``.
 
-    The acting thread (which runs the model's forward) and the control thread use it, inside the gate; ``woken``,
-    ``set_wakeups``, ``newest`` and ``close`` are for any thread.
+    ``answer``, ``set_wakeups``, ``announced`` and ``newest`` are for any thread, ``update_in`` for the control thread;
+    all others are called inside the gate.
 
     Args:
-        fds: the two files; owned by this object from now on, like the next two.
-        signal: the trainer's eventfd.
-        wake: this connection's eventfd.
+        fds: the two files, the trainer's eventfd and this connection's; owned by this object from now on.
         block: this connection's block.
-        capacity: the arena's number of blocks.
+        blocks: the arena's number of blocks.
         binds: whether the model stays bound to its slot; otherwise it copies.
         checksum: whether updates carry a checksum.
 
     Attributes:
-        wake: as given. The control thread calls ``woken`` when it can be read.
-        words: the words of the connection, for ``version`` (what is installed) and ``announced_at``.
-        on_refused: called by ``answer`` with a version that could not be installed, and the error.
+        wake: this connection's eventfd. When it can be read, an update has come that somebody waits for.
+        words: the words of the connection, for ``version`` (what is installed).
+        on_refused: called by ``answer`` with an update that could not be installed, and the error.
     """
 
-    def __init__(
-        self,
-        fds: tuple[int, int],
-        signal: int,
-        wake: int,
-        block: int,
-        capacity: int,
-        *,
-        binds: bool,
-        checksum: bool,
-    ) -> None:
-        self.wake = wake
-        self._signal = signal
-        self._slots = _Slots(fds, capacity)
+    def __init__(self, fds: Sequence[int], block: int, blocks: int, *, binds: bool, checksum: bool) -> None:
+        weights, headers, self._signal, self.wake = fds
+        self._slots = _Slots((weights, headers), blocks)
         self._binds = binds
         self._checksum = checksum
         self._checked = 0  # the newest version with a checksum that was right
-        self.words = native.WorkerWords(self._slots.control, capacity, block, signal, wake, binds, self._slots.plans)
+        self.words = native.WorkerWords(self._slots.control, blocks, block, self._signal, binds, self._slots.plans)
         self.words.hold = binds and checksum
-        self.on_refused: Callable[[int, str], None] = _ignore
+        self.on_refused: Callable[[Update, str], None] = lambda update, error: None
 
     def set_layout(self, layout: Layout) -> None:
         """Use this layout, and map all slots that exist: mapping takes longer than an update."""
@@ -419,67 +403,87 @@ class ArenaInbox:
             self._slots.buffer(slots - 1)
 
     def hook_for(self, receiver: Any) -> Any:
-        """Return the object that the gate calls in place of ``receiver``: it does what is usual, and calls it otherwise."""
+        """Return the object that the gate calls in place of ``receiver``: it does what is usual, and calls it else."""
         self.words.receiver = receiver
         return self.words
 
     def usual(self, installer: Any | None) -> None:
         """Let the hook install usual updates by ``installer``; None: the receiver is called for everything.
 
-        A version with a checksum or extra state, and one that the model may refuse, is never usual.
+        A version with a checksum or extra state, or that requires what is not known to be there, is never usual.
         """
-        self.words.usual(None if self._checksum or self.words.hold else installer)
+        self.words.usual(None if self._checksum else installer)
 
     @property
     def newest(self) -> int:
         """The version that the trainer has published for this worker; 0 for none."""
         return self.words.published
 
-    def poll(self, *, pending: bool = True) -> Update | None:
-        """Return the version that a forward has to use, if it is new here; its slot is marked as used.
+    @property
+    def holds(self) -> bool:
+        """Whether the slot of the version that the model has stays as it is until the next install."""
+        return self.words.hold or not self._binds
 
-        Args:
-            pending: whether a pending version may be used. A receiver for which not all is there that it requires polls
-                again without.
+    def poll(self) -> Sequence[Update]:
+        """Return the published and the pending version, if they are new here; their slots are marked as used.
+
+        Nothing outside the gate: a forward may be running, and its slot has to stay marked.
         """
-        if self._slots.layout is None:
-            return None
-        taken = self.words.take(pending)
-        return None if taken is None else self.update(*taken)
+        if self._slots.layout is None or not process_gate().held_here:
+            return ()
+        return [self.update_in(*taken) for taken in self.words.take()]
 
-    def update(self, version: int, slot: int, acknowledge: bool = True) -> Update:
-        """Return the update in a slot that the trainer keeps: it is taken, or prepared."""
+    def update_in(self, version: int, slot: int, acknowledge: bool = True) -> Update:
+        """Return the update in a slot that is marked as used here, or prepared by the trainer.
+
+        If there is one that is prepared, the model holds its slot from now on: what is published may have to wait until
+        the model's siblings have what it requires.
+        """
+        self.words.hold = self.words.hold or (self._binds and version > self.newest)
         record, words = self._slots.record(slot), self._slots.words
-        size = words[record + _HEADER_SIZE]
-        header = msgspec.msgpack.decode(read_at(self._slots.fds[1], size, slot * _SPAN), type=_Header) if size else None
-        extra: bytes = header.extra if header else b""
-        requires: Mapping[str, int] = header.requires if header else {}
-        checksum, buffer, damage = self._slots.unsigned_words[record + _CHECKSUM], self._slots.buffer(slot), ""
+        size, checksum = words[record + _HEADER_SIZE], self._slots.unsigned_words[record + _CHECKSUM]
+        try:
+            buffer = self._slots.buffer(slot)
+            blob = read_at(self._slots.fds[1], size, slot * _SPAN)
+            header = msgspec.msgpack.decode(blob, type=_Header) if size else _Header({}, b"")
+        except (OSError, RuntimeError, ValueError) as error:  # no descriptor, memory or thread is left to map the slot
+            absent: Any = None
+            return Update(version, absent, acknowledge=acknowledge, damage=f"{version} could not be mapped: {error}")
+        damage = ""
         if self._checksum and version != self._checked:
-            damage = find_damage(version, buffer.flat, extra, checksum)
+            damage = find_damage(version, buffer.flat, header.extra, checksum)
             self._checked = self._checked if damage else version  # once is enough for one that is prepared, then taken
-        return Update(version, buffer, extra, checksum, requires, acknowledge=acknowledge, damage=damage)
+        return Update(
+            version, buffer, header.extra, checksum, header.requires, acknowledge=bool(acknowledge), damage=damage
+        )
 
-    def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
-        """Record that an update is installed, or why it is not."""
+    def settled(self, update: Update, error: str) -> None:
+        """Note that an update was installed, or has failed."""
         if error:
             self.words.failed_version = max(self.words.failed_version, update.version)
             self.words.usual(None)  # the receiver must see the next install, to allow forwards again
             if not self._binds:
                 self.words.release()
-            self.on_refused(update.version, error)
-            return
-        slot = update.buffer.slot
-        self.words.fulfilled = self._slots.words[self._slots.record(slot) + _SERIAL]
-        self.words.answer(update.version, slot, update.acknowledge, wait, apply)
+        else:
+            slot = update.buffer.slot
+            self.words.fulfilled = self._slots.words[self._slots.record(slot) + _SERIAL]
+            self.words.settle(update.version, slot)
+
+    def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
+        """Tell the sender what came of an update."""
+        if error:
+            self.on_refused(update, error)
+        else:
+            self.words.answer(update.version, update.acknowledge, wait, apply)
 
     def leave(self) -> None:
         """A forward has ended: its slot is not used any more."""
         self.words.release()
 
-    def woken(self) -> None:
-        """Note that the trainer has woken this worker. Called by the control thread, before it installs."""
-        self.words.woken()
+    def announced(self, at: float) -> None:
+        """Note when the control thread was woken, on ``time.perf_counter``: for the report."""
+        if self.newest > max(self.words.version, self.words.failed_version):
+            self.words.announced_at = at
 
     def set_wakeups(self, wanted: bool) -> None:
         """Set whether the trainer wakes this worker for an update that need not be acknowledged."""
@@ -490,14 +494,14 @@ class ArenaInbox:
         self.words.hold = self._binds
 
     def unbind(self) -> None:
-        """Record that the model has memory of its own until the next install. Called inside the gate."""
+        """Note that the model has memory of its own until the next install."""
         self.words.bound_slot = -1
+        self.words.release()
 
     def close(self) -> None:
-        """Release everything; the model keeps the memory that it is bound to. Idempotent."""
+        """Release everything. A model that is bound keeps its memory, which the trainer may write. Idempotent."""
         self.words.close()
         self._slots.close()
-        descriptors = {self.wake, self._signal} - {-1}
-        self.wake = self._signal = -1
+        descriptors, self._signal, self.wake = {self._signal, self.wake} - {-1}, -1, -1
         for descriptor in descriptors:
             os.close(descriptor)
