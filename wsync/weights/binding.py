@@ -6,7 +6,7 @@ import pickle
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +29,13 @@ def dump_extra(extra: Mapping[str, Any] | None) -> bytes:
     try:
         return pickle.dumps(dict(extra), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        problems = [problem for name, value in extra.items() if (problem := _unpicklable(name, value))]
+        problems: list[str] = []
+        for name, value in extra.items():
+            try:
+                pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+            except Exception as cause:  # noqa: BLE001  pickle raises what the object's own methods raise, too
+                problems.append(f"'{name}' ({type(cause).__name__}: {cause})")
         raise LayoutMismatch(f"extra state cannot be pickled: {describe(problems)}") from error
-
-
-def _unpicklable(name: str, value: object) -> str:
-    try:
-        pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # noqa: BLE001  pickle raises what the object's own methods raise, too
-        return f"'{name}' ({type(error).__name__}: {error})"
-    return ""
 
 
 def load_extra(blob: bytes) -> dict[str, Any]:
@@ -101,6 +98,11 @@ def _aliased(tensors: Iterable[Tensor]) -> set[int]:
     return {cdata for cdata, count in own_and_python.items() if use_count(cdata) > count}
 
 
+def _can_be_bound(tensor: Tensor) -> TypeGuard[nn.Parameter]:
+    """Return whether ``p.data = view`` is possible; with an inference tensor, the next forward would raise."""
+    return isinstance(tensor, nn.Parameter) and tensor.is_cpu and not tensor.is_inference()
+
+
 class Binding:
     """The plan by which one model takes on weights of one layout.
 
@@ -151,19 +153,18 @@ class Binding:
         self._agree: list[tuple[int, int]] = []
         for i, (name, tensor) in enumerate(zip(layout.names, self._own, strict=True)):
             first = seen.setdefault(id(tensor), i)
+            apart = id(tensor) in before or tensor.untyped_storage()._cdata not in aliased
             if first != i:
                 if layout.offsets[first] != layout.offsets[i]:
                     self._agree.append((first, i))
-                continue
-            kept = id(tensor) in before or tensor.untyped_storage()._cdata not in aliased
-            if self._bind and isinstance(tensor, nn.Parameter) and tensor.is_cpu and not tensor.is_inference():
-                if kept and name not in index.self_written:
-                    self._bound.append((tensor, i))
-                    continue
-            if defect_of(tensor, writable=True):  # expanded, say: one place cannot take several values
-                with torch.inference_mode(tensor.is_inference()):
-                    tensor.data = tensor.data.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-            self._copied.append((tensor, i))
+            elif self._bind and apart and name not in index.self_written and _can_be_bound(tensor):
+                self._bound.append((tensor, i))
+            else:
+                if defect_of(tensor, writable=True):  # expanded, say: one place cannot take several values
+                    with torch.inference_mode(tensor.is_inference()):
+                        own_memory = tensor.data.resolve_conj().resolve_neg()
+                        tensor.data = own_memory.clone(memory_format=torch.contiguous_format)
+                self._copied.append((tensor, i))
         self._agree += layout.tied_elsewhere(self._copied)
         bound = [parameter for parameter, _ in self._bound]
         for one in {*before} - {*map(id, bound)}:  # taken out of the model, or copied from now on

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import msgspec
 import torch
@@ -22,19 +22,19 @@ ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 _OPTIONAL = " (a non-persistent buffer, which no state dict has: send the module, or give it to init_on_sender)"
 
 
-class _Plain(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A layout as it travels: plain data."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    strides: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    offsets: tuple[int, ...]
-    ties: tuple[tuple[int, int], ...]
-    nbytes: int
-    extra: tuple[str, ...] | None
-    optional: tuple[str, ...]
-    model_may_have_more: bool
+_Names, _Numbers = tuple[str, ...], tuple[int, ...]
+_Plain = tuple[  # a layout as it travels: its attributes in their order
+    _Names,
+    tuple[_Numbers, ...],
+    tuple[_Numbers, ...],
+    _Names,
+    _Numbers,
+    tuple[tuple[int, int], ...],
+    int,
+    _Names | None,
+    _Names,
+    bool,
+]
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ class Layout:
 
     def encode(self) -> bytes:
         """Return the layout as plain data (msgpack). Equal layouts give equal bytes."""
-        dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-        shapes = tuple(tuple(shape) for shape in self.shapes)
-        extra = None if self.extra is None else tuple(sorted(self.extra))
-        fields: list[Any] = [self.names, shapes, self.strides, dtypes, self.offsets, self.ties, self.nbytes, extra]
-        return msgspec.msgpack.encode(_Plain(*fields, tuple(sorted(self.optional)), self.model_may_have_more))
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
+        fields["extra"] = None if self.extra is None else sorted(self.extra)
+        fields["optional"] = sorted(self.optional)
+        return msgspec.msgpack.encode([*fields.values()])
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Layout:
@@ -121,31 +121,21 @@ class Layout:
         Raises:
             ValueError: the data is malformed, or its entries do not lie within the buffer.
         """
-        plain = msgspec.msgpack.decode(data, type=_Plain)
-        shapes = tuple(torch.Size(shape) for shape in plain.shapes)
-        dtypes = tuple(getattr(torch, name, None) for name in plain.dtypes)
-        columns = (plain.names, shapes, plain.strides, dtypes, plain.offsets)
-        count = len(plain.names)
-        sound = count and {len(column) for column in columns} == {count} and len({*plain.names}) == count
-        sound = sound and all(0 <= leader < index < count for index, leader in plain.ties)
-        for _, shape, strides, dtype, offset in zip(*columns, strict=False) if sound else ():
+        names, sizes, strides, kinds, offsets, ties, nbytes, extra, optional, more = msgspec.msgpack.decode(
+            data, type=_Plain
+        )
+        shapes, dtypes = tuple(torch.Size(size) for size in sizes), tuple(getattr(torch, kind, None) for kind in kinds)
+        columns, count = (names, shapes, strides, dtypes, offsets), len(names)
+        sound = count and {len(column) for column in columns} == {count} and len({*names}) == count
+        sound = sound and all(0 <= leader < index < count for index, leader in ties)
+        for _, shape, own, dtype, offset in zip(*columns, strict=False) if sound else ():
             sound = sound and isinstance(dtype, torch.dtype) and min(offset, *shape, 0) >= 0 and not offset % ALIGNMENT
-            sound = sound and offset + shape.numel() * dtype.itemsize <= plain.nbytes
-            sound = sound and len(strides) == len(shape) and _strides(shape, strides) == strides
+            sound = sound and offset + shape.numel() * dtype.itemsize <= nbytes
+            sound = sound and len(own) == len(shape) and _strides(shape, own) == own
         if not sound:
             raise ValueError("a layout that was received is malformed")
-        return cls(
-            plain.names,
-            shapes,
-            plain.strides,
-            dtypes,
-            plain.offsets,
-            plain.ties,
-            plain.nbytes,
-            None if plain.extra is None else frozenset(plain.extra),
-            frozenset(plain.optional),
-            plain.model_may_have_more,
-        )
+        extra = None if extra is None else frozenset(extra)
+        return cls(names, shapes, strides, dtypes, offsets, ties, nbytes, extra, frozenset(optional), more)
 
     @cached_property
     def digest(self) -> str:
@@ -211,15 +201,11 @@ class Layout:
         return tensors
 
     def check(self, tensors: Sequence[Tensor], receiving: str = "", *, writable: bool = False) -> None:
-        """Check that ``tensors``, in the order of ``names``, can be carried and have the layout's shapes and dtypes.
-
-        Args:
-            tensors: weights to be sent, whose ties must be the layout's, or those of ``receiving``.
-            receiving: what receives weights of the layout, for the error; its ties may be others.
-            writable: whether each of them is written value by value.
+        """Check weights in the order of ``names``, or the tensors of ``receiving``, whose ties may be others.
 
         Raises:
-            LayoutMismatch: naming each that has not.
+            LayoutMismatch: naming each that has another shape or dtype, or cannot be carried (``writable``: or be
+                written value by value).
         """
         shapes, dtypes = self.shapes, self.dtypes
         fit = shapes == tuple([one.shape for one in tensors]) and dtypes == tuple([one.dtype for one in tensors])
@@ -251,18 +237,17 @@ class Layout:
         problems: Sequence[str] = (),
         writable: bool = False,
     ) -> list[Tensor]:
-        """Return the tensors of a receiver, in the order of this layout, checked against it.
+        """Return the tensors that a receiver has by name, in the order of this layout, checked against it.
 
         Args:
-            own: the tensors of the receiver, by name.
+            own: its tensors.
             receiver: for the error.
             optional: names of tensors that keep their values if they are not sent.
             problems: what else does not fit.
-            writable: whether each of them is written value by value.
+            writable: whether each tensor is written value by value.
 
         Raises:
-            LayoutMismatch: there are ``problems``; names, shapes or dtypes differ; a tensor cannot be written; or two
-                of them overlap partly in one memory.
+            LayoutMismatch: naming what does not fit; or two tensors overlap partly in one memory.
         """
         unwanted = [name for name in self.names if name not in own]
         names = () if self.model_may_have_more else own
@@ -282,11 +267,7 @@ class Layout:
         return tensors
 
     def tied_elsewhere(self, own: Iterable[tuple[Tensor, int]]) -> list[tuple[int, int]]:
-        """Return the pairs of entries that have one memory in a receiving model, and two places in this layout.
-
-        Args:
-            own: tensors of the model that are copied into, each with the index of its entry.
-        """
+        """Return the pairs of entries whose tensors have one memory in a receiver, and two places in this layout."""
         first_at: dict[tuple[torch.device, int, int], int] = {}
         pairs: list[tuple[int, int]] = []
         for tensor, index in own:
@@ -299,16 +280,7 @@ class Layout:
     def require_same_values(
         self, pairs: Iterable[tuple[int, int]], own: Sequence[Tensor], views: Sequence[Tensor]
     ) -> None:
-        """Check that pairs of entries that are one tensor in a receiving model were sent the same values.
-
-        Args:
-            pairs: of indices.
-            own: the model's tensors, in the order of ``names``.
-            views: the received values, in the same order.
-
-        Raises:
-            LayoutMismatch: two differ; names both.
-        """
+        """Raise ``LayoutMismatch`` if entries that are one tensor of a receiver were sent different values."""
         for first, other in pairs:
             if not same_bits(_in_memory_order(views[first], own[first]), _in_memory_order(views[other], own[other])):
                 raise LayoutMismatch(

@@ -148,10 +148,7 @@ class ModuleIndex:
         return not vacated and not any(where.get(key) is not None for where, key in self._vacant)
 
     def tree(self, names: Sequence[str]) -> Any:
-        """Return a ``native.TensorTree``: its ``tensors()`` are those called ``names``, None once the module has changed.
-
-        Without the C extension it is a ``_Walk``, which does the same.
-        """
+        """Return what finds the tensors called ``names``: its ``tensors()`` are None once the module has changed."""
         wanted = tuple(self.places[name] for name in names)
         if native is None:
             return _Walk(self, wanted)

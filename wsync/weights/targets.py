@@ -108,9 +108,10 @@ class Loader:
                 given += len(chunk)
                 self._load(self._taking(chunk))
                 if self._taken < given:
+                    name = getattr(self._load, "__qualname__", self._load)
                     raise TypeError(
-                        f"{getattr(self._load, '__qualname__', self._load)} returned when it had taken {self._taken} of "
-                        f"{given} pairs: load= is a plain function (no async def) that takes all of them"
+                        f"{name} returned when it had taken {self._taken} of {given} pairs: load= is a plain function "
+                        "(no async def) that takes all of them"
                     )
                 loaded += 1
         except BaseException as error:  # also of a signal handler

@@ -60,15 +60,9 @@ def defect_of(tensor: Tensor, *, writable: bool = False) -> str:
 
 
 def require_whole(names: Iterable[str], tensors: Iterable[Tensor], receiving: str = "") -> None:
-    """Check that no tensor is sharded over ranks, as FSDP2 and tensor parallelism have it.
+    """Raise ``LayoutMismatch`` if some of these weights, or of those of ``receiving``, are sharded over ranks.
 
-    Args:
-        names: the names of the tensors.
-        tensors: weights to be sent, or those of ``receiving``.
-        receiving: what receives weights, for the error.
-
-    Raises:
-        LayoutMismatch: some are; names them.
+    FSDP2 and tensor parallelism do that.
     """
     sharded = [f"'{name}'" for name, tensor in zip(names, tensors, strict=True) if is_sharded(tensor)]
     if sharded:
@@ -190,9 +184,9 @@ def _fills(tensor: Tensor) -> bool:
 
 def _share_bytes(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors that are not tied have a byte in common; every second column may lie interleaved."""
-    if (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride()):
-        if one.element_size() == other.element_size():
-            return False
+    forms = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.element_size()) for tensor in (one, other)]
+    if forms[0] == forms[1]:
+        return False
     base = min(one.data_ptr(), other.data_ptr())
     end = max(tensor.data_ptr() + _extent(tensor) for tensor in (one, other))
     used = torch.zeros(end - base, dtype=torch.bool, device="cpu")
@@ -274,7 +268,7 @@ def _gpu_in_use() -> int:
 
 
 def zeros(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return ``uint8[nbytes]``, zero, no inference tensor; pinned if it is in main memory and this process uses a GPU."""
+    """Return ``uint8[nbytes]``, zero; pinned if it is in main memory and this process uses a GPU."""
     with torch.inference_mode(False):  # views of an inference tensor are inference tensors
         if torch.device(device).type != "cpu" or not nbytes or _gpu_in_use() < 0:
             return torch.zeros(nbytes, dtype=torch.uint8, device=device)
