@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ def bytes_of(weights: dict[str, Tensor]) -> memoryview:
 
 
 def versions(dtype: torch.dtype, lr: float) -> tuple[int, memoryview, memoryview]:
-    """The width of the numbers, and two versions of ``dtype``, the second one after a step of ``lr`` for each weight."""
+    """The width of the numbers, and two versions of ``dtype``, a step of ``lr`` apart."""
     torch.manual_seed(0)
     old = {"a": 0.02 * torch.randn(300, 100), "b": torch.randn(7), "count": torch.arange(5)}
     new = {name: w + lr * torch.randn_like(w) if w.is_floating_point() else w + 1 for name, w in old.items()}

@@ -22,8 +22,8 @@ from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool, packed
 from wsync.weights.snapshot import Snapshot, snapshot
 from wsync.weights.source import Source, per_worker
-from wsync.weights.strategy import WeightStrategy, bytes_of
-from wsync.weights.targets import Destination, Loader
+from wsync.weights.strategy import WeightStrategy
+from wsync.weights.targets import Destination
 from wsync.weights.tensors import in_clean_thread
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -187,13 +187,10 @@ def test_names_have_no_component_of_a_wrapper_at_any_depth() -> None:
     assert state["1._orig_mod.weight"].eq(3).all()
 
 
-@pytest.mark.parametrize("kind", [dict, TensorDict])
-def test_two_weights_with_one_name_are_refused(kind: Any) -> None:
-    with pytest.raises(LayoutMismatch, match=r"two weights have one name: 'a\.b'"):
-        snapshot(kind({"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)}))
-
-
-def test_a_numpy_array_is_named_with_its_remedy() -> None:
+def test_names_and_values_that_are_no_weights() -> None:
+    for kind in (dict, TensorDict):
+        with pytest.raises(LayoutMismatch, match=r"two weights have one name: 'a\.b'"):
+            snapshot(kind({"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)}))
     with pytest.raises(TypeError, match=r"'a' is a ndarray; .*torch\.from_numpy"):
         snapshot({"a": np.zeros(2)})
 
@@ -232,7 +229,7 @@ def test_tensors_that_overlap_partly_are_refused_at_either_end() -> None:
     ):
         apart = {"first": one.clone(), "second": other.clone()}
         for weights, model in ((pair(one, other), pair(*apart.values())), (apart, pair(one, other))):
-            with pytest.raises(LayoutMismatch, match="'(first' and 'second|second' and 'first)'.*overlap"):
+            with pytest.raises(LayoutMismatch, match=r"'(first' and 'second|second' and 'first)'.*overlap"):
                 sent_to(model, weights)
     packed(pair(square[:, ::2], square[:, 1::2]))  # interleaved: no value is shared
     model = pair(square, square.t())
@@ -282,29 +279,17 @@ def test_a_model_made_in_inference_mode_takes_weights_and_can_be_called() -> Non
             model.eval()(torch.ones(1, 2))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.zeros(1).expand(3),
-        lambda: torch.zeros(3, dtype=torch.complex64).conj().imag,
-        lambda: torch.zeros(4).as_strided((3,), (0,)),
-    ],
-)
-def test_a_buffer_that_cannot_be_written_gets_memory_of_its_own_and_in_a_mapping_is_refused(make: Any) -> None:
-    model = nn.Module()
-    model.register_buffer("mask", make())
-    sent_to(model, {"mask": torch.tensor([1.0, 2.0, 3.0])})
-    assert model.mask.tolist() == [1, 2, 3]  # type: ignore[operator]
-    for write in (sent_to, WeightStrategy().apply_weights):
-        with pytest.raises(LayoutMismatch, match="'mask' .*: clone it"):
-            write({"mask": make()}, {"mask": torch.ones(3)})
-
-
-def test_overlapping_rows_of_a_buffer_take_all_values() -> None:
-    model = nn.Module()
-    model.register_buffer("rows", torch.zeros(8).as_strided((2, 4), (2, 1)))
-    sent_to(model, {"rows": torch.arange(8.0).view(2, 4)})
-    assert model.rows.flatten().tolist() == [*range(8)]  # type: ignore[union-attr]
+def test_a_buffer_that_cannot_be_written_gets_memory_of_its_own_and_in_a_mapping_is_refused() -> None:
+    negative = torch.zeros(2, 4, dtype=torch.complex64).conj().imag
+    for odd in (torch.zeros(1).expand(2, 4), negative, torch.zeros(8).as_strided((2, 4), (2, 1))):
+        values = torch.arange(8.0).view(2, 4)
+        for write in (sent_to, WeightStrategy().apply_weights):
+            with pytest.raises(LayoutMismatch, match=r"'mask' .*: clone it"):
+                write({"mask": odd}, {"mask": values})
+        model = nn.Module()
+        model.register_buffer("mask", odd)
+        sent_to(model, {"mask": values})
+        assert torch.equal(model.get_buffer("mask"), values)
 
 
 def test_extra_state_is_set_or_nothing_is() -> None:
@@ -333,19 +318,8 @@ def test_a_target_names_what_does_not_fit_and_a_remedy() -> None:
                 sent_to(model, nn.Linear(2, 2))
     with pytest.raises(LayoutMismatch, match=r"Rename\(\{'weight': 'layer\.weight', 'bias': 'layer\.bias'\}\)"):
         sent_to(nn.ModuleDict({"layer": nn.Linear(2, 2)}), nn.Linear(2, 2))
-    with pytest.raises(LayoutMismatch, match="lazily stacked"):
+    with pytest.raises(LayoutMismatch, match=r"lazily stacked"):
         sent_to(LazyStackedTensorDict(TensorDict({"a": torch.zeros(1)})), {"a": torch.zeros(1, 1)})
-
-
-def test_a_load_function_takes_all_pairs() -> None:
-    layout, buffer = packed(Net(1))
-    sizes = list[int]()
-    Loader(lambda pairs: sizes.append(len(list(pairs))), layout, 1).install(buffer.views)
-    assert sizes == [1] * len(layout.names)
-    for load in (lambda pairs: next(pairs), lambda pairs: None):
-        loader = Loader(load, layout)
-        with pytest.raises(TypeError, match="returned when it had taken . of 5 pairs"):
-            loader.install(buffer.views)
 
 
 # --- a trainer's source ---
@@ -365,18 +339,8 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("doubles", [False, True])
-def test_a_form_that_was_sent_is_found_at_once(doubles: bool) -> None:
-    class Double:
-        selects = False
-
-        def __call__(self, weights: Any) -> dict[str, Tensor]:
-            return {name: 2 * tensor for name, tensor in weights.items()}
-
-        def for_parts(self) -> Any:
-            return self
-
-    own, source = Net(1), Source(model := Net(1), transform=Double() if doubles else None)  # type: ignore[arg-type]
+def test_a_form_that_was_sent_is_found_at_once() -> None:
+    own, source = Net(1), Source(model := Net(1))
     layout = Layout.of(source.first())
     for make in FORMS.values():
         assert source.usual(make(own), layout) is None
@@ -387,8 +351,7 @@ def test_a_form_that_was_sent_is_found_at_once(doubles: bool) -> None:
     for name, make in FORMS.items():
         for net in (own, Net(3)) if name != "the module" else (own,):
             assert buffer.pack(source.usual(make(net), layout))
-            expected = (2 if doubles else 1) * next(iter(net.values()))
-            assert {value for view in buffer.views for value in view.flatten().tolist()} == {expected}
+            assert {value for view in buffer.views for value in view.flatten().tolist()} == net.values()
     assert source.usual(None, layout) is None  # ``model`` was not sent yet
     source.learn(None, layout)
     assert buffer.pack(source.usual(None, layout))
@@ -396,8 +359,8 @@ def test_a_form_that_was_sent_is_found_at_once(doubles: bool) -> None:
     found = source.usual(None, layout)
     assert found is None or not buffer.pack(found)
     state = own.state_dict()
-    for other in ({**state, "more": torch.ones(1)}, OrderedDict(reversed(state.items())), {}, None and Net()):
-        assert source.usual(other, layout) is None or other is None
+    for other in ({**state, "more": torch.ones(1)}, OrderedDict(reversed(state.items())), {}):
+        assert source.usual(other, layout) is None
 
 
 def test_a_source_keeps_no_module_alive() -> None:
@@ -430,15 +393,6 @@ def test_weights_per_worker_and_parts_of_a_model() -> None:
         Source(one).parts({"nothing": torch.ones(1)}, [0], layout, rest)
 
 
-def test_a_state_dict_need_not_have_non_persistent_buffers() -> None:
-    model = nn.Linear(2, 2)
-    model.register_buffer("noise", torch.ones(2), persistent=False)
-    source = Source(model)
-    layout = Layout.of(source.first())
-    [part] = source.parts(nn.Linear(2, 2).state_dict(), [0], layout)
-    assert part.tensors[layout.names.index("noise")] is model.noise
-
-
 # --- strategies, and the rest ---
 
 
@@ -456,17 +410,6 @@ def test_formats_cross(taken: Any, kind: Any, inplace: bool) -> None:
     assert model["two"].state == 5 and (model["one"].weight.data_ptr() == memory) is inplace
     with pytest.raises(LayoutMismatch, match=r"one\.bias"):
         WeightStrategy().apply_weights(model, {"one.weight": torch.zeros(2, 2)})
-
-
-def test_the_bytes_of_weights_are_their_memory() -> None:
-    flat = torch.zeros(10, dtype=torch.uint8)
-    weights = {"a.x": flat[:8].view(torch.float32), "b": flat[8:]}
-    for given_ in (weights, TensorDict({"a": {"x": weights["a.x"]}, "b": weights["b"]})):
-        flat.zero_()
-        bytes_of(given_)[:] = 1
-        assert flat.eq(1).all()
-    with pytest.raises(ValueError, match="not views of one storage"):
-        bytes_of(nn.Linear(3, 2))
 
 
 def test_a_model_that_is_unshared_in_inference_mode_can_be_trained_afterwards() -> None:

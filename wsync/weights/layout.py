@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import torch
@@ -124,7 +125,8 @@ class Layout:
         names, sizes, strides, kinds, offsets, ties, nbytes, extra, optional, more = msgspec.msgpack.decode(
             data, type=_Plain
         )
-        shapes, dtypes = tuple(torch.Size(size) for size in sizes), tuple(getattr(torch, kind, None) for kind in kinds)
+        shapes = tuple(torch.Size(size) for size in sizes)
+        dtypes: tuple[Any, ...] = tuple(getattr(torch, kind, None) for kind in kinds)
         columns, count = (names, shapes, strides, dtypes, offsets), len(names)
         sound = count and {len(column) for column in columns} == {count} and len({*names}) == count
         sound = sound and all(0 <= leader < index < count for index, leader in ties)

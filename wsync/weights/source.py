@@ -322,58 +322,42 @@ class _ModuleForm:
 
 
 class _ListForm:
-    """The keys of a TensorDict or of a mapping, in their order; no tensor is kept.
+    """The keys of a TensorDict or of a mapping, level by level, in their order; no tensor is kept.
 
     Finding the tensors of another object of the same type and keys costs a comparison for each level.
-
-    Args:
-        level: the keys.
-        order: for each name of the layout, the index of its tensor among those that ``level`` lists.
     """
 
-    def __init__(self, level: _Level, order: Sequence[int]) -> None:
-        self._level = level
-        self._order = order
-
-    @classmethod
-    def of(cls, source: object, names: Sequence[str]) -> _ListForm | None:
-        """Return the form of ``source``; None unless it lists exactly the tensors called ``names``."""
-        level = _Level(source, "")
-        if sorted(level.names) != sorted(names):
-            return None
-        place = {name: index for index, name in enumerate(level.names)}
-        return cls(level, [place[name] for name in names])
-
-    def find(self, given: object) -> list[Tensor] | None:
-        """Return the tensors of ``given`` in the order of the layout; None if its type or its keys differ."""
-        found: list[Any] = []
-        return [found[i] for i in self._order] if self._level.read(given, found) else None
-
-
-class _Level:
-    """One level of a nested TensorDict or mapping.
-
-    Attributes:
-        names: the names of all tensors, in the order in which ``read`` finds them.
-    """
-
-    def __init__(self, source: Any, prefix: str) -> None:
+    def __init__(self, source: Any, prefix: str = "") -> None:
         pairs = list(_entries(source))
         self._kind = type(source)
         self._is_dict = self._kind in (dict, OrderedDict)
         self._keys = tuple(key for key, _ in pairs)
-        self._nested: list[tuple[int, _Level]] = []
-        self.names: list[str] = []
+        self._nested: list[tuple[int, _ListForm]] = []
+        self._names: list[str] = []  # of all tensors, in the order in which they are read
+        self._order: list[int] = []  # for each name of the layout, its index in ``_names``
         for index, (key, value) in enumerate(pairs):
             name = prefix + dotted(key)
             if isinstance(value, TensorDictBase | Mapping):
-                self._nested.append((index, _Level(value, name + ".")))
-                self.names += self._nested[-1][1].names
+                self._nested.append((index, _ListForm(value, name + ".")))
+                self._names += self._nested[-1][1]._names
             else:
-                self.names.append(plain_name(name))
+                self._names.append(plain_name(name))
 
-    def read(self, given: Any, found: list[Any]) -> bool:
-        """Append the tensors of ``given`` to ``found``; False if its type or its keys differ."""
+    @classmethod
+    def of(cls, source: object, names: Sequence[str]) -> _ListForm | None:
+        """Return the form of ``source``; None unless it lists exactly the tensors called ``names``."""
+        form = cls(source)
+        if sorted(form._names) != sorted(names):
+            return None
+        form._order = [form._names.index(name) for name in names]
+        return form
+
+    def find(self, given: object) -> list[Tensor] | None:
+        """Return the tensors of ``given`` in the order of the layout; None if its type or its keys differ."""
+        found: list[Any] = []
+        return [found[i] for i in self._order] if self._read(given, found) else None
+
+    def _read(self, given: Any, found: list[Any]) -> bool:
         if type(given) is not self._kind:
             return False
         listed = given if self._is_dict else dict(_entries(given))
@@ -383,9 +367,9 @@ class _Level:
             found += listed.values()
             return True
         values, begin = tuple(listed.values()), 0
-        for index, level in self._nested:
+        for index, form in self._nested:
             found += values[begin:index]
-            if not level.read(values[index], found):
+            if not form._read(values[index], found):
                 return False
             begin = index + 1
         found += values[begin:]
