@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import nn
 
-from wsync.control.processes import Process, Processes
-from wsync.paths import find_or_none
-from wsync.roles import Role
+from wsync.paths import CollectorContext, find_or_none
 from wsync.scheme import WeightSyncScheme
 from wsync.transport import TransportBackend
-from wsync.types import CollectorContext
-from wsync.weights.strategy import Format, WeightStrategy
+from wsync.weights.strategy import Format
 
 
 class NoTransport(TransportBackend):
@@ -39,34 +34,6 @@ class NoTransport(TransportBackend):
         """Return None at once: nothing ever arrives."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IdleRole(Role):
-    """Either end of a scheme that carries nothing.
-
-    Attributes:
-        source: what ``prepare_weights`` and ``weights`` read: a model, weights or None.
-        worker_idx: the worker's index, on a receiver.
-        num_workers: the number of workers, on the sender.
-    """
-
-    source: Any = None
-    worker_idx: int | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
-    num_workers: int = 0  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    @property
-    def inherited(self) -> bool:
-        """Return False: a forked child may use all that there is."""
-        return False
-
-    def source_weights(self) -> Any:
-        """See ``Role``."""
-        return self.source
-
-    def weights(self, strategy: WeightStrategy) -> Any:
-        """See ``Role``."""
-        return None if self.source is None else strategy.extract_weights(self.source)
-
-
 class NoWeightSyncScheme(WeightSyncScheme):
     """Carries nothing: no call has an effect on another process, and workers keep the weights that they have.
 
@@ -78,21 +45,16 @@ class NoWeightSyncScheme(WeightSyncScheme):
     name = "none"
     sends_weights = False
     collectors: ClassVar[tuple[str, ...]] = (
-        "multi_sync",
-        "multi_async",
-        "single",
-        "distributed",
-        "distributed_async",
-        "rpc",
-        "rpc_async",
-        "ray",
-        "ray_async",
+        *("multi_sync", "multi_async", "single", "distributed", "distributed_async"),
+        *("rpc", "rpc_async", "ray", "ray_async"),
     )
 
     def __init__(
         self, strategy: Format = "tensordict", sync: bool = True, *, timeout: float | None = 60.0, bind: bool = True
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind)
+        self._workers = 0  # how many there are; 0 on a receiver
+        self._source: Any = None  # what `weights` and `prepare_weights` read
 
     def create_transport(self, worker_idx: Any = None) -> NoTransport:
         """Return a transport that carries nothing."""
@@ -118,17 +80,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
             num_workers: how many there are.
             given: other arguments of ``WeightSyncScheme.init_on_sender``, without effect.
         """
-        if model is None and context is not None:
-            model = find_or_none(context, model_id)
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        self._role = IdleRole(
-            side="sender",
-            model_id=model_id,
-            context=context,
-            model=model,
-            source=model if weights is None else weights,
-            num_workers=num_workers or len(workers) or 1,
-        )
+        self._keep(model_id, context, model, num_workers or len(workers) or 1, None)
+        self._source = self._model if weights is None else weights
 
     def init_on_receiver(
         self,
@@ -148,15 +102,11 @@ class NoWeightSyncScheme(WeightSyncScheme):
             worker_idx: this worker's index.
             given: other arguments of ``WeightSyncScheme.init_on_receiver``, without effect.
         """
-        if model is None and context is not None:
-            model = find_or_none(context, model_id)
-        self._role = IdleRole(
-            side="receiver", model_id=model_id, context=context, model=model, source=model, worker_idx=worker_idx
-        )
+        self._keep(model_id, context, model, 0, worker_idx)
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Keep the model, for the properties and ``apply_weights``; ``source`` has no effect."""
-        self._role = IdleRole(side="sender", model_id=model_id, model=model, source=model, num_workers=1)
+        self._keep(model_id, None, model, 1, None)
 
     def init_on_worker(
         self,
@@ -170,6 +120,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """``init_on_receiver``; nothing is read from ``pipe``."""
         self.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
 
+    def _keep(self, model_id: str, context: Any, model: Any, workers: int, index: int | None) -> None:
+        if model is None and context is not None:
+            model = find_or_none(context, model_id)
+        self._model_id, self._context, self._model, self._index = model_id, context, model, index
+        self._workers, self._source = workers, model
+
     def get_sender(self) -> Any:
         """Return a sender that sends nothing."""
         return self.create_sender()
@@ -178,12 +134,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Return a receiver that receives nothing."""
         return self.create_receiver()
 
-    def connect(
-        self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
-    ) -> None:
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None, processes: Any = None) -> None:
         """Return at once: there is nothing to connect."""
-        if worker_idx is not None and self._is("receiver"):
-            self._role = replace(self._role, worker_idx=worker_idx)
+        if worker_idx is not None and not self._workers:
+            self._index = worker_idx
 
     def disconnect(self, worker_idx: int) -> None:
         """Return at once."""
@@ -195,15 +149,13 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Return 0 at once: there is never a version."""
         return 0
 
-    def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
+    def readmit(self, worker_idx: int, process: Any = None, timeout: float | None = None) -> None:
         """Return at once."""
 
-    def send(
-        self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, partial: bool = False
-    ) -> None:
+    def send(self, weights: Any = None, worker_ids: Any = None, *, partial: bool = False) -> None:
         """Send nothing."""
 
-    def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
+    def send_async(self, weights: Any = None, worker_ids: Any = None) -> None:
         """Send nothing."""
 
     def wait_async(self) -> None:
@@ -212,20 +164,46 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def receive(self, timeout: float | None = None) -> None:
         """Return None at once: nothing ever arrives."""
 
+    def prepare_weights(self, weights: Any, model_id: str, strategy: Any = None, context: Any = None) -> Any:
+        """Return ``weights`` in the strategy's format."""
+        return super().prepare_weights(self._source if weights is None else weights, model_id, strategy, context)
+
+    def shutdown(self) -> None:
+        """Forget the model."""
+        super().shutdown()
+        self._workers, self._source, self._index = 0, None, None
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this end is the sender's."""
+        return self._workers > 0
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers; 0 on a receiver, and before init."""
+        return self._workers
+
+    @property
+    def worker_idx(self) -> int | None:
+        """This worker's index; None on the sender."""
+        return self._index
+
+    @property
+    def weights(self) -> Any:
+        """This end's weights, live."""
+        return None if self._source is None else self.strategy.extract_weights(self._source)
+
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
-        """See ``WeightSyncScheme``: transports that carry nothing."""
+        """On the sender, one for each worker, which carries nothing."""
         return {worker: NoTransport() for worker in range(self.num_workers)}
 
     @property
     def shared_transport(self) -> TransportBackend | None:
-        """See ``WeightSyncScheme``: one that carries nothing."""
-        return NoTransport() if self._is("sender") else None
+        """On the sender, one that carries nothing."""
+        return NoTransport() if self._workers else None
 
     @property
     def receiver_transport(self) -> TransportBackend | None:
-        """See ``WeightSyncScheme``: one that carries nothing."""
-        return NoTransport() if self._is("receiver") else None
-
-    def _is(self, side: str) -> bool:
-        return isinstance(self._role, IdleRole) and self._role.side == side
+        """On a receiver, one that carries nothing."""
+        return NoTransport() if self._model_id is not None and not self._workers else None

@@ -7,32 +7,29 @@ queue behind a rollout, or need a concurrency group that the actor's class decla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Unpack, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Unpack, runtime_checkable
 
-import torch
-
+from wsync.backends.distributed import GroupScheme
 from wsync.control.processes import Process, Processes
-from wsync.errors import NotConnected, WeightSyncError, missing_extra
-from wsync.options import SchemeOptions
-from wsync.process_group import INLINE_BYTES, DistributedTransport, check_backend, device_of
-from wsync.rendezvous import SocketRendezvous
-from wsync.roles import ReceiverRole, SenderRole
+from wsync.control.rendezvous import SocketRendezvous
+from wsync.errors import NotConnected, WeightSyncError, WorkerFailed, missing_extra
+from wsync.media.group import INLINE_BYTES, DistributedTransport
+from wsync.options import SchemeOptions, single_count
 from wsync.scheme import WeightSyncScheme
-from wsync.sending.counting import single_count
-from wsync.sending.membership import checked_worker_index
+from wsync.sender import Sender, one_worker
 from wsync.weights.strategy import Format
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
+    from ray import ObjectRef
     from ray.actor import ActorHandle
 
-    from wsync.backends.ray_actors import Actors
-    from wsync.backends.ray_objects import ObjectPublisher, RayObjectTransport
-    from wsync.sender import Sender
-
 _GRACE = 5.0  # seconds to wait for Ray to report the calls as finished; calls of busy actors may finish later
-_joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sender's token and the worker's index
+_joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sender's address and the worker's index
 
 
 @runtime_checkable
@@ -51,23 +48,17 @@ class RayTransport(DistributedTransport):
     Args:
         remote_actor: the actor's handle, for reference.
         worker_idx: its worker index.
-        backend: ``"gloo"`` or ``"nccl"``.
         options: as for ``DistributedTransport``.
     """
 
     def __init__(
-        self,
-        *,
-        remote_actor: ActorHandle | None = None,
-        worker_idx: int | None = None,
-        backend: str = "gloo",
-        **options: Any,
+        self, *, remote_actor: ActorHandle | None = None, worker_idx: int | None = None, **options: Any
     ) -> None:
-        super().__init__(backend=backend, worker=worker_idx or 0, **options)
+        super().__init__(**({} if worker_idx is None else {"worker": worker_idx}), **options)
         self.remote_actor = remote_actor
 
 
-class RayWeightSyncScheme(WeightSyncScheme):
+class RayWeightSyncScheme(GroupScheme):
     """Weight synchronization to Ray actors.
 
     Given actors (``init_on_sender(..., actors=[…])``), the sender alone drives both ends: ``connect()`` has each actor
@@ -75,19 +66,15 @@ class RayWeightSyncScheme(WeightSyncScheme):
     ``connect`` on the scheme that it was sent.
 
     Args:
-        backend, checksum, shared_memory, inline_bytes: see ``DistributedWeightSyncScheme``.
+        backend, checksum, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
         host: the sender's address, by which actors reach it; loopback by default. ``"node"`` is this node's address in
             the Ray cluster.
-        transport: ``"group"``: shared memory on the sender's machine, a process group for each actor elsewhere.
-            ``"object_store"``: Ray's object store, one ``ray.put`` for each update: for many actors on many nodes.
-        strategy, sync, timeout, bind, options: see ``WeightSyncScheme``.
-
-    Raises:
-        ValueError: an unknown backend or transport; or ``"nccl"`` with the object store, which has no GPU memory.
+        strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
     """
 
     name = "ray"
     collectors: ClassVar[tuple[str, ...]] = ("ray", "ray_async", "single")
+    transport_class = RayTransport
 
     def __init__(
         self,
@@ -101,46 +88,21 @@ class RayWeightSyncScheme(WeightSyncScheme):
         checksum: bool | None = None,
         shared_memory: bool = True,
         inline_bytes: int = INLINE_BYTES,
-        transport: Literal["group", "object_store"] = "group",
         **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
-        self.backend = check_backend(backend)
-        self.host = host
-        self.checksum = checksum
-        self.shared_memory = shared_memory
-        self.inline_bytes = inline_bytes
-        if transport not in ("group", "object_store"):
-            raise ValueError(f"transport is 'group' or 'object_store', not {transport!r}")
-        if transport == "object_store" and backend == "nccl":
-            raise ValueError("Ray's object store has no GPU memory: transport='object_store' needs backend='gloo'")
-        self.transport: Literal["group", "object_store"] = transport
-        self._publisher: ObjectPublisher | None = None
+        super().__init__(
+            strategy, sync, backend=backend, timeout=timeout, host=host, bind=bind, checksum=checksum,
+            shared_memory=shared_memory, inline_bytes=inline_bytes, **options,
+        )  # fmt: skip
         self._actors: Actors | None = None
 
-    def create_transport(self, worker_idx: int | None = None) -> RayTransport | RayObjectTransport:
-        """Return the transport to (or in) an actor."""
-        if self.transport == "object_store":
-            from wsync.backends.ray_objects import RayObjectTransport, mailbox_name
-
-            return RayObjectTransport(mailbox_name(self._address.token), worker_idx or 0, self._publisher)
-        return RayTransport(worker_idx=worker_idx, backend=self.backend, inline_bytes=self.inline_bytes)
-
     def create_rendezvous(self) -> SocketRendezvous:
-        """See ``WeightSyncScheme``."""
+        """Return how actors find the sender."""
         if self.host != "node":
             return SocketRendezvous(self.host)
         from ray.util import get_node_ip_address
 
         return SocketRendezvous(get_node_ip_address())
-
-    @property
-    def device(self) -> torch.device:
-        """See ``WeightSyncScheme``."""
-        return device_of(self.backend)
-
-    def _uses_arena(self) -> bool:
-        return self.shared_memory and self.backend == "gloo" and self.transport == "group"
 
     def init_on_sender(
         self,
@@ -150,7 +112,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         actors: Sequence[ActorHandle] | None = None,
         **given: Any,
     ) -> None:
-        """Set up the trainer's end: see ``WeightSyncScheme.init_on_sender``.
+        """Set up the trainer's end, as ``WeightSyncScheme.init_on_sender`` does.
 
         Args:
             model_id: the model's name, and its path in each actor.
@@ -166,8 +128,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
             import ray
         except ModuleNotFoundError as error:
             raise missing_extra(error, "ray") from error
-        from wsync.backends.ray_actors import Actors
-
         if not ray.is_initialized():
             raise NotConnected(
                 "Ray is not initialised: call ray.init(), or ray.init(address=…), before init_on_sender()"
@@ -177,20 +137,12 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if actors is not None:
             given["num_workers"] = single_count({"num_workers": given.get("num_workers"), "actors": len(actors)})
         super().init_on_sender(model_id, context, **given)
-        try:
-            self._actors = Actors(actors) if actors else None
-            if self.transport == "object_store":
-                from wsync.backends.ray_objects import ObjectPublisher, mailbox_name
-
-                self._publisher = ObjectPublisher(mailbox_name(self._address.token))
-        except BaseException:  # also Ctrl-C: init_on_sender can be called again
-            self.shutdown()
-            raise
+        self._actors = Actors(actors) if actors else None
 
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
     ) -> None:
-        """Connect: see ``WeightSyncScheme.connect``. Actors that have not joined are called to join.
+        """Connect, as ``WeightSyncScheme.connect`` does. Actors that have not joined are called to join.
 
         Raises:
             NotConnected: as there; or ``ray.shutdown`` was called since.
@@ -198,21 +150,19 @@ class RayWeightSyncScheme(WeightSyncScheme):
             ValueError: ``processes``, with actors: Ray reports the end of one.
             Exception: else as there.
         """
-        (role := self._role).require_not_forked()
-        if self._actors is None or not isinstance(role, SenderRole):
+        if self._actors is None or self._sender is None:
             super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
             return
-        role.reject_arguments(worker_idx=worker_idx)
         if processes is not None:
             raise ValueError("Ray reports the end of its actors: leave processes= out")
-        with role.sender.exclusive():  # else this could take the acknowledgement that another thread's send waits for
-            role.sender.channel.process_arrived_messages()  # an actor that has gone meanwhile has to join again
-            missing = [worker for worker in range(len(self._actors)) if worker not in role.sender.channel.workers]
-        with self._joining(self._actors, role.sender, missing) as sentinels:
-            role.sender.connect(weights, sentinels)
+        sender = self._as_sender("connect")
+        present = sender.outlet.workers
+        missing = [worker for worker in range(len(self._actors)) if worker not in present]
+        with self._joining(self._actors, sender, missing) as sentinels:
+            super().connect(worker_idx=worker_idx, weights=weights, processes=sentinels)
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
-        """Accept a worker in the place of one that has died: see ``WeightSyncScheme.readmit``.
+        """Accept a worker in the place of one that has died, as ``WeightSyncScheme.readmit`` does.
 
         An actor that the sender was given, and that Ray has restarted (``max_restarts``), is called to join. An actor
         that is alive joins again with the model that it has at the path now.
@@ -226,8 +176,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
             return
         if process is not None:
             raise ValueError("Ray reports the end of its actors: leave process= out")
-        sender = self._role.as_sender("readmit").sender
-        worker_idx = checked_worker_index(worker_idx, sender.num_workers)
+        sender = self._as_sender("readmit")
+        worker_idx = one_worker(worker_idx, sender.num_workers)
         with self._joining(self._actors, sender, [worker_idx]) as sentinels:
             sender.readmit(worker_idx, sentinels[worker_idx], timeout)
 
@@ -236,11 +186,9 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """Call actors to join. Yields, per worker, a descriptor that becomes readable if its call fails.
 
         If a call failed, its error is raised, also in place of one in the block. While an actor's earlier join call is
-        queued, it is not called again: Ray will run that call, and a second one would disconnect the actor. Any other
-        actor is disconnected first: its join call ends its old connection, which must not be accepted as the new one.
+        queued, it is not called again. Any other actor is disconnected first: its join call ends its old connection,
+        which must not be accepted as the new one.
         """
-        from wsync.backends.ray_actors import ActorCalls
-
         refs = {}
         for worker in workers:
             ref = actors.pending(worker)
@@ -262,28 +210,27 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     def shutdown(self) -> None:
         """Release everything, also in the actors that the sender had join."""
-        actors, publisher = self._actors, self._publisher
-        if self._role.inherited:  # they are the parent's
-            actors = publisher = None
+        actors = None if self._inherited else self._actors  # they are the parent's
         key = _key(self) if actors is not None and self._address is not None else ""
         super().shutdown()
         if actors is not None and actors.reachable:
             actors.wait([actors.call(worker, _leave, key, worker) for worker in range(len(actors))], _GRACE)
-        if publisher is not None:
-            publisher.close()
-        self._actors = self._publisher = None  # last: after Ctrl-C another call does the rest
+        self._actors = None  # last: after Ctrl-C another call does the rest
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address."""
-        return {**super().__getstate__(), "_actors": None, "_publisher": None}
+        return {**super().__getstate__(), "_actors": None}
+
+
+# --- in an actor ---
 
 
 def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int) -> None:
-    """In an actor: connect to the sender, which has closed the last connection; first leave that, and dead senders."""
+    """Connect to the sender, which has closed the last connection; first leave that, and dead senders."""
     key = _key(scheme)
     for known, joined in [*_joined.items()]:
-        role = joined._role  # no receiver's while another thread has the scheme leave
-        if known == (key, worker_idx) or not isinstance(role, ReceiverRole) or not role.receiver.connected:
+        receiver = joined._receiver  # None while another thread has the scheme leave
+        if known == (key, worker_idx) or receiver is None or not receiver.connected:
             _leave(instance, *known)
     scheme.init_on_receiver(model_id, context=instance, worker_idx=worker_idx)
     scheme.connect()
@@ -291,10 +238,123 @@ def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx:
 
 
 def _leave(instance: Any, key: str, worker_idx: int) -> None:
-    """In an actor: disconnect from the sender; the model keeps its weights."""
+    """Disconnect from the sender; the model keeps its weights."""
     if (scheme := _joined.pop((key, worker_idx), None)) is not None:
         scheme.shutdown()
 
 
 def _key(scheme: RayWeightSyncScheme) -> str:
-    return scheme._address.token.hex()
+    return scheme._address.unix
+
+
+# --- calls to actors ---
+
+
+class Actors:
+    """Actors by worker index. A handle is valid only in the ``ray.init()`` session in which it was created."""
+
+    def __init__(self, handles: Sequence[ActorHandle]) -> None:
+        self._handles = list(handles)
+        self._connection = _connection()
+        self._kept: dict[int, ObjectRef] = {}  # by worker, the last call of ``call_kept``
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._handles)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether this process has the connection to Ray in which they were given."""
+        return self._connection == _connection()
+
+    def call(self, worker: int, function: Callable[..., None], *args: Any, retries: int = 0) -> ObjectRef:
+        """Have an actor run ``function(itself, *args)``.
+
+        Args:
+            worker: its index.
+            function: called with the actor's object first.
+            args: for ``function``.
+            retries: how often Ray may run it again if the actor dies; -1: no limit. With 0 Ray refuses calls while it
+                restarts the actor (``max_restarts``).
+
+        Raises:
+            NotConnected: Ray was shut down meanwhile. (A call would start another Ray.)
+        """
+        self._require_reachable()
+        return self._handles[worker].__ray_call__.options(max_task_retries=retries).remote(function, *args)
+
+    def pending(self, worker: int) -> ObjectRef | None:
+        """Return the last call of ``call_kept``; None if it has finished, or there was none; raises as ``call``."""
+        import ray
+
+        self._require_reachable()
+        last = self._kept.get(worker)
+        return None if last is None or ray.wait([last], timeout=0)[0] else last
+
+    def call_kept(self, worker: int, function: Callable[..., None], *args: Any) -> ObjectRef:
+        """As ``call``, with retries; for ``pending``."""
+        call = self._kept[worker] = self.call(worker, function, *args, retries=-1)
+        return call
+
+    def wait(self, calls: Sequence[ObjectRef], timeout: float) -> None:
+        """Wait until Ray reports all ``calls`` as finished (also if an actor is dead), or ``timeout`` is over."""
+        import ray
+
+        ray.wait(list(calls), num_returns=len(calls), timeout=timeout)
+
+    def _require_reachable(self) -> None:
+        if not self.reachable:
+            raise NotConnected(
+                f"ray.shutdown() was called, and has ended the connection to the {len(self)} actor(s) of this scheme: "
+                "give new actors to a new scheme"
+            )
+
+
+def _connection() -> tuple[str, str] | None:
+    """Return which connection to Ray this process has; None for none."""
+    import ray
+
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
+
+
+class ActorCalls:
+    """Calls to actors that are in progress; a failure makes the worker's sentinel readable."""
+
+    def __init__(self, refs: Mapping[int, ObjectRef]) -> None:
+        self._lock = threading.Lock()
+        self.sentinels = {worker: os.eventfd(0, os.EFD_CLOEXEC) for worker in refs}
+        self._ends: dict[int, Future[None]] = {worker: ref.future() for worker, ref in refs.items()}
+        for worker, end in self._ends.items():
+            end.add_done_callback(lambda end, worker=worker: self._done(worker, end.exception()))
+
+    def _done(self, worker: int, error: BaseException | None) -> None:
+        """Make the sentinel of a call that has failed readable. Called by a thread of Ray."""
+        with self._lock:
+            if error is not None and worker in self.sentinels:
+                os.eventfd_write(self.sentinels[worker], 1)
+
+    def raise_failures(self) -> None:
+        """Raise the actors' own errors.
+
+        Raises:
+            WorkerFailed: calls have failed.
+        """
+        causes = {worker: end.exception() for worker, end in sorted(self._ends.items()) if end.done()}
+        errors = {worker: str(cause) for worker, cause in causes.items() if cause is not None}
+        if errors:
+            lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in errors.items())
+            raise WorkerFailed(f"{len(errors)} actor(s) could not join:\n{lines}", errors)
+
+    def settle(self, timeout: float) -> None:
+        """Wait until Ray has noticed that all calls are finished; it repeats a call if the actor dies before that."""
+        wait(self._ends.values(), timeout)
+
+    def close(self) -> None:
+        """Close the sentinels."""
+        with self._lock:
+            descriptors, self.sentinels = self.sentinels, {}
+        for descriptor in descriptors.values():
+            os.close(descriptor)

@@ -20,7 +20,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     sender_driven = True
 
     def init_on_sender(self, model_id: str = "module", context: Any = None, **given: Any) -> None:
-        """Set up the trainer's end: see ``RayWeightSyncScheme.init_on_sender``.
+        """Set up the trainer's end, as ``RayWeightSyncScheme.init_on_sender`` does.
 
         Raises:
             ValueError: neither the transform nor its actors were given.

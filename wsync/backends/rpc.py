@@ -7,37 +7,35 @@ would take several times as long as the update.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from typing import Any, ClassVar, Unpack
-from weakref import WeakValueDictionary
 
-import torch
 from torch.distributed import rpc
 
-from wsync.control import Address, Connection, Listener, connect
+from wsync.backends.distributed import GroupScheme
+from wsync.control.auth import Address
 from wsync.control.processes import Processes
+from wsync.control.rendezvous import SocketRendezvous
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
+from wsync.media.group import INLINE_BYTES, DistributedTransport
 from wsync.options import SchemeOptions
-from wsync.process_group import INLINE_BYTES, DistributedTransport, check_backend, device_of
-from wsync.rendezvous import SocketRendezvous
-from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
 
 _NO_TIMEOUT = 0.0  # in RPC's terms
 _TIMED_OUT = "RPCErr:1:"  # how torch begins the message of a call that has timed out
-_listeners: WeakValueDictionary[str, Listener] = WeakValueDictionary()  # of this process's senders, by key
+_addresses: dict[str, Address] = {}  # of this process's senders, by the names in their pickled schemes
 
 
-def address_of(key: str) -> Address:
+def address_of(name: str) -> Address:
     """Return the address of a sender. Called in the sender's process, by a worker, through RPC.
 
     Raises:
         NotConnected: there is no such sender.
     """
-    listener = _listeners.get(key)
-    if listener is None:
-        raise NotConnected("there is no such sender here (any more)")
-    return listener.address
+    if name not in _addresses:
+        raise NotConnected("there is no such sender here")
+    return _addresses[name]
 
 
 def own_name() -> str:
@@ -55,7 +53,7 @@ def own_name() -> str:
 
 
 class RpcRendezvous(SocketRendezvous):
-    """Workers ask the trainer by an RPC call for the sender's address, and connect by TCP.
+    """Workers ask the trainer by an RPC call for the sender's address.
 
     Args:
         host: the sender's address.
@@ -66,26 +64,25 @@ class RpcRendezvous(SocketRendezvous):
         super().__init__(host)
         self._trainer = trainer
 
-    def open(self) -> tuple[Listener, str]:
-        """See ``Rendezvous``: workers ask for the address by a key."""
-        listener, _ = super().open()
-        key = secrets.token_hex(16)
-        _listeners[key] = listener
-        return listener, key
+    def pickled(self, address: Address) -> str:
+        """Return a name, for which workers are given the address."""
+        name = secrets.token_hex(16)
+        _addresses[name] = address
+        return name
 
-    def dial(self, address: str, model_id: str, worker: int, deadline: float | None) -> Connection:
-        """See ``Rendezvous``."""
+    def addresses(self, pickled: Any, model_id: str, worker: int, deadline: float | None) -> Iterator[Address]:
+        """Ask the trainer for the address."""
         own_name()
         left = remaining(deadline)
         timeout = _NO_TIMEOUT if left is None else max(left, 0.001)
         try:
-            found = rpc.rpc_sync(self._trainer, address_of, args=(address,), timeout=timeout)
+            found = rpc.rpc_sync(self._trainer, address_of, args=(pickled,), timeout=timeout)
         except RuntimeError as error:
             sender = f"worker {worker}: the sender '{self._trainer}'"
             if _TIMED_OUT in str(error):
                 raise SyncTimeout(f"{sender} did not answer in time: is it stopped, or busy?") from error
             raise NotConnected(f"{sender} is gone, has been shut down, or has another name: {error}") from error
-        return connect(found, worker, deadline)
+        yield found
 
 
 class RPCTransport(DistributedTransport):
@@ -113,21 +110,22 @@ class RPCTransport(DistributedTransport):
         self.collector_class = collector_class
 
 
-class RPCWeightSyncScheme(WeightSyncScheme):
+class RPCWeightSyncScheme(GroupScheme):
     """Weight synchronization between members of a ``torch.distributed.rpc`` group.
 
     ``init_rpc`` has been called in all of them. The first weights are delivered by the first ``send``.
 
     Args:
-        backend, checksum, shared_memory, inline_bytes: see ``DistributedWeightSyncScheme``.
+        backend, checksum, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
         host: the sender's address, by which workers reach it; loopback by default.
         trainer: the sender's name in RPC.
-        strategy, sync, timeout, bind, options: see ``WeightSyncScheme``.
+        strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
     """
 
     name = "rpc"
     delivers_at_connect = False
     collectors: ClassVar[tuple[str, ...]] = ("rpc", "rpc_async", "single")
+    transport_class = RPCTransport
 
     def __init__(
         self,
@@ -144,34 +142,20 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         trainer: str = "trainer",
         **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
-        self.backend = check_backend(backend)
-        self.host = host
-        self.checksum = checksum
-        self.shared_memory = shared_memory
-        self.inline_bytes = inline_bytes
+        super().__init__(
+            strategy, sync, backend=backend, timeout=timeout, host=host, bind=bind, checksum=checksum,
+            shared_memory=shared_memory, inline_bytes=inline_bytes, **options,
+        )  # fmt: skip
         self.trainer = trainer
 
-    def create_transport(self, worker_idx: int | None = None) -> RPCTransport:
-        """Return the transport to (or in) a worker."""
-        return RPCTransport(backend=self.backend, worker=worker_idx or 0, inline_bytes=self.inline_bytes)
-
     def create_rendezvous(self) -> RpcRendezvous:
-        """See ``WeightSyncScheme``."""
+        """Return how workers find the sender."""
         return RpcRendezvous(self.host, self.trainer)
-
-    @property
-    def device(self) -> torch.device:
-        """See ``WeightSyncScheme``."""
-        return device_of(self.backend)
-
-    def _uses_arena(self) -> bool:
-        return self.shared_memory and self.backend == "gloo"
 
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
     ) -> None:
-        """Connect: see ``WeightSyncScheme.connect``. Weights are delivered only if they are given here.
+        """Connect, as ``WeightSyncScheme.connect`` does. Weights are delivered only if they are given here.
 
         Raises:
             NotConnected: RPC is not initialised here, or the trainer has another name there than ``trainer``.

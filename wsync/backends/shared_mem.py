@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol, Unpack, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
 from wsync.backends.shared_mem_transport import SharedMemTransport
 from wsync.legacy.pipes import older_transport
+from wsync.media.inline import InlineMedium
 from wsync.options import SchemeOptions
-from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
 from wsync.scheme_transports import SenderTransport
-from wsync.sender import Sender
-from wsync.sending.channel import SenderSideChannel
-from wsync.sending.source import DeviceMap, Source
+from wsync.shm.registered import RegisteredWeights
 from wsync.transport import TransportBackend
 from wsync.weights.snapshot import snapshot
+from wsync.weights.source import DeviceMap, Source
 from wsync.weights.strategy import Format
+from wsync.workers import Workers
 
 
 class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
-    """The transport to all workers of an initialised scheme, with versions and acknowledgements.
-
-    Args:
-        sender: the sender of the scheme.
-        channel: the channel to its workers.
-        connect: the scheme's.
-        model_id: the scheme's.
-    """
-
-    def __init__(
-        self, sender: Sender, channel: SenderSideChannel, connect: Callable[[], None], model_id: str | None
-    ) -> None:
-        SenderTransport.__init__(self, sender, connect, None, model_id)
-        self._channel = channel
+    """The transport to all workers of an initialised scheme, with versions and acknowledgements."""
 
     def register_weights(self, weights: Any) -> None:
         """Refuse: the buffers are the scheme's.
@@ -45,21 +32,23 @@ class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
         """
         raise RuntimeError("register the buffers of a scheme by its register_shared_weights(), before init_on_sender()")
 
+    registered: TensorDictBase | None = None
+
     @property
     def unique_weights(self) -> list[TensorDictBase]:
         """The published buffers, each once; the user's own, where they were registered.
 
         A manual write into one is visible to bound parameters at once, without a version, at the user's own risk.
         """
-        registered, layout = self._sender.source.registered_weights, self._sender.layout
-        if registered is not None:
-            return [registered]
-        if layout is None:
-            return []
+        if self.registered is not None:
+            return [self.registered]
+        outlet = self._sender.outlet
         return [
-            TensorDict({tuple(name.split(".")): view for name, view in zip(layout.names, views, strict=True)})
-            for views in self._channel.published_views()
-        ]
+            TensorDict({
+                tuple(name.split(".")): view for name, view in zip(one.layout.names, one.views, strict=True)
+            })
+            for one in (outlet.published() if isinstance(outlet, Workers) else ())
+        ]  # fmt: skip
 
 
 @runtime_checkable
@@ -84,14 +73,13 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             workers that pass updates on to workers of their own.
         checksum: whether each update carries a checksum, which a worker checks before it prepares or installs it, on
             its way into a forward. With ``"published"`` a corrupt one leaves the model as it was, and the error is
-            raised by the next ``send``. Each worker then keeps the slot that its model is bound to, so there may be one
-            more slot for each worker that has not installed the newest version.
-        strategy, sync, timeout, bind, options: see ``WeightSyncScheme``.
+            raised by the next ``send``.
+        strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
     """
 
     name = "shared_mem"
-    arena_only = True
-    binds_arena = True
+    arena = True
+    binds = True
 
     def __init__(
         self,
@@ -121,16 +109,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             self.register_shared_weights(model_id, weights)
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
-        """Make ``weights`` the buffers of ``model_id``: they stay the user's own.
+        """Make ``weights`` the buffers of ``model_id``.
 
-        What is sent is written into them as well. A ``send()`` without arguments sends what is in them, if the sender
-        has no model of its own.
-
-        Where all of them lie in shared memory already (``share_memory_()``, ``memmap_()``), the parameters of workers
-        that bind are bound to them: training them in place is seen by the next forward, without a ``send``, at the
-        user's own risk (a forward may see part of a step). Buffers of the model (``BatchNorm``) are copied with each
-        ``send``, as always. Workers see only what is sent with ``bind=False``, ``per_worker_weights``,
-        ``send_transform`` or ``device_map_fn``.
+        A ``send()`` without arguments sends what is in them, if the sender has no model of its own. After each ``send``
+        their tensors lie in the memory that the workers were given: they show what was sent last. Do not keep
+        references to the memory that they had before.
 
         Raises:
             RuntimeError: the model has buffers already, or the scheme is initialised already.
@@ -155,7 +138,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         cached_weights: TensorDictBase | None = None,
         **given: Any,
     ) -> None:
-        """Set up the trainer's end: see ``WeightSyncScheme.init_on_sender``.
+        """Set up the trainer's end, as ``WeightSyncScheme.init_on_sender`` does.
 
         Args:
             model_id: the model's name.
@@ -168,17 +151,25 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         if cached_weights is not None and self._registered.get(model_id) is not cached_weights:
             self.register_shared_weights(model_id, cached_weights)
         super().init_on_sender(model_id, context, **given)
-        role, registered = self._role, self._registered.get(model_id)
-        if registered is None or self.per_worker_weights or not self.bind:
-            return
-        if isinstance(role, SenderRole) and isinstance(role.sender.channel, SenderSideChannel):
-            source = role.sender.source
-            if not source.changes_weights:
-                try:
-                    source.shared_buffers = role.sender.channel.share_registered(snapshot(registered).tensors)
-                except BaseException:  # also Ctrl-C: init_on_sender can be called again
-                    self.shutdown()
-                    raise
+        registered = self._registered.get(model_id)
+        if registered is not None and not self.per_worker_weights:
+            own = RegisteredWeights(snapshot(registered).tensors)
+            self.sender.on_published = lambda update: own.repoint(update.buffer)
+
+    def make_medium(self, worker_idx: int) -> InlineMedium:
+        """Return what carries weights without the C extension."""
+        return InlineMedium()
+
+    def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
+        """Return what the sender reads: its model or weights, or the registered buffers."""
+        registered = self._registered.get(model_id)
+        if not self.auto_register and registered is None:
+            options["undefined"] = (
+                f"'{model_id}' has no shared buffers, and auto_register is off: call "
+                f"register_shared_weights('{model_id}', weights) before init_on_sender()"
+            )
+        weights = registered if weights is None else weights
+        return super().make_source(model_id, weights, device_map_fn, own_buffers=self.per_worker_weights, **options)
 
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
         """Return the transport to all workers; before ``init_on_sender``, one without a scheme.
@@ -195,14 +186,16 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     @property
     def shared_transport(self) -> SharedMemSenderTransport | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The transport to all workers, on the sender; None in one process, where nothing is shared."""
-        role = self._role
-        if not isinstance(role, SenderRole) or not isinstance(role.sender.channel, SenderSideChannel):
+        sender = self._sender
+        if sender is None or not isinstance(sender.outlet, Workers):
             return None
-        return SharedMemSenderTransport(role.sender, role.sender.channel, self.connect, role.model_id)
+        transport = SharedMemSenderTransport(sender, self.connect, None, self.model_id)
+        transport.registered = self._registered.get(str(self.model_id))
+        return transport
 
     @property
     def weights(self) -> Any:
-        """See ``WeightSyncScheme.weights``; on a sender that was given none, those that it has published.
+        """This end's weights, live; on a sender that was given none, those that it has published.
 
         None where workers have different ones: ``shared_transport.unique_weights`` are all of them.
         """
@@ -212,25 +205,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     @property
     def acknowledges(self) -> bool:
-        """See ``WeightSyncScheme``."""
+        """Whether a finished ``send`` means that every worker has acknowledged the update."""
         return self.acknowledge == "installed" and super().acknowledges
-
-    def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
-        registered = self._registered.get(model_id)
-        if not self.auto_register and registered is None:
-            options["undefined"] = (
-                f"'{model_id}' has no shared buffers, and auto_register is off: call "
-                f"register_shared_weights('{model_id}', weights) before init_on_sender()"
-            )
-        options |= {"own_buffers": self.per_worker_weights, "registered_weights": registered}
-        return super()._make_source(model_id, weights, device_map_fn, **options)
-
-    def shutdown(self) -> None:
-        """See ``WeightSyncScheme.shutdown``; registered weights stay the user's."""
-        role = self._role
-        super().shutdown()
-        if isinstance(role, SenderRole) and role.sender.source.shared_buffers is not None:
-            role.sender.source.shared_buffers.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address: registered weights stay with the sender."""

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 
 from wsync.deadlines import deadline_in, remaining, wait_readable
-from wsync.errors import NotConnected
+from wsync.errors import NotConnected, SyncTimeout
 from wsync.gate import process_gate, without_forward
 from wsync.legacy.pipes import read_invitation
-from wsync.paths import find_or_none
-from wsync.receiving.joining import BackgroundConnect
-from wsync.roles import ReceiverRole, Role, SenderRole
-from wsync.types import ModelHolder, NumberedContext, SyncReport
+from wsync.paths import ModelHolder, NumberedContext, find_or_none
 
 if TYPE_CHECKING:
     from wsync.scheme import WeightSyncScheme
+    from wsync.update import SyncReport
 
 
 @runtime_checkable
@@ -51,7 +48,7 @@ class WeightSender:
             RuntimeError: the scheme is initialised already, with the workers that it was given there.
             TypeError: neither a pipe nor such an object.
         """
-        self._scheme._role.require_uninitialised()
+        self._scheme._require_uninitialised()
         pipe = pipe_or_context.pipe if isinstance(pipe_or_context, PipeContext) else pipe_or_context
         if not isinstance(pipe, Connection):
             raise TypeError(f"worker {worker_idx} needs a pipe, or an object with one, not a {type(pipe).__name__}")
@@ -71,12 +68,12 @@ class WeightSender:
             if sorted(self._pipes) != list(range(len(self._pipes))):
                 raise ValueError(f"workers are numbered from 0 without a gap, not {sorted(self._pipes)}")
             self._scheme.init_on_sender(pipes=[self._pipes[worker] for worker in sorted(self._pipes)])
-        role = self._scheme._role
-        if isinstance(role, SenderRole) and not role.sender.connected:
+        sender = self._scheme._sender
+        if sender is not None and not sender.connected:
             self._scheme.connect()
 
     def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
-        """Deliver an update: see ``WeightSyncScheme.send``. The first one waits for every worker.
+        """Deliver an update, as ``WeightSyncScheme.send`` does. The first one waits for every worker.
 
         Raises:
             NotConnected: ``init_on_sender`` has not been called.
@@ -95,7 +92,7 @@ class WeightSender:
         """Wait until what ``send_async`` has sent is installed.
 
         Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: see ``send``.
+            WorkerDied, WorkerFailed, SyncTimeout: as ``send``.
         """
         return self._scheme.wait_async()
 
@@ -115,12 +112,12 @@ class WeightReceiver:
         self._pipe: Any = None
 
     def register_model(self, model: nn.Module) -> None:
-        """Set the model of a scheme that is not initialised: see ``register_worker_transport``.
+        """Set the model of a scheme that is not initialised, as ``register_worker_transport`` sets the pipe.
 
         Raises:
             RuntimeError: the scheme is initialised already, with its model.
         """
-        self._scheme._make_ready_for_receiver()
+        _require_unused(self._scheme)
         self._model = model
 
     def register_worker_transport(self, pipe: Any) -> None:
@@ -133,13 +130,13 @@ class WeightReceiver:
             RuntimeError: the scheme is initialised already.
             TypeError: it is no pipe.
         """
-        self._scheme._make_ready_for_receiver()
+        _require_unused(self._scheme)
         if not isinstance(pipe, Connection):
             raise TypeError(f"a worker's transport is its end of a pipe, not a {type(pipe).__name__}")
         self._pipe = pipe
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply ``weights`` to the model, inside the gate: see ``WeightSyncScheme.apply_weights``.
+        """Apply ``weights`` to the model, inside the gate, as ``WeightSyncScheme.apply_weights`` does.
 
         Raises:
             LayoutMismatch: they do not fit; nothing was applied.
@@ -176,15 +173,23 @@ class WeightReceiver:
         deadline = deadline_in(timeout)
         if not self._begin(deadline):
             return False
-        role = self._scheme._role
-        role.require_not_forked()
-        connecting = role.background_connect if isinstance(role, ReceiverRole) else None
-        if connecting is not None and connecting.pending and not connecting.wait(remaining(deadline)):
-            return False
+        receiver = self._scheme._as_receiver("receive")
+        try:
+            receiver.finish_connecting(remaining(deadline))
+        except SyncTimeout:
+            if receiver._connecting is not None:  # else it has failed
+                return False
+            raise
         received = self._scheme.receive(remaining(deadline))
         if received is None and self._scheme.finished:
             raise NotConnected("the sender has shut down: there will be no more weights")
         return received is not None
+
+
+def _require_unused(scheme: WeightSyncScheme) -> None:
+    """Raise RuntimeError if the scheme is initialised in this process; a forked worker has the trainer's end, too."""
+    if not scheme._inherited:
+        scheme._require_uninitialised()
 
 
 # --- methods of ``WeightSyncScheme`` ---
@@ -207,13 +212,13 @@ def create_receiver(scheme: WeightSyncScheme) -> WeightReceiver:
 
 def get_sender(scheme: WeightSyncScheme) -> WeightSender:
     """Return the scheme's sender; ``NotConnected`` before ``init_on_sender``."""
-    scheme._role.as_sender("get_sender")
+    scheme._as_sender("get_sender")
     return scheme.create_sender()
 
 
 def get_receiver(scheme: WeightSyncScheme) -> WeightReceiver:
     """Return the scheme's receiver; ``NotConnected`` before ``init_on_worker``."""
-    scheme._role.as_receiver("get_receiver")
+    scheme._as_receiver("get_receiver")
     return scheme.create_receiver()
 
 
@@ -226,9 +231,9 @@ def init_on_worker(
     model: nn.Module | None = None,
     worker_idx: int | None = None,
 ) -> None:
-    """Set up and begin to connect a worker, without waiting for the sender; the receiver thread does the rest.
+    """Set up and begin to connect a worker, without waiting for the sender.
 
-    ``connect`` need not be called. If it is called, it waits until the receiver thread has connected the worker.
+    ``connect`` need not be called. If it is called, it waits until the worker is connected.
 
     Args:
         scheme: a worker's own, if there is a pipe; else the sender's, pickled.
@@ -248,7 +253,7 @@ def init_on_worker(
     if pipe is None and isinstance(context, PipeContext):
         pipe = context.pipe
     if pipe is not None:
-        scheme._make_ready_for_receiver()
+        _require_unused(scheme)
         invited, scheme._address = read_invitation(pipe, model_id, scheme.timeout)
         if worker_idx not in (None, invited):
             raise ValueError(f"which worker is this? worker_idx: {worker_idx}, pipe: {invited}")
@@ -262,16 +267,4 @@ def init_on_worker(
         if model is None and isinstance(context, ModelHolder) and isinstance(context.model, nn.Module):
             model = context.model
     scheme.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
-    role = scheme._role.as_receiver("init_on_worker")
-
-    def complete() -> None:  # ``role``, not ``scheme.connect``: that waits for the end of this call
-        role.connect(None, scheme.timeout, acknowledges=scheme.acknowledges)
-
-    connecting = BackgroundConnect(complete)
-    scheme._role = replace(role, background_connect=connecting)
-    try:
-        connecting.begin(role.receiver.begin_connect(worker_idx, scheme.timeout))
-    except BaseException:
-        scheme._role.close()
-        scheme._role = Role()
-        raise
+    scheme._as_receiver("init_on_worker").begin_connect(worker_idx, scheme.timeout)

@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from wsync.control import Address
+from wsync.control.auth import Address
 from wsync.deadlines import deadline_in, milliseconds, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.roles import ReceiverRole, SenderRole
-from wsync.transport import SenderEnd, TransportBackend
-from wsync.types import RemoteWorker
-from wsync.weights.snapshot import weights_of
+from wsync.paths import RemoteWorker
+from wsync.transport import SenderEnd, TransportBackend, weights_of
 
 if TYPE_CHECKING:
     from wsync.scheme import WeightSyncScheme
@@ -70,8 +68,8 @@ class PipeTransport(SenderEnd):
 
     def check_connection(self) -> bool:
         """Return whether all workers of the scheme are connected."""
-        role = self._scheme._role
-        return isinstance(role, SenderRole) and role.sender.connected
+        sender = self._scheme._sender
+        return sender is not None and sender.connected
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Wait for every worker of the scheme, unless that has been done."""
@@ -94,15 +92,14 @@ def older_transport(scheme: WeightSyncScheme, pipes: list[Connection], given: ob
     """
     if given is None or isinstance(given, int):
         return None
-    role, shared = scheme._role, scheme.binds_arena
     if isinstance(given, RemoteWorker):
         return scheme.sender_transports[given.worker_idx]
     if not isinstance(given, Connection):
         return scheme.shared_transport
     if scheme.model_id is None and all(known is not given for known in pipes):
         pipes.append(given)
-    _index_of(given, () if isinstance(role, ReceiverRole) else pipes)
-    return PipeTransport(scheme, pipes, None if shared else given)
+    _index_of(given, () if scheme.worker_idx is not None else pipes)
+    return PipeTransport(scheme, pipes, None if scheme.binds else given)
 
 
 def _index_of(pipe: Connection, pipes: Sequence[Connection]) -> int:

@@ -145,7 +145,7 @@ class TransportMedium(InlineMedium):
         if payload not in _formatted:
             _formatted[payload] = self._formatted(payload)
         try:
-            await self._calls.call(self._transport.send_weights, _formatted[payload])
+            await self._calls.call(self._send, payload, _formatted[payload])
         except ConnectionError:
             raise
         except Exception as error:
@@ -156,6 +156,10 @@ class TransportMedium(InlineMedium):
             await link.send(Sent(offer.version, _text(error)))
             raise
         await link.send(Sent(offer.version))
+
+    def _send(self, _buffer: Buffer, weights: Any) -> None:
+        """Call ``send_weights``. The buffer is kept meanwhile: the call may go on after the connection has ended."""
+        self._transport.send_weights(weights)
 
     # --- the worker's end ---
 
@@ -168,8 +172,7 @@ class TransportMedium(InlineMedium):
         while True:
             after = self._sent.version >= offer.version  # whether ``send_weights`` had returned before this call
             if self._running is None:
-                call, timeout = self._transport.receive_weights, remaining(deadline)
-                self._running = self._calls.call(call, timeout, weights=own, strategy=self._strategy)
+                self._running = self._calls.call(self._receive, into, own, remaining(deadline))
             try:
                 received = await self._next(offer)
             except Exception as error:
@@ -198,6 +201,10 @@ class TransportMedium(InlineMedium):
                 self._require_open()
                 self._news.clear()
                 await self._news.wait()
+
+    def _receive(self, _buffer: Buffer, weights: Any, timeout: float | None) -> Any:
+        """Call ``receive_weights``; the buffer is kept meanwhile."""
+        return self._transport.receive_weights(timeout, weights=weights, strategy=self._strategy)
 
     async def _next(self, offer: Offer) -> Any:
         """Return what the running call returns; raises if the sender says that it could not send."""
