@@ -5,20 +5,19 @@ from __future__ import annotations
 import ssl
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 from wsync.deadlines import deadline_in
-from wsync.engine.channel import EngineSendChannel
 from wsync.engine.client import EngineClient, checked_url
+from wsync.engine.outlet import Engines
 from wsync.engine.protocol import PAUSE_MODES, PauseMode, require_valid_token
-from wsync.engine.transfers import BodyTransfer, MakeTransfer
+from wsync.engine.transfers import MakeTransfer
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed
+from wsync.receiver import Receiver
 from wsync.scheme import WeightSyncScheme
-from wsync.sender import Sender
-from wsync.sending.source import Source
 from wsync.transforms.chain import Transform, delta_of
 from wsync.transport import SenderEnd
+from wsync.update import Update
 from wsync.weights.packing import packed
 
 _RECEIVE_WHERE = "by wsync.engine_app(load=…), in the engine's process"
@@ -102,25 +101,19 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         """Return a transport to one engine, for use without a scheme."""
         return HTTPTransport(self, worker_idx or 0)
 
-    def _clients(self) -> Sequence[EngineClient]:
-        context = ssl.create_default_context(cafile=self.cafile) if self.cafile else None
-        return [EngineClient(url, self.token, context) for url in self.urls]
+    def make_outlet(self, model_id: str = "", num_workers: int = 0) -> Engines:
+        """Return what drives the engines. It has no reference to the scheme: it is closed when that is dropped."""
+        context, scheme = ssl.create_default_context(cafile=self.cafile) if self.cafile else None, weakref.proxy(self)
+        clients = [EngineClient(url, self.token, context) for url in self.urls]
+        timeout, delta = lambda: scheme.timeout, delta_of(self.send_transform)
+        return Engines(clients, self.transfer, self.chunk_bytes, self.pause, timeout, delta)
 
-    def _open_channel(self) -> EngineSendChannel:
-        """Return a channel without a reference to the scheme: the channel is closed when that is garbage-collected."""
-        delta, scheme = delta_of(self.send_transform), weakref.proxy(self)
-        transfer = partial(BodyTransfer, chunk_bytes=self.chunk_bytes, delta=delta is not None)
-        if self.transfer is not None:
-            transfer, delta = self.transfer, None
-        return EngineSendChannel(self._clients(), transfer, self.pause, lambda: scheme.timeout, delta)
-
-    def _open_sender(self, model_id: str, source: Source, num_workers: int) -> Sender:
-        return Sender(self._open_channel(), source, num_workers, self.timeout, record=self.metrics.record)
-
-    def _implied_worker_counts(self) -> Mapping[str, int]:
+    def implied_worker_counts(self) -> Mapping[str, int]:
+        """Return how many engines there are."""
         return {"urls": len(self.urls)}
 
-    def _open_receiver(self, model_id: str) -> NoReturn:
+    def make_inbox(self, model_id: str, receiver: Receiver) -> NoReturn:
+        """Refuse: engines are no workers that poll."""
         raise RuntimeError(f"an engine over HTTP receives {_RECEIVE_WHERE}")
 
 
@@ -137,7 +130,7 @@ class HTTPTransport(SenderEnd):
     def __init__(self, scheme: HTTPWeightSyncScheme, worker_idx: int) -> None:
         self._scheme = scheme
         self._worker = worker_idx
-        self._channel = scheme._open_channel()
+        self._engines = scheme.make_outlet()
         self._version = 0
 
     def setup_connection_and_weights_on_sender(self) -> None:
@@ -147,7 +140,7 @@ class HTTPTransport(SenderEnd):
             SyncTimeout: it did not answer.
             WorkerFailed: it answered with an error.
         """
-        self._channel.wait_for_workers([self._worker], {}, deadline_in(self._scheme.timeout))
+        self._engines.connect_to([self._worker], None, deadline_in(self._scheme.timeout))
 
     def send_weights(self, weights: Any) -> None:
         """Send ``weights`` (a module, a TensorDict or a state dict).
@@ -156,7 +149,7 @@ class HTTPTransport(SenderEnd):
             NotConnected: ``setup_connection_and_weights_on_sender`` was not called, or not since the engine died.
             WorkerDied, WorkerFailed, SyncTimeout: the engine does not have them.
         """
-        if self._worker not in self._channel.workers:
+        if self._worker not in self._engines.workers:
             raise NotConnected(
                 f"{self._scheme.urls[self._worker]} is not connected: call setup_connection_and_weights_on_sender() "
                 "first, and again after an engine has died"
@@ -164,12 +157,11 @@ class HTTPTransport(SenderEnd):
         deadline = deadline_in(self._scheme.timeout)
         layout, buffer = packed(weights)
         self._version += 1
-        self._channel.set_layout(layout)
-        self._channel.publish(buffer, self._version, b"", [self._worker], True)
-        (ack,) = self._channel.wait_acks([self._worker], self._version, deadline)
-        if ack.error:
-            raise (WorkerDied if ack.died else SyncTimeout if ack.late else WorkerFailed)(ack.error)
+        self._engines.set_layout(layout)
+        self._engines.publish(Update(self._version, buffer), [self._worker])
+        for cause in self._engines.wait([self._worker], self._version, "installed", deadline).values():
+            raise {"died": WorkerDied, "late": SyncTimeout, "failed": WorkerFailed}[cause.kind](cause.text)
 
     def close(self) -> None:
-        """End the transport's thread."""
-        self._channel.close()
+        """End the connection."""
+        self._engines.close(graceful=True)

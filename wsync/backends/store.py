@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
-import re
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, NoReturn, Unpack
 from urllib.parse import quote
 
 from torch import nn
 
 from wsync.deadlines import deadline_in
-from wsync.errors import SyncTimeout
 from wsync.options import SchemeOptions
+from wsync.receiver import Receiver
 from wsync.scheme import WeightSyncScheme
-from wsync.sender import Sender
-from wsync.sending.source import DeviceMap, Source
-from wsync.store.receiving import StoreReceiveChannel
-from wsync.store.sending import SAME_WEIGHTS, StoreSendChannel, publish
-from wsync.store.versions import VersionStore, require_keep
+from wsync.store.files import absolute_url
+from wsync.store.reader import FileInbox, Reader
+from wsync.store.versions import Versions, require_keep
+from wsync.store.writer import SAME_WEIGHTS, Files
 from wsync.transforms.chain import delta_of
 from wsync.transport import apply_received
+from wsync.update import Outlet, Update
 from wsync.weights.packing import packed
+from wsync.weights.source import Source
 from wsync.weights.strategy import Format, WeightStrategy
 
 
@@ -50,6 +50,8 @@ class StoreWeightSyncScheme(WeightSyncScheme):
 
     name = "store"
     collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single", "distributed", "rpc", "ray")
+    acknowledges = False  # pyright: ignore[reportAssignmentType]
+    waits = True  # pyright: ignore[reportAssignmentType]
 
     def __init__(
         self,
@@ -64,71 +66,54 @@ class StoreWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         require_keep(keep)
         super().__init__(strategy, True, timeout=timeout, bind=bind, **options)
-        self.url = _absolute(url)
+        self.url = absolute_url(url)
         self.keep = keep
         self.durable = durable
         # Of workers that have this scheme, pickled: the oldest version that they use, and whether they wait for it.
         self._first_version, self._begins_with_weights = 1, True
-
-    @property
-    def acknowledges(self) -> bool:
-        """See ``WeightSyncScheme``: readers do not answer."""
-        return False
 
     def create_transport(self, worker_idx: int | None = None) -> StoreTransport:
         """Return a transport over the folder of the model ``policy``, for use without a scheme."""
         return StoreTransport(self._folder("policy"), keep=self.keep, durable=self.durable)
 
     def _folder(self, model_id: str) -> str:
-        """Return the URL of a model's folder.
-
-        Raises:
-            ValueError: ``model_id`` is no name of a folder.
-        """
+        """Return the URL of a model's folder; ValueError: ``model_id`` is no name of a folder."""
         name = quote(model_id, safe="")
         if name in ("", ".", ".."):
             raise ValueError(f"model_id is the name of a folder in a store, not {model_id!r}")
         scheme, separator, path = self.url.rpartition("://")
-        path, mark, query = path.partition("?") if separator else (path, "", "")
-        return f"{scheme}{separator}{path.rstrip('/')}/{name}{mark}{query}"
+        return f"{scheme}{separator}{path.rstrip('/')}/{name}"
 
-    def _open_sender(self, model_id: str, source: Source, num_workers: int) -> Sender:
-        store = VersionStore(self._folder(model_id), self.keep, self.durable)
-        newest = store.open_for_writing()
-        channel = StoreSendChannel(store, num_workers, delta_of(self.send_transform))
-        sender = Sender(channel, source, num_workers, self.timeout, acknowledges=False, record=self.metrics.record)
-        sender.continue_from(newest)
-        self._first_version, self._begins_with_weights = newest + 1, source.weights is not None
-        self._sender_model_id = model_id
-        return sender
+    def make_outlet(self, model_id: str, num_workers: int) -> Files:
+        """Return what writes the files."""
+        store = Versions(self._folder(model_id), self.keep, self.durable)
+        files = Files(store, num_workers, delta_of(self.send_transform))
+        self._first_version = files.begin() + 1
+        return files
 
-    def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
-        return super()._make_source(model_id, weights, device_map_fn, one_for_all=SAME_WEIGHTS, **options)
+    def make_source(self, *arguments: Any, **options: Any) -> Source:
+        """Return what the sender reads: one model for all."""
+        return super().make_source(*arguments, one_for_all=SAME_WEIGHTS, **options)
 
-    def _open_receiver(self, model_id: str) -> StoreReceiveChannel:
-        store = VersionStore(self._folder(model_id))
+    def _begin_sending(self, model_id: str, outlet: Outlet, source: Source, count: int) -> None:
+        super()._begin_sending(model_id, outlet, source, count)
+        self.continue_from(self._first_version - 1)
+        self._begins_with_weights = source.weights is not None
+
+    def make_inbox(self, model_id: str, receiver: Receiver) -> FileInbox:
+        """Return what reads the files."""
+        reader = Reader(Versions(self._folder(model_id)), self._first_version, keeps=self.bind)
         watches = self.initiator == "sender" or self.max_staleness is not None
-        return StoreReceiveChannel(
-            store, self._first_version, waits=self._begins_with_weights, binds=self.bind, watches=watches
-        )
+        return FileInbox(reader, receiver, waits=self._begins_with_weights, watches=watches)
+
+    def init_on_worker(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Refuse: the older API has nothing that waits for a first version."""
+        raise ValueError("the older init_on_worker() is not for a store: call init_on_receiver() and connect()")
 
     def shutdown(self) -> None:
-        """See ``WeightSyncScheme``."""
+        """End this end; the versions stay."""
         super().shutdown()
         self._first_version, self._begins_with_weights = 1, True
-
-
-def _absolute(url: str | os.PathLike[str]) -> str:
-    """Return a URL as it is, and a path from the root: workers may have other working directories.
-
-    Raises:
-        ValueError: it is empty.
-    """
-    url = os.fspath(url)
-    if not url:
-        raise ValueError("url is the URL or the path of a folder ('s3://bucket/run', '/shared/run'), not ''")
-    path = re.sub(r"^(file|local)://", "", url)
-    return path if "://" in path or "::" in path else os.path.abspath(os.path.expanduser(path))
 
 
 class StoreTransport:
@@ -144,19 +129,21 @@ class StoreTransport:
     """
 
     def __init__(self, url: str | os.PathLike[str], *, keep: int = 3, durable: bool = True) -> None:
-        self._store = VersionStore(_absolute(url), keep, durable)
+        self._store = Versions(absolute_url(url), keep, durable)
+        self._files = Files(self._store, 1)
         self._version = 0
         self._received = ""
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Make the folder; go on counting from the newest version in it."""
-        self._version = self._store.open_for_writing()
+        self._version = self._files.begin()
 
     def send_weights(self, weights: Any) -> None:
         """Store ``weights`` (a module, a TensorDict or a state dict) as the next version."""
         layout, buffer = packed(weights)
+        self._files.set_layout(layout)
         self._version += 1  # a number is not used again: a version may have been stored in spite of an error
-        publish(self._store, self._version, layout, buffer)
+        self._files.publish(Update(self._version, buffer), [0])
 
     def setup_connection_and_weights_on_receiver(
         self,
@@ -182,13 +169,11 @@ class StoreTransport:
         Raises:
             WeightSyncError: it cannot be read, or is damaged.
         """
-        channel = StoreReceiveChannel(self._store, 1, self._received, binds=False, watches=False)
-        try:
-            channel.connect(0, deadline_in(timeout))
-        except SyncTimeout:
+        reader = Reader(self._store, seen=self._received)
+        update = reader.wait(deadline_in(timeout))
+        if update is None:
             return None
-        update, layout = channel.poll_update(), channel.layout
-        assert update is not None and layout is not None, "connect() has read a version"
-        applied = apply_received(dict(zip(layout.names, update.views, strict=True)), weights, model, strategy)
-        self._received = channel.newest_name  # after an error, the next call receives it again
+        received = dict(zip(update.buffer.layout.names, update.views, strict=True))
+        applied = apply_received(received, weights, model, strategy)
+        self._received = reader.name  # after an error, the next call receives it again
         return applied

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import errno
+import asyncio
 import json
+import math
 import re
-import socket
 import ssl
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 from urllib.parse import quote, urlsplit
 
-from wsync.deadlines import remaining
+from wsync.control.loop import control_loop
+from wsync.deadlines import NOW, remaining
 from wsync.engine import protocol
+from wsync.errors import missing_extra
+
+try:
+    import httpx
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "engine") from error
 
 _ANSWER_BYTES = 1 << 20  # the largest part of an answer that is read
 _SHOWN = 2000  # characters of an answer that an error shows
@@ -27,18 +30,17 @@ class EngineError(Exception):
     """A request failed.
 
     Attributes:
-        died: whether there was no answer: the connection was refused or broken.
-        late: whether there was none by the deadline.
+        kind: ``died``: there was no answer, as the connection was refused or broken; ``late``: there was none by the
+            deadline; ``failed``: the answer is an error, or does not fit what was asked.
         status: the status of the answer; 0 if there was none.
         reason: the field ``reason`` of the answer.
     """
 
     def __init__(
-        self, message: str, *, died: bool = False, late: bool = False, status: int = 0, reason: str = ""
+        self, message: str, kind: Literal["died", "late", "failed"] = "failed", status: int = 0, reason: str = ""
     ) -> None:
         super().__init__(message)
-        self.died = died
-        self.late = late
+        self.kind: Literal["died", "late", "failed"] = kind
         self.status = status
         self.reason = reason
 
@@ -63,8 +65,9 @@ def checked_url(url: str) -> str:
 class EngineClient:
     """Calls one engine: a vLLM server (in development mode: ``VLLM_SERVER_DEV_MODE=1``), or ``wsync.engine_app``.
 
-    Has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines can use it. Redirects are
-    errors, and proxies are not used: weights go to no other host than that of ``url``. One thread at a time calls it.
+    Has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines can use it. They block, and
+    are for a transfer's thread; ``request`` is for the control thread. Redirects are errors, and proxies are not used:
+    weights go to no other host than that of ``url``.
 
     Args:
         url: the URL of the engine.
@@ -73,11 +76,10 @@ class EngineClient:
 
     Attributes:
         url: as given.
-        deadline: on ``time.monotonic``; None for no limit. At the deadline a request that waits for the next bytes of
-            its answer ends; one that keeps sending bytes is ended by ``abort``, or inside ``until``.
+        deadline: of every request, on ``time.monotonic``; None for no limit.
         version: the version of the weights that are being sent.
         phase: the phase of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
-        finish_answer: the answer to ``finish_weight_update``.
+        times: seconds that the engine has waited for its gate, and that the load took, as it said last.
     """
 
     def __init__(self, url: str, token: str | None = None, context: ssl.SSLContext | None = None) -> None:
@@ -85,207 +87,156 @@ class EngineClient:
         self.deadline: float | None = None
         self.version = 0
         self.phase = "connect"
-        self.finish_answer: Mapping[str, Any] = {}
-        self._token = token
-        self._context = context
-        self._connection: HTTPConnection | None = None
-        self._answered_at = 0.0  # when the last answer had been read, on ``time.monotonic``
+        self.times = 0.0, 0.0
+        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
+        self._http = httpx.AsyncClient(
+            headers=headers,
+            verify=(context or ssl.create_default_context()) if self.url.startswith("https:") else False,
+            timeout=None,  # `request` has one for all of it
+            trust_env=False,
+            limits=httpx.Limits(keepalive_expiry=_IDLE_LIMIT),
+        )
 
-    def clone(self) -> EngineClient:
-        """Return a new client of the same engine."""
-        return EngineClient(self.url, self._token, self._context)
-
-    @contextmanager
-    def until(self, deadline: float | None) -> Iterator[EngineClient]:
-        """Return a context manager in which requests end at ``deadline``, also while the engine still sends bytes.
-
-        At the end of the block the connection is closed.
-        """
-        self.deadline = deadline
-        left = remaining(deadline)
-        timer = None if left is None else threading.Timer(left, self.abort)
-        if timer is not None:
-            timer.daemon = True
-            timer.start()
-        try:
-            yield self
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self.close()
-
-    # --- the routes ---
+    # --- the routes; called by a transfer's thread ---
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Phase 1, once for a layout: tell the engine how weights will travel."""
-        self.post("init", protocol.INIT, {"init_info": dict(init_info)})
+        self._post("init", protocol.INIT, {"init_info": dict(init_info)})
 
     def start_weight_update(self, fields: Mapping[str, Any] | None = None) -> None:
         """Phase 2: begin a version. vLLM takes no ``fields``."""
-        self.post("start", protocol.START, fields)
+        self._post("start", protocol.START, fields)
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
         """Phase 3, for transfers beside HTTP: have the engine receive weights. One or more times."""
-        self.post("update", protocol.UPDATE, {"update_info": dict(update_info)})
-
-    def send_body(self, body: Sequence[bytes | memoryview]) -> None:
-        """Phase 3 of the body transfer: see ``protocol``. The pieces are sent one after the other."""
-        self.request("update", "POST", protocol.UPDATE, body, protocol.SAFETENSORS)
+        self._post("update", protocol.UPDATE, {"update_info": dict(update_info)})
 
     def finish_weight_update(self, weight_version: str | None = None, **fields: Any) -> None:
         """Phase 4: have the engine use the version; it is named by its number unless ``weight_version`` is given."""
-        named = {"weight_version": weight_version or str(self.version), **fields}
-        self.finish_answer = self.post("finish", protocol.FINISH, named)
+        control_loop().call(self.finish(weight_version or str(self.version), fields))
 
     def pause(self, mode: protocol.PauseMode) -> None:
         """Pause generation; ``mode`` is for generations in flight."""
-        self.request("pause", "POST", f"{protocol.PAUSE}?mode={quote(mode)}")
+        self._post("pause", f"{protocol.PAUSE}?mode={quote(mode)}")
 
     def resume(self) -> None:
         """Go on generating."""
-        self.request("resume", "POST", protocol.RESUME)
+        self._post("resume", protocol.RESUME)
 
     def get_world_size(self) -> int:
         """Return the number of processes in the engine."""
-        answer = self.request("connect", "GET", protocol.WORLD_SIZE)
+        return control_loop().call(self.world_size())
+
+    def _post(self, phase: str, route: str, fields: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        return control_loop().call(self.request(phase, route, fields))
+
+    # --- requests; in the control thread ---
+
+    async def world_size(self) -> int:
+        """See ``get_world_size``."""
+        answer = await self.request("connect", protocol.WORLD_SIZE, method="GET")
         size = answer.get("world_size")
-        if type(size) is not int:
-            raise EngineError(
-                f"{self.url}: GET {protocol.WORLD_SIZE} answered {answer}, without a world_size", status=200
-            )
+        if type(size) is not int or size < 1:
+            raise self._misfit("GET", protocol.WORLD_SIZE, answer)
         return size
 
-    # --- requests ---
-
-    def post(self, phase: str, route: str, fields: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """``request`` with JSON fields."""
-        return self.request(phase, "POST", route, () if fields is None else [json.dumps(fields).encode()])
-
-    def request(
-        self,
-        phase: str,
-        method: str,
-        route: str,
-        body: Sequence[bytes | memoryview] = (),
-        kind: str = protocol.JSON,
-    ) -> Mapping[str, Any]:
-        """Return the fields of the answer.
+    async def finish(self, version: str, fields: Mapping[str, Any], *, named: bool = False) -> None:
+        """Phase 4: see ``finish_weight_update``.
 
         Raises:
-            EngineError: there is none, or its status is not 200; names the URL, the phase and the answer.
+            EngineError: also if the engine has said that it has another version, or (``named``) has not said it.
+        """
+        answer = await self.request("finish", protocol.FINISH, {"weight_version": version, **fields})
+        times = [answer.get(name, 0.0) for name in ("wait_seconds", "apply_seconds")]
+        sound = all(isinstance(one, int | float) and math.isfinite(one) and one >= 0 for one in times)
+        if not sound or answer.get("weight_version", None if named else version) != version:
+            raise self._misfit("POST", protocol.FINISH, answer)
+        self.times = float(times[0]), float(times[1])
+
+    def _misfit(self, method: str, route: str, answer: Mapping[str, Any]) -> EngineError:
+        return EngineError(
+            f"{self.url}: {method} {route} answered {str(answer)[:_SHOWN]}, which does not fit", status=200
+        )
+
+    async def request(
+        self,
+        phase: str,
+        route: str,
+        fields: Mapping[str, Any] | None = None,
+        *,
+        body: bytes | None = None,
+        method: str = "POST",
+    ) -> Mapping[str, Any]:
+        """Make a request, and return the JSON object of its answer.
+
+        Args:
+            phase: of the update, for the error.
+            route: the path, and perhaps a query.
+            fields: sent as JSON.
+            body: weights.
+            method: of HTTP.
+
+        Raises:
+            EngineError: there is no answer, or not with status 200, or it is no JSON object; names the URL, the phase
+                and the answer.
         """
         self.phase = phase
         where = f"{self.url}: phase {phase} ({method} {route})"
-        headers = {"Content-Type": kind, **({"Authorization": f"Bearer {self._token}"} if self._token else {})}
+        content = body if fields is None else json.dumps(fields).encode()
+        kind = {"Content-Type": protocol.JSON if body is None else protocol.WEIGHTS}
         try:
-            status, content = self._exchange(method, route, body, headers)
-        except (OSError, HTTPException) as error:
-            self.close()
-            late = isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT  # that one is the kernel's own
-            if late or remaining(self.deadline) == 0.0:  # the connection was closed at the deadline, by ``abort``
-                raise EngineError(f"{where}: no answer before the deadline", late=True) from error
-            raise EngineError(f"{where}: {type(error).__name__}: {error}", died=True) from error
-        answer = _fields(content)
-        if status != 200:
-            self.close()
-            said = content.decode(errors="replace").strip()[:_SHOWN]
-            hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
-            reason = str(answer.get("reason", ""))
-            raise EngineError(
-                f"{where}: answered {status}{hint}: {_error_in(answer) or said}", status=status, reason=reason
-            )
-        return answer
-
-    def _exchange(
-        self, method: str, route: str, body: Sequence[bytes | memoryview], headers: Mapping[str, str]
-    ) -> tuple[int, bytes]:
-        connection = self._connected()
-        target = urlsplit(self.url).path + route
-        size = sum(len(piece) for piece in body)
-        try:
-            pieces = self._pieces(connection, body) if body else None
-            connection.request(method, target, pieces, {**headers, "Content-Length": str(size)})
-        except (BrokenPipeError, ConnectionResetError) as error:
-            try:  # an engine that refuses a request need not read all of it
-                response = self._response(connection)
-            except (OSError, HTTPException):
-                raise error from None
-        else:
-            response = self._response(connection)
-        content = response.read(_ANSWER_BYTES)
-        self._answered_at = time.monotonic()
-        if remaining(self.deadline) == 0.0:  # ``abort`` may have ended the answer before it was complete
-            raise TimeoutError
-        if response.status == 200 and response.length and len(content) < _ANSWER_BYTES:
-            raise IncompleteRead(content, response.length)  # ``read`` with a limit does not
-        if response.will_close or response.read(1):
-            self.close()
-        return response.status, content
-
-    def _pieces(self, connection: HTTPConnection, body: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        for piece in body:
-            self._limit(connection.sock)
-            yield piece
-
-    def _response(self, connection: HTTPConnection) -> HTTPResponse:
-        """Return the beginning of an answer; what is waited for later ends at the deadline as well."""
-        sock = connection.sock  # ``getresponse`` may set it to None
-        self._limit(sock)
-        response = connection.getresponse()
-        self._limit(sock)
-        return response
-
-    def _limit(self, sock: socket.socket | None) -> None:
-        """Set the timeout, which is that of each call of a socket, to the time that is left.
-
-        Raises:
-            TimeoutError: there is none.
-        """
-        left = remaining(self.deadline)
-        if left == 0.0:
-            raise TimeoutError
-        if sock is not None:
-            sock.settimeout(left)
-
-    def _connected(self) -> HTTPConnection:
-        if time.monotonic() - self._answered_at > _IDLE_LIMIT:
-            self.close()
-        if self._connection is None:
-            parts = urlsplit(self.url)
-            if parts.scheme == "https":
-                self._connection = HTTPSConnection(parts.netloc, context=self._context)
-            else:
-                self._connection = HTTPConnection(parts.netloc)
-        self._connection.timeout = remaining(self.deadline)
-        self._limit(self._connection.sock)
-        return self._connection
+            async with asyncio.timeout(remaining(self.deadline)):
+                async with self._http.stream(method, self.url + route, content=content, headers=kind) as response:
+                    answer = await _read(response)
+        except TimeoutError as error:
+            raise EngineError(f"{where}: no answer before the deadline", "late") from error
+        except (httpx.HTTPError, OSError) as error:
+            raise EngineError(f"{where}: {_cause_of(error)}", "died") from error
+        found = _object(answer)
+        if response.status_code != 200:
+            hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if response.status_code == 404 else ""
+            said = _error_in(found) or answer.decode(errors="replace").strip()[:_SHOWN]
+            status, reason = response.status_code, str((found or {}).get("reason", ""))
+            raise EngineError(f"{where}: answered {status}{hint}: {said}", status=status, reason=reason)
+        if found is None:
+            said = answer.decode(errors="replace").strip()[:_SHOWN]
+            raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=200)
+        return found
 
     def abort(self) -> None:
-        """End the request in progress with an error. Called by another thread, at the deadline."""
-        self.deadline = time.monotonic()
-        connection = self._connection
-        sock = None if connection is None else connection.sock  # read once: the other thread may set it to None
-        if sock is not None:
-            with suppress(OSError):  # it has ended meanwhile
-                # not SSLSocket's own, which first ends the encryption: the other thread may be between two pieces
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        """Make later requests of a transfer that was given up fail."""
+        self.deadline = NOW
 
-    def close(self) -> None:
-        """Close the connection; the next request opens another one."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
 
 
-def _fields(content: bytes) -> Mapping[str, Any]:
+async def _read(response: httpx.Response) -> bytes:
+    content = b""
+    async for piece in response.aiter_raw():
+        content += piece
+        if len(content) >= _ANSWER_BYTES:
+            break
+    return content
+
+
+def _cause_of(error: BaseException) -> str:
+    """Return the error that httpx has made another one of."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return f"{type(error).__name__}: {error}"
+
+
+def _object(content: bytes) -> Mapping[str, Any] | None:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, dict) else None
 
 
-def _error_in(answer: Mapping[str, Any]) -> str:
+def _error_in(answer: Mapping[str, Any] | None) -> str:
     """Return the text of ``wsync.engine_app``'s errors with its lines; of others nothing, so that all is shown."""
-    error = answer.get("error")
-    return error if isinstance(error, str) and answer.keys() <= {"error", "reason"} else ""
+    error = (answer or {}).get("error")
+    return error if isinstance(error, str) and (answer or {}).keys() <= {"error", "reason"} else ""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
+from urllib.parse import urlencode
 
 import torch
 from torch import Tensor
 
-from wsync.control.settings import dump_tensor_layout
+from wsync.control.loop import run_blocking
 from wsync.engine import protocol
 from wsync.engine.client import EngineClient, EngineError
-from wsync.engine.differences import Base, Differences, range_of
-from wsync.weights.layout import Layout
-from wsync.weights.tensor_file import dump_tensors
+from wsync.transforms.delta import Delta
+from wsync.update import Update
+from wsync.weights.layout import ALIGNMENT, Layout
 
 
 class EngineTransfer(Protocol):
@@ -23,7 +26,7 @@ class EngineTransfer(Protocol):
     def send_weights(self) -> None:
         """Send what its source has now: phases start, update and finish.
 
-        Called once per update, by the engine's own thread. Whatever it raises, the trainer raises as ``WorkerFailed``.
+        Called once per update, in a thread of its own. Whatever it raises, the trainer raises as ``WorkerFailed``.
         """
         ...
 
@@ -46,18 +49,12 @@ class VersionSource:
         layout: as given.
         device: where the tensors are copied to when they are read; None: they stay where they were packed (the CPU).
         views: the packed tensors of the version, in the layout's order. Valid during ``send_weights``.
-        checksum: the checksum of the packed bytes.
-        base: the version that the engine has, as far as the trainer can tell; None if it is not known.
-        differences: to older versions; None: the full version is sent.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.device: torch.device | str | None = None
         self.views: Sequence[Tensor] = ()
-        self.checksum = 0
-        self.base: Base | None = None
-        self.differences: Differences | None = None
 
     def metadata(self) -> list[ParamMeta]:
         """Return name, dtype and shape of every tensor, in the order of iteration."""
@@ -65,7 +62,7 @@ class VersionSource:
         return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in entries]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the ``(name, tensor)`` pairs of the version. Called by the engine's thread, within ``send_weights``."""
+        """Yield the ``(name, tensor)`` pairs of the version. Called within ``send_weights``."""
         for name, view in zip(self.layout.names, self.views, strict=True):
             yield name, view if self.device is None else view.to(self.device)
 
@@ -74,79 +71,94 @@ class VersionSource:
 
 
 MakeTransfer = Callable[[EngineClient, VersionSource], EngineTransfer]
-"""Makes the transfer to one engine. Called by the engine's thread before its first version, as phase 1 (init)."""
+"""Makes the transfer to one engine. Called in a thread of its own before the first version, as phase 1 (init)."""
+
+
+class Differences:
+    """The differences of one version to others, each made once for all engines that need it.
+
+    Args:
+        delta: makes them.
+        update: the version.
+    """
+
+    def __init__(self, delta: Delta, update: Update) -> None:
+        self._delta = delta
+        self._update = update
+        self._made: dict[tuple[Update, int, int], asyncio.Future[bytes | None]] = {}
+
+    async def to(self, base: Update, begin: int, end: int) -> bytes | None:
+        """Return the difference of the bytes from ``begin`` to ``end``; None if they themselves are hardly larger."""
+        key, new = (base, begin, end), self._update.buffer
+        if key not in self._made:
+            old = base.buffer.memory[begin:end]
+            making = run_blocking("delta", self._delta.difference, old, new.memory[begin:end], new.layout.width)
+            self._made[key] = asyncio.ensure_future(making)
+        return await asyncio.shield(self._made[key])  # another engine may wait for it, too
 
 
 class BodyTransfer:
-    """Sends each version as HTTP bodies: see ``protocol``.
+    """Sends versions as HTTP bodies: see ``protocol``. Used by the control thread.
 
     Args:
         client: the client of the engine.
-        source: has the weights.
-        chunk_bytes: the most bytes of tensors in one body; a tensor that is larger has a body of its own.
-        delta: whether versions may be sent as differences.
-
-    Raises:
-        EngineError: the engine has refused the layout.
-        LayoutMismatch: there is extra state, or a dtype that safetensors files cannot have.
+        layout: the layout of the weights.
+        chunk_bytes: the most bytes of weights in one body.
     """
 
-    def __init__(self, client: EngineClient, source: VersionSource, chunk_bytes: int, *, delta: bool) -> None:
+    def __init__(self, client: EngineClient, layout: Layout, chunk_bytes: int) -> None:
         self._client = client
-        self._source = source
+        self._layout = layout
+        self._chunk_bytes = -(-chunk_bytes // ALIGNMENT) * ALIGNMENT
         self._session = secrets.token_hex(8)
-        layout = dump_tensor_layout(source.layout, "sent over HTTP")
-        self._groups = list(protocol.groups_of(source.layout, chunk_bytes))
-        client.init_weight_transfer_engine(
-            {
-                "transfer": protocol.TRANSFER,
-                "session": self._session,
-                "layout": layout,
-                "chunk_bytes": chunk_bytes,
-                "delta": delta,
-            }
-        )
 
-    def send_weights(self) -> None:
-        """See ``EngineTransfer``.
+    async def initialise(self, *, delta: bool) -> None:
+        """Phase init; ``delta``: whether versions may be sent as differences. EngineError: the engine has refused."""
+        info = {
+            "transfer": protocol.TRANSFER,
+            "session": self._session,
+            "layout": base64.b64encode(self._layout.encode()).decode(),
+            "chunk_bytes": self._chunk_bytes,
+            "delta": delta,
+        }
+        await self._client.request("init", protocol.INIT, {"init_info": info})
+
+    async def send(self, update: Update, base: Update | None, differences: Differences | None) -> int:
+        """Phases start, update and finish; return how many bytes the bodies had.
+
+        Args:
+            update: the version.
+            base: the one that the engine has, as far as the trainer can tell; None if it is not known.
+            differences: of ``update`` to others; None: whole tensors are sent.
 
         Raises:
             EngineError: a request failed.
         """
-        client, source = self._client, self._source
-        version = str(client.version)
-        base, carried = self._start(version), 0
-        for group in self._groups:
-            body, size = self._body(group, version, base)
-            client.send_body(body)
-            carried += size
-        client.finish_weight_update(version, session=self._session, checksum=f"{source.checksum:016x}")
-        if source.differences is not None:
-            source.differences.note_carried(carried)
+        named: dict[str, str | int] = {"session": self._session, "weight_version": str(update.version)}
+        if base is None or differences is None or not await self._begin(named | {"base": str(base.version)}):
+            base = None
+            await self._client.request("start", protocol.START, named)
+        carried = 0
+        for begin in range(0, self._layout.nbytes, self._chunk_bytes):
+            end, query, body = min(begin + self._chunk_bytes, self._layout.nbytes), named, None
+            if base is not None and differences is not None:
+                body = await differences.to(base, begin, end)
+                query = named if body is None else named | {"base": str(base.version)}
+            if body is None:
+                body = bytes(update.buffer.memory[begin:end])
+            carried += len(body)
+            route = f"{protocol.UPDATE}?{urlencode(query | {'begin': begin, 'end': end})}"
+            await self._client.request("update", route, body=body)
+        checksum = {"session": self._session, "checksum": f"{update.checksum:016x}"}
+        await self._client.finish(str(update.version), checksum, named=True)
+        return carried
 
-    def _start(self, version: str) -> Base | None:
-        """Begin a version; return the one that the engine has, to which differences may be sent."""
-        base, fields = self._source.base, {"session": self._session, "weight_version": version}
-        if base is not None:
-            try:
-                self._client.start_weight_update({**fields, "base": str(base.version)})
-            except EngineError as error:
-                if error.reason != protocol.NO_BASE:
-                    raise
-            else:
-                return base
-        self._client.start_weight_update(fields)
-        return None
-
-    def _body(self, group: Sequence[int], version: str, base: Base | None) -> tuple[list[bytes | memoryview], int]:
-        """Return a body, and how many bytes of weights, or of a difference, are in it."""
-        source, (begin, end) = self._source, range_of(self._source.layout, group)
-        difference = None
-        if base is not None and source.differences is not None and begin < end:
-            difference = source.differences.difference(base, begin, end)
-        metadata = {"session": self._session, "weight_version": version}
-        if difference is None:
-            return dump_tensors(source.layout, source.views, group, metadata), end - begin
-        assert base is not None, "there is a difference to it"
-        metadata |= {"base": str(base.version), "begin": str(begin), "end": str(end)}
-        return protocol.make_difference_body(difference, metadata), len(difference)
+    async def _begin(self, fields: dict[str, str | int]) -> bool:
+        """Begin a version with a base; return whether the engine has the base."""
+        try:
+            await self._client.request("start", protocol.START, fields)
+        except EngineError as error:
+            if error.reason != protocol.NO_BASE:
+                raise
+            return False
+        return True

@@ -1,7 +1,7 @@
 """The files in a store's folder, on any file system that ``fsspec`` has: each is seen when all of it is there.
 
-On a local file system a file is written under another name, flushed to the disk and renamed; where files are written in
-place (SFTP), the same without flushing. Other file systems (S3, memory) show an object when all of it is there.
+On a local file system a file is written under another name, flushed to the disk and renamed. Object stores (S3, memory)
+show an object when all of it is there. File systems that write in place and cannot be renamed on are refused.
 """
 
 from __future__ import annotations
@@ -12,35 +12,48 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
 
 from wsync.errors import NotConnected
+from wsync.weights import tensor_file
 
 File = io.FileIO | io.BytesIO
 """A version's file, open for reading."""
 _UNFINISHED = ".unfinished"
-_IN_PLACE = {"ftp", "sftp"}
-"""File systems on which a file is seen while it is being written, but on which ``mv`` replaces another file."""
-_NOT_REPLACING = {"hdfs", "smb", "webhdfs"}
-"""Others, on which it does not, or deletes the other file first."""
+_IN_PLACE = {"ftp", "hdfs", "sftp", "smb", "webhdfs"}
+"""File systems on which a file is seen while it is being written, and which ``fsspec`` cannot rename as a whole."""
 
 
-class StoreFiles:
-    """The files in the folder at a URL. Methods raise whatever the library of the file system raises.
+def absolute_url(url: str | os.PathLike[str]) -> str:
+    """Return a URL as it is, and a path from the root: workers may have other working directories.
+
+    Raises:
+        ValueError: it is empty.
+    """
+    url = os.fspath(url)
+    if not url:
+        raise ValueError("url is the URL or the path of a folder ('s3://bucket/run', '/shared/run'), not ''")
+    path = re.sub(r"^(file|local)://", "", url)
+    return path if "://" in path or "::" in path else os.path.abspath(os.path.expanduser(path))
+
+
+class Folder:
+    """The folder at a URL, and the files in it. Methods raise whatever the library of the file system raises.
 
     Args:
-        url: see ``VersionStore``.
+        url: as ``fsspec`` reads it: a path, ``s3://bucket/run/policy``, ``memory://policy``.
         durable: whether a file is flushed to the disk before it has its name (local file systems).
 
     Attributes:
         url: as given, for messages: without user, password and query.
-        writer: a token of this object, in the names of what it writes.
+        local: its path, if it is on a local file system.
 
     Raises:
         NotConnected: the file system cannot be opened.
@@ -49,48 +62,34 @@ class StoreFiles:
     def __init__(self, url: str, durable: bool) -> None:
         self.url = re.sub(r"(?<=://)[^/]*@|\?.*", "", url) if "://" in url else url
         self._given_url = url
-        self.writer = secrets.token_hex(4)
         self._durable = durable
         try:
             opened, self._root = fsspec.core.url_to_fs(url)
         except Exception as error:  # besides OSError: whatever the library of the file system raises
-            raise NotConnected(f"the store {self.url} cannot be opened: {self.error_text(error)}") from error
-        protocol = opened.protocol
-        self._protocols = {protocol} if isinstance(protocol, str) else {*protocol}
-        self._class = type(opened)
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder, if it is on a local file system."""
-        return Path(self._root) if issubclass(self._class, LocalFileSystem) else None
+            raise NotConnected(f"the store {self.url} cannot be opened: {self.explain(error)}") from error
+        self._protocols = {opened.protocol} if isinstance(opened.protocol, str) else {*opened.protocol}
+        self.local = Path(self._root) if isinstance(opened, LocalFileSystem) else None
 
     @property
     def _fs(self) -> Any:
-        """This thread's file system: ``fsspec`` keeps one for each, as an SFTP connection serves one call at a time."""
+        """This thread's file system: ``fsspec`` keeps one for each."""
         return fsspec.core.url_to_fs(self._given_url)[0]
 
-    def after_error(self, error: Exception) -> str:
-        """Return ``error_text``; the next call makes a new connection, in case this one is lost."""
-        if self._protocols & _IN_PLACE:
-            self._class.clear_instance_cache()
-        return self.error_text(error)
-
-    def error_text(self, error: Exception) -> str:
+    def explain(self, error: Exception) -> str:
         """Return an error of a library as text, without user, password and query of the URLs in it."""
         text = f"{type(error).__name__}: {error}".replace(self._given_url, self.url)  # which may have a blank
         return re.sub(r"://(?:[^\s/?'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?", r"://\1", text)
 
-    def make_folder(self) -> None:
+    def make(self) -> None:
         """Make the folder, and delete what a killed trainer left unfinished."""
-        if refused := self._protocols & _NOT_REPLACING:
+        if refused := self._protocols & _IN_PLACE:
             raise OSError(f"{min(refused)}:// cannot replace a file as a whole: mount that file system")
-        folder = self.folder
-        new = [] if folder is None else [path for path in (folder, *folder.parents) if not path.exists()]
+        new = [] if self.local is None else [path for path in (self.local, *self.local.parents) if not path.exists()]
         self._fs.makedirs(self._root, exist_ok=True)
         for path in new if self._durable else ():
             _flush(path.parent)
         for name in self.names():
-            if name.endswith(_UNFINISHED):
+            if name.endswith(_UNFINISHED) or name.startswith(".tmp"):  # the latter by safetensors
                 with suppress(FileNotFoundError):  # another trainer has finished it
                     self.delete(name)
 
@@ -107,8 +106,7 @@ class StoreFiles:
         self._fs.rm_file(self._path(file))
 
     def _path(self, file: str) -> str:
-        root, mark, query = self._root.partition("?") if "https" in self._protocols else (self._root, "", "")
-        return f"{root}/{file}{mark}{query}"
+        return f"{self._root}/{file}"
 
     # --- reading ---
 
@@ -123,55 +121,50 @@ class StoreFiles:
             return self._content(file, limit)
 
     def _content(self, file: str, limit: int) -> bytes:
-        if self.folder is None:
+        if self.local is None:
             return self._fs.cat_file(self._path(file), start=0, end=limit)
-        with io.BufferedReader(_open_regular(self.folder / file)) as opened:
+        with io.BufferedReader(_open_regular(self.local / file)) as opened:
             return opened.read(limit)
 
     def open(self, file: str) -> File:
-        """Open a file: a local one is read, not mapped, because memory of a file that is cut off cannot be read."""
-        if self.folder is None:
+        """Open a file for reading."""
+        if self.local is None:
             return io.BytesIO(self._fs.cat_file(self._path(file)))
-        return _open_regular(self.folder / file)
+        return _open_regular(self.local / file)
 
     # --- writing ---
 
-    def write(self, file: str, *pieces: bytes | memoryview) -> None:
+    def write(self, file: str, content: bytes) -> None:
         """Write a file, or replace it."""
-        if self.folder is not None:
-            self._write_local(self.folder / file, pieces)
-        elif self._protocols & _IN_PLACE:
-            unfinished = self._unfinished(file)
-            try:
-                self._fs.pipe_file(self._path(unfinished), b"".join(pieces))
-                self._fs.mv(self._path(unfinished), self._path(file))
-            except BaseException:
-                with suppress(Exception):  # the error above is the one to report
-                    self.delete(unfinished)
-                raise
+        if self.local is None:
+            self._fs.pipe_file(self._path(file), content)
         else:
-            self._fs.pipe_file(self._path(file), b"".join(pieces))
+            self._replace(self.local / file, lambda path: path.write_bytes(content))
 
-    def _write_local(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
-        unfinished = path.with_name(self._unfinished(path.name))
+    def write_tensors(self, file: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write a safetensors file."""
+        if self.local is None:
+            self._fs.pipe_file(self._path(file), tensor_file.dump(tensors))
+        else:
+            self._replace(self.local / file, lambda path: tensor_file.write(path, tensors))
+
+    def _replace(self, path: Path, write: Callable[[Path], object]) -> None:
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
         try:
-            with unfinished.open("xb") as opened:  # "x": a link that another process has made is not followed
-                opened.writelines(pieces)
+            unfinished.touch(exist_ok=False)
+            mode = unfinished.stat().st_mode
+            write(unfinished)
+            unfinished.chmod(mode)  # safetensors has replaced it by a file for this user alone
             if self._durable:
                 _flush(unfinished)
             unfinished.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                unfinished.unlink()
-            raise
-
-    def _unfinished(self, file: str) -> str:
-        return f"{file}.{self.writer}{_UNFINISHED}"
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     def flush(self) -> None:
         """Flush the names of the files to the disk, if it is a local one and the store is durable."""
-        if self._durable and self.folder is not None:
-            _flush(self.folder)
+        if self._durable and self.local is not None:
+            _flush(self.local)
 
 
 def _open_regular(path: Path) -> io.FileIO:

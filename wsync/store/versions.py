@@ -5,6 +5,8 @@
     <url>/v00000012-<writer>.delta         if there is a ``Delta``: its difference to the version before
 
 A version's file is complete before the manifest names it, and each file is seen when all of it is there (``files.py``).
+Any process that can write to the store may have made the manifest. So every field is checked before it is used: the
+names of a version's files follow from its number and its writer, and are in the store's folder.
 """
 
 from __future__ import annotations
@@ -12,18 +14,80 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from torch import Tensor
 
 from wsync.errors import WeightSyncError
-from wsync.store.files import File, StoreFiles
-from wsync.store.manifest import MANIFEST_BYTES, Manifest
-from wsync.transforms.delta import base_of
+from wsync.store.files import File, Folder
+from wsync.update import LAST_VERSION
 
 _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
+MANIFEST_BYTES = 64 << 20
+"""The largest manifest that is read: it has the layout."""
 _VERSION_FILE = re.compile(r"v(\d+)-\w+\.(safetensors|delta)")
 _READ_ATTEMPTS = 5
+
+
+_Version = Annotated[int, Meta(ge=0, lt=LAST_VERSION)]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The newest version of a store, and how it is read.
+
+    Attributes:
+        version: the newest.
+        writer: a token of the trainer that wrote it, which identifies it in ``requires``, too.
+        layout: names, shapes, dtypes, ties: ``Layout.encode``.
+        checksum: the checksum of the packed weights, hexadecimal.
+        base: the older version that the .delta file is relative to; 0: there is no such file.
+        requires: as in ``Update``.
+    """
+
+    version: Annotated[int, Meta(ge=1, lt=LAST_VERSION)]
+    writer: Annotated[str, Meta(pattern="^[0-9A-Za-z]{1,64}$")]
+    layout: bytes
+    checksum: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+    base: _Version = 0
+    requires: dict[str, _Version] = {}
+
+    @property
+    def name(self) -> str:
+        """The name of the version's files, without ``.safetensors`` or ``.delta``; no other version has it."""
+        return f"v{self.version:08d}-{self.writer}"
+
+    @property
+    def file(self) -> str:
+        """The name of the file with all weights."""
+        return f"{self.name}.safetensors"
+
+    @property
+    def delta(self) -> str:
+        """The name of the file with the difference to ``base``."""
+        return f"{self.name}.delta"
+
+    @classmethod
+    def load(cls, content: bytes) -> Manifest:
+        """Return the manifest that is encoded as JSON in ``content``; the layout is not decoded yet.
+
+        Raises:
+            ValueError: it is malformed; names the field.
+        """
+        if len(content) > MANIFEST_BYTES:
+            raise ValueError(f"it has more than {MANIFEST_BYTES} bytes")
+        try:
+            manifest = msgspec.json.decode(content, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(str(error)) from error
+        if manifest.base >= manifest.version:
+            raise ValueError(f"base is {manifest.base}, and version {manifest.version} - at `$.base`")
+        return manifest
 
 
 def require_keep(keep: int) -> None:
@@ -32,16 +96,18 @@ def require_keep(keep: int) -> None:
         raise ValueError(f"keep is at least 1, not {keep}")
 
 
-class VersionStore:
+class Versions:
     """One model's versions at a URL.
 
     Args:
-        url: the URL of a folder, as ``fsspec`` reads it: a path, ``s3://bucket/run/policy``, ``memory://policy``.
+        url: see ``Folder``.
         keep: how many versions are kept.
         durable: whether a version is flushed to the disk before the manifest names it (local file systems).
 
     Attributes:
+        folder: their files.
         url: as given, for messages: without user, password and query.
+        writer: a token of this object, in the names of what it writes.
 
     Raises:
         NotConnected: it cannot be opened. ValueError: ``keep`` is below 1.
@@ -49,16 +115,13 @@ class VersionStore:
 
     def __init__(self, url: str, keep: int = 3, durable: bool = True) -> None:
         require_keep(keep)
-        self._files = StoreFiles(url, durable)
+        self.folder = Folder(url, durable)
+        self.url = self.folder.url
+        self.writer = secrets.token_hex(4)
         self._keep = keep
-        self.url, self.writer = self._files.url, self._files.writer
         self._wrote = False
-        self._undeletable: set[str] = set()  # files that a warning has named
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder, if it is on a local file system."""
-        return self._files.folder
+    # --- reading ---
 
     def newest(self) -> Manifest | None:
         """Return the manifest; None if nothing has been published.
@@ -67,19 +130,33 @@ class VersionStore:
             WeightSyncError: the store cannot be read, or its manifest is damaged.
         """
         try:
-            content = self._files.content(MANIFEST, MANIFEST_BYTES + 1)
+            content = self.folder.content(MANIFEST, MANIFEST_BYTES + 1)
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise WeightSyncError(f"the store {self.url} cannot be read: {self._files.after_error(error)}") from error
+            raise self._unreadable(error) from error
         try:
             return Manifest.load(content)
         except ValueError as error:
-            raise self.damaged_manifest(error) from error
+            raise self.damaged(error) from error
 
-    def damaged_manifest(self, error: ValueError) -> WeightSyncError:
+    def damaged(self, error: ValueError) -> WeightSyncError:
         """Return the error for a manifest in which ``error`` was found."""
         return WeightSyncError(f"the manifest {MANIFEST} of the store {self.url} is damaged: {error}")
+
+    def _unreadable(self, error: Exception) -> WeightSyncError:
+        return WeightSyncError(f"the store {self.url} cannot be read: {self.folder.explain(error)}")
+
+    def has(self, manifest: Manifest) -> bool:
+        """Return whether a version has not been deleted.
+
+        Raises:
+            WeightSyncError: the store cannot be read.
+        """
+        try:
+            return manifest.file in self.folder.names()
+        except Exception as error:
+            raise self._unreadable(error) from error
 
     def read(self, newest: Manifest | None, take: Callable[[Manifest, File], None]) -> None:
         """Have ``take`` read the newest version, if there is one.
@@ -100,7 +177,7 @@ class VersionStore:
             if manifest.file == missing:
                 raise WeightSyncError(f"{named}: the file is missing, and the manifest {MANIFEST} names it")
             try:
-                with self._files.open(manifest.file) as file:
+                with self.folder.open(manifest.file) as file:
                     take(manifest, file)
                 return
             except WeightSyncError:
@@ -108,20 +185,11 @@ class VersionStore:
             except Exception as error:
                 # NFS: ESTALE, if the file is deleted while it is being read
                 if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) != errno.ESTALE:
-                    raise WeightSyncError(f"{named}: {self._files.after_error(error)}") from error
+                    raise WeightSyncError(f"{named}: {self.folder.explain(error)}") from error
                 missing, manifest = manifest.file, self.newest()
         raise WeightSyncError(f"the store {self.url} deletes versions faster than they can be read: raise keep")
 
-    def has(self, manifest: Manifest) -> bool:
-        """Return whether a version has not been deleted.
-
-        Raises:
-            WeightSyncError: the store cannot be read.
-        """
-        try:
-            return manifest.file in self._files.names()
-        except Exception as error:
-            raise WeightSyncError(f"the store {self.url} cannot be read: {self._files.after_error(error)}") from error
+    # --- writing ---
 
     def open_for_writing(self) -> int:
         """Make the folder, delete old versions and what was left unfinished; return the newest version, 0 for none.
@@ -130,74 +198,68 @@ class VersionStore:
             WeightSyncError: the store cannot be written, or its manifest is damaged.
         """
         try:
-            self._files.make_folder()
+            self.folder.make()
         except Exception as error:
-            raise WeightSyncError(
-                f"the store {self.url} cannot be written: {self._files.after_error(error)}"
-            ) from error
+            raise WeightSyncError(f"the store {self.url} cannot be written: {self.folder.explain(error)}") from error
         manifest = self.newest()
         if manifest is None:
             return 0
         self._delete_old(manifest.version)  # ``keep`` may be smaller than before, because the disk is full
         return manifest.version
 
-    def read_difference(self, manifest: Manifest, limit: int) -> bytes | None:
-        """Return the difference of a version to its base, cut off after ``limit`` bytes; None if it cannot be read."""
-        try:
-            return self._files.content(manifest.delta, limit)
-        except Exception as error:  # noqa: BLE001  as in ``newest``; the caller reads the full version instead
-            text = self._files.after_error(error)
-            _log.debug("the difference %s of the store %s cannot be read: %s", manifest.delta, self.url, text)
-            return None
-
-    def publish(
-        self,
-        version: int,
-        pieces: Sequence[bytes | memoryview],
-        layout: str,
-        checksum: int,
-        difference: bytes | None = None,
-    ) -> None:
-        """Write a version, then name it in the manifest; the oldest versions are deleted.
+    def write(self, manifest: Manifest, tensors: Mapping[str, Tensor], difference: bytes | None = None) -> None:
+        """Write the files of a version, which the manifest does not name yet.
 
         Args:
-            version: newer than the newest.
-            pieces: its safetensors file.
-            layout: see ``Manifest``.
-            checksum: see ``Manifest``.
+            manifest: what ``commit`` will write.
+            tensors: the weights, tied ones once.
             difference: to an older version, for readers that have that one: see ``wsync.transforms.delta``.
 
         Raises:
-            WeightSyncError: it cannot be written (the disk is full), or another trainer writes to this store. Readers
-                keep the version that they have. An old version that cannot be deleted is only logged.
+            WeightSyncError: they cannot be written (the disk is full), or another trainer writes to this store.
         """
-        self._require_newest(version)
-        manifest = Manifest(version, self.writer, layout, checksum, base_of(difference) if difference else 0)
-        try:
-            self._files.write(manifest.file, *pieces)
+        with self._all_or_nothing(manifest):
+            self._require_newest(manifest.version)
+            self.folder.write_tensors(manifest.file, tensors)
             if difference is not None:
-                self._files.write(manifest.delta, difference)
-            self._files.flush()
-            self._require_newest(version)  # writing may have taken minutes
-            self._write_manifest(manifest.dump())
-        except BaseException as error:  # also Ctrl-C: files without a manifest would count among the newest
-            refused = isinstance(error, WeightSyncError)
-            if refused or self.folder is not None:  # elsewhere a manifest may yet appear, in spite of an error
-                self._delete_unnamed(manifest)
-            if refused or not isinstance(error, Exception):
-                raise
-            raise WeightSyncError(
-                f"version {version} was not stored in {self.url}: {self._files.after_error(error)}"
-            ) from error
-        self._wrote = True
-        self._delete_old(version)
+                self.folder.write(manifest.delta, difference)
+            self.folder.flush()
 
-    def _require_newest(self, version: int) -> None:
-        """Check that a version of this trainer would be the newest.
+    def commit(self, manifest: Manifest) -> None:
+        """Name a version that was written as the newest one; the oldest versions are deleted.
 
         Raises:
-            WeightSyncError: it would not, or another trainer writes to this store; or see ``newest``.
+            WeightSyncError: see ``write``. Readers keep the version that they have. An old version that cannot be
+                deleted is only logged.
         """
+        with self._all_or_nothing(manifest):
+            self._require_newest(manifest.version)  # writing may have taken minutes
+            self.folder.write(MANIFEST, msgspec.json.encode(manifest))
+        self._wrote = True
+        try:
+            self.folder.flush()
+        except OSError as error:  # readers see the version already, so it has to count as stored
+            _log.warning("the newest version of the store %s may be lost if this machine fails: %s", self.url, error)
+        self._delete_old(manifest.version)
+
+    @contextmanager
+    def _all_or_nothing(self, manifest: Manifest) -> Iterator[None]:
+        """At an error, delete the files of the version: without a manifest they would count among the newest."""
+        undo = True
+        try:
+            yield
+            undo = False
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            undo = self.folder.local is not None  # elsewhere a manifest may yet appear, in spite of an error
+            text = self.folder.explain(error)
+            raise WeightSyncError(f"version {manifest.version} was not stored in {self.url}: {text}") from error
+        finally:
+            if undo:
+                self.discard(manifest)
+
+    def _require_newest(self, version: int) -> None:
         newest = self.newest()
         if newest is not None and newest.writer == self.writer and newest.version >= version:
             raise WeightSyncError(f"the store {self.url} has version {newest.version} of this trainer already")
@@ -206,41 +268,28 @@ class VersionStore:
                 f"another trainer has published version {newest.version} in the store {self.url}: give each its own url"
             )
 
-    def _delete_unnamed(self, manifest: Manifest) -> None:
-        """Delete the files of a version, unless the manifest names it in spite of an error."""
+    def discard(self, manifest: Manifest) -> None:
+        """Delete the files of a version, unless the manifest names it."""
         try:
             newest = self.newest()
             if newest is None or newest.name != manifest.name:
-                for file in {manifest.file, manifest.delta} & {*self._files.names()}:
-                    self._files.delete(file)
+                for file in {manifest.file, manifest.delta} & {*self.folder.names()}:
+                    self.folder.delete(file)
         except Exception as error:  # noqa: BLE001  the caller raises why it was not stored; a later version deletes it
-            text = self._files.after_error(error)
+            text = self.folder.explain(error)
             _log.debug("version %d of the store %s cannot be deleted: %s", manifest.version, self.url, text)
-
-    def _write_manifest(self, content: bytes) -> None:
-        self._files.write(MANIFEST, content)
-        try:
-            self._files.flush()
-        except OSError as error:  # readers see the version already, so it has to count as stored
-            _log.warning("the newest version of the store %s may be lost if this machine fails: %s", self.url, error)
 
     def _delete_old(self, newest: int) -> None:
         """Delete the files of all but the newest versions up to ``newest``; log what cannot be deleted."""
+        file = "its folder"
         try:
-            found = [(name, _VERSION_FILE.fullmatch(name)) for name in self._files.names()]
+            found = [(match, int(match[1])) for name in self.folder.names() if (match := _VERSION_FILE.fullmatch(name))]
+            kept = sorted({number for _, number in found if number <= newest})[-self._keep :]
+            for match, number in found:
+                if kept and number < kept[0]:
+                    file = match[0]
+                    with suppress(FileNotFoundError):
+                        self.folder.delete(file)
         except Exception as error:  # noqa: BLE001  readers see the new version already, so it has to count as stored
-            _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self._files.after_error(error))
-            return
-        kept = sorted({int(match[1]) for _, match in found if match and int(match[1]) <= newest})[-self._keep :]
-        for file, match in found if kept else ():  # a listing may be older than the newest file
-            if match is None or int(match[1]) >= kept[0]:
-                continue
-            try:
-                self._files.delete(file)
-            except FileNotFoundError:
-                continue
-            except Exception as error:  # noqa: BLE001  likewise
-                if file not in self._undeletable:
-                    text = self._files.after_error(error)
-                    _log.warning("an old version of the store %s cannot be deleted: %s", self.url, text)
-                self._undeletable.add(file)
+            text = self.folder.explain(error)
+            _log.warning("old versions of the store %s cannot be deleted: %s: %s", self.url, file, text)

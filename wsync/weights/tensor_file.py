@@ -14,14 +14,14 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch, missing_extra
-from wsync.weights.layout import Layout
+from wsync.weights.layout import ALIGNMENT, Layout
 from wsync.weights.tensors import raw_bytes
 
 if TYPE_CHECKING:
@@ -54,39 +54,33 @@ DTYPES = {
 """Names of dtypes in safetensors files."""
 
 
-class Entry(NamedTuple):
-    """A tensor in a file: what the header has, and where its bytes are, counted from the end of the header."""
-
-    dtype: str
-    shape: Sequence[int]
-    begin: int
-    end: int
-
-
 def require_storable(layout: Layout, verb: str) -> None:
-    """Check that safetensors files can have all tensors of a layout.
+    """Check that files can have all tensors of a layout, and that it needs no more memory than they have.
 
     Args:
         layout: the layout of the weights.
-        verb: what cannot be done with them otherwise, for the error: ``"stored"``.
+        verb: what cannot be done with extra state, for the error: ``"stored"``.
 
     Raises:
-        LayoutMismatch: there is extra state, which is pickled; or a tensor has a dtype that such files cannot have.
+        LayoutMismatch: it cannot be.
     """
     if layout.extra:
         raise LayoutMismatch(f"extra state cannot be {verb}: {', '.join(sorted(layout.extra))}")
     for name, dtype in zip(layout.names, layout.dtypes, strict=True):
         if dtype not in DTYPES:
             raise LayoutMismatch(f"'{name}' is {dtype}, which a safetensors file cannot have")
+    used = sum(-(-layout.byte_ranges[index][1] // ALIGNMENT) * ALIGNMENT for index in layout.leaders)
+    if layout.nbytes > max(used, ALIGNMENT):
+        raise LayoutMismatch(f"the tensors take {used} bytes, and the buffer has {layout.nbytes}")
 
 
 # --- writing ---
 
 
-def dump(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+def dump(tensors: Mapping[str, Tensor]) -> bytes:
     """Return tensors as the content of a file."""
     specs, _memory = _specs(tensors)
-    return _library().serialize(specs, metadata=None if metadata is None else dict(metadata))
+    return _library().serialize(specs)
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
@@ -118,61 +112,11 @@ def _library() -> Any:
 # --- reading ---
 
 
-def parse_header(text: bytes, size: int) -> tuple[Mapping[str, Entry], Mapping[str, str]]:
-    """Return the tensors that a file has, in the order of their bytes, and its metadata.
-
-    Args:
-        text: the header, without its length.
-        size: the bytes of all tensors, which is the size of the file without the header.
+def read_entries(file: io.RawIOBase | io.BufferedIOBase, layout: Layout) -> Sequence[str]:
+    """Read the header of a file that is open in binary mode; return its tensors in the order of their bytes.
 
     Raises:
-        ValueError: the header is malformed, or its tensors have another size; says why.
-    """
-    try:
-        header = json.loads(text)
-        metadata = header.pop("__metadata__", {})
-        entries = {
-            name: Entry(fields["dtype"], fields["shape"], *fields["data_offsets"]) for name, fields in header.items()
-        }
-        ordered = sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it is not a safetensors file: {type(error).__name__}: {error}") from error
-    at = 0
-    for name, entry in ordered:
-        if type(entry.begin) is not int or type(entry.end) is not int or not at == entry.begin <= entry.end:
-            raise ValueError(f"it is not a safetensors file: '{name}' has wrong offsets")
-        at = entry.end
-    if at != size:
-        raise ValueError(f"its tensors end at byte {at} after the header, and it ends at {size}")
-    if not isinstance(metadata, dict):
-        raise ValueError("its metadata is no JSON object")
-    return dict(ordered), metadata
-
-
-def find_misfit(entries: Mapping[str, Entry], layout: Layout, among: Collection[int]) -> str:
-    """Return what is wrong with the tensors of a file: an unknown name, another shape or dtype; empty if nothing is.
-
-    Args:
-        entries: the tensors of the file.
-        layout: the layout of the version.
-        among: which tensors of the layout may be in a file.
-    """
-    indices = {layout.names[index]: index for index in among}
-    for name, entry in entries.items():
-        index = indices.get(name)
-        if index is None:
-            return f"'{name}' is not in the layout, or is tied to another tensor, which travels instead"
-        dtype, shape = DTYPES.get(layout.dtypes[index]), list(layout.shapes[index])
-        if entry.dtype != dtype or entry.shape != shape or entry.end - entry.begin != layout.byte_ranges[index][1]:
-            return f"'{name}' is {entry.dtype}{entry.shape}, not {dtype}{shape}"
-    return ""
-
-
-def read_entries(file: io.RawIOBase | io.BufferedIOBase, layout: Layout) -> Mapping[str, Entry]:
-    """Read the header of a file that is open in binary mode; return its tensors, which are those of ``layout``.
-
-    Raises:
-        ValueError: they are not; or the file is malformed, or too short.
+        ValueError: they are not those of ``layout``; or the file is malformed, or too short.
         OSError: it cannot be read.
     """
     size = file.seek(0, os.SEEK_END) - LENGTH_BYTES
@@ -180,25 +124,52 @@ def read_entries(file: io.RawIOBase | io.BufferedIOBase, layout: Layout) -> Mapp
     length = int.from_bytes(file.read(LENGTH_BYTES) or b"", "little")
     if length > min(size, LONGEST_HEADER):
         raise ValueError("it is not a safetensors file: it ends within its header")
-    entries, _ = parse_header(file.read(length) or b"", size - length)
-    misfit = find_misfit(entries, layout, layout.leaders)
-    missing = sorted({layout.names[index] for index in layout.leaders} - entries.keys())
-    if misfit or missing:
-        raise ValueError(f"it has other tensors than its layout: {misfit or f'there is no {missing[0]!r}'}")
-    return entries
+    try:
+        header = json.loads(file.read(length) or b"")
+        header.pop("__metadata__", None)
+        entries = sorted((*map(_integer, one["data_offsets"]), name) for name, one in header.items())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it is not a safetensors file: {type(error).__name__}: {error}") from error
+    places, at = {layout.names[index]: index for index in layout.leaders}, 0
+    for begin, end, name in entries:
+        index, kind = places.pop(name, None), f"{header[name].get('dtype')}{header[name].get('shape')}"
+        if index is None:
+            raise ValueError(f"'{name}' is not in the layout, or is tied to another tensor, which is stored instead")
+        expected = f"{DTYPES[layout.dtypes[index]]}{list(layout.shapes[index])}"
+        if kind != expected:
+            raise ValueError(f"'{name}' is {kind}, not {expected}")
+        if begin != at or end - begin != layout.byte_ranges[index][1]:
+            raise ValueError(f"it is not a safetensors file: '{name}' has wrong offsets")
+        at = end
+    if places or at != size - length:
+        lacks = f"it lacks '{min(places)}', and " if places else ""
+        raise ValueError(f"{lacks}its tensors end at byte {at} after the header, and it ends at {size - length}")
+    return [name for _, _, name in entries]
+
+
+def _integer(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError("an offset is no integer")
+    return value
 
 
 def read_tensors(
-    file: io.RawIOBase | io.BufferedIOBase, entries: Mapping[str, Entry], layout: Layout, views: Sequence[Tensor]
+    file: io.RawIOBase | io.BufferedIOBase, names: Sequence[str], layout: Layout, views: Sequence[Tensor]
 ) -> None:
     """Read the tensors of a file, whose header ``read_entries`` has read just before, into packed ones.
+
+    Args:
+        file: the file.
+        names: what ``read_entries`` has returned.
+        layout: the layout of the version.
+        views: its packed tensors.
 
     Raises:
         ValueError: the file has become shorter.
         OSError: it cannot be read.
     """
     places = dict(zip(layout.names, views, strict=True))
-    for name in entries:  # in the order of their bytes
+    for name in names:
         view = places[name]
         dense = view if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
         rest: Any = raw_bytes(dense).numpy().data if dense.numel() else memoryview(b"")

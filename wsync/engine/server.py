@@ -1,0 +1,315 @@
+"""The engine's half of the protocol: an ASGI application around a function that loads weights."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+import json
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import nn
+
+from wsync.engine import protocol
+from wsync.engine.generations import Generation, Generations
+from wsync.engine.weights import EngineWeights, Refused
+from wsync.errors import missing_extra
+from wsync.gate import gate_model
+from wsync.transforms.chain import Transform, compose
+from wsync.weights.targets import Destination, Load
+
+try:
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "engine") from error
+
+Pause = Callable[[protocol.PauseMode], Awaitable[object] | object]
+Resume = Callable[[], Awaitable[object] | object]
+Endpoint = Callable[[Request], Awaitable[Mapping[str, Any]]]
+
+_LAYOUT_BYTES = 64 << 20  # largest body of /init_weight_transfer_engine, which has the layout
+_FIELDS_BYTES = 64 << 10  # largest body of the other requests with JSON
+_STALLED = 60.0  # longest time without a byte of a body, in seconds
+_DROPPING = 10.0  # seconds in which the rest of a body that is refused is read
+
+
+class EngineApp:
+    """An ASGI application by which a trainer updates an engine: see ``engine_app``.
+
+    Args:
+        weights: the weights of the engine.
+        token: the token that requests must have.
+        pause, resume: see ``engine_app``.
+        generations: are paused, if there is no ``pause``.
+    """
+
+    def __init__(
+        self,
+        weights: EngineWeights,
+        token: str | None,
+        pause: Pause | None,
+        resume: Resume | None,
+        generations: Generations,
+    ) -> None:
+        self._weights, self._generations = weights, generations
+        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._pause: Pause = pause or generations.pause
+        self._resume: Resume = resume or generations.resume
+        self._paused = False
+        self._pausing_for: object = None  # the request of the last /pause; None after a /resume
+        self._updating = asyncio.Lock()  # guards `_reading`: one body at a time is in memory
+        self._reading: asyncio.Task[memoryview] | None = None
+        # Not the event loop's own threads: an engine may keep all of those busy with generations that are paused.
+        self._loading, self._resuming = ThreadPoolExecutor(1, "wsync-load"), ThreadPoolExecutor(1, "wsync-resume")
+        self._pausing = ThreadPoolExecutor(thread_name_prefix="wsync-pause")
+        routes = [
+            self._route(protocol.INIT, self._initialise),
+            self._route(protocol.START, self._phase(weights.start, "Weight update started")),
+            self._route(protocol.UPDATE, self._update),
+            self._route(protocol.FINISH, self._phase(weights.finish, "Weight update finished")),
+            self._route(protocol.PAUSE, self._pause_generation),
+            self._route(protocol.RESUME, self._resume_generation),
+            self._question(protocol.IS_PAUSED, lambda: {"is_paused": self._paused if pause else generations.paused}),
+            self._question(protocol.WEIGHT_INFO, lambda: {"weight_version": self.version}),
+            self._question(protocol.WORLD_SIZE, lambda: {"world_size": 1}),
+            self._question(protocol.HEALTH, weights.require_whole, public=True),
+        ]
+        handlers: Any = {HTTPException: _no_route}
+        self._app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+
+    @property
+    def version(self) -> str:
+        """The name of the weights that the engine has. Inside ``wsync.gate()`` it does not change."""
+        return self._weights.version
+
+    def generation(self) -> AbstractContextManager[Generation]:
+        """Return a context manager around one generation, for an engine without pause and resume of its own.
+
+        Each of its steps is made inside ``generation.step()``. A pause acts between two steps::
+
+            with app.generation() as generation:
+                while not done:
+                    with generation.step():
+                        token = next_token(engine)
+            generation.weight_versions  # more than one: mixed
+
+        Both wait (block the thread) while generation is paused. ``step`` raises ``GenerationAborted`` when the trainer
+        has paused with ``mode=abort``.
+        """
+        return self._generations.generation()
+
+    def close(self) -> None:
+        """End a pause, and the threads that load weights and pause generation. The server's end calls it."""
+        for threads in (self._loading, self._pausing, self._resuming):
+            threads.shutdown(wait=False)
+        self._generations.resume()  # what waits in them, or in a generation, would keep the process from ending
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one request (an ASGI application)."""
+        await self._app(scope, receive, send)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            self.close()
+
+    # --- routes ---
+
+    def _route(self, path: str, endpoint: Endpoint, method: str = "POST", *, public: bool = False) -> Route:
+        """Return a route that authenticates before anything of the body is read, and answers errors as JSON."""
+
+        async def serve(request: Request) -> JSONResponse:
+            given = request.headers.get("authorization", "").encode()
+            if not public and self._authorization is not None and not hmac.compare_digest(given, self._authorization):
+                return _error(401, "the token is missing or wrong")
+            try:
+                return JSONResponse(await endpoint(request))
+            except Refused as error:
+                answer = _error(error.status, str(error), error.reason)
+            except Exception:  # noqa: BLE001  whatever the engine raised goes to the trainer, which raises it
+                answer = _error(500, traceback.format_exc())
+            if method == "POST":
+                await _drop_body(request)
+            return answer
+
+        return Route(path, serve, methods=[method])
+
+    def _question(self, path: str, answer: Callable[[], Mapping[str, Any] | None], *, public: bool = False) -> Route:
+        async def ask(request: Request) -> Mapping[str, Any]:
+            return answer() or {}
+
+        return self._route(path, ask, "GET", public=public)
+
+    def _phase(self, function: Callable[[Any], Mapping[str, Any] | None], message: str) -> Endpoint:
+        async def run(request: Request) -> Mapping[str, Any]:
+            fields = await _fields(request, _FIELDS_BYTES)
+            async with self._updating:
+                return await self._load(message, function, fields)
+
+        return run
+
+    async def _initialise(self, request: Request) -> Mapping[str, Any]:
+        fields = await _fields(request, _LAYOUT_BYTES)
+        if self._reading is not None:
+            self._reading.cancel()  # the trainer before, whose body may never end
+        async with self._updating:
+            return await self._load("Weight transfer initialized", self._weights.initialise, fields)
+
+    async def _update(self, request: Request) -> Mapping[str, Any]:
+        kind = request.headers.get("content-type", "").split(";")[0].strip()
+        if kind != protocol.WEIGHTS:
+            raise Refused(415, f"{protocol.UPDATE} takes {protocol.WEIGHTS} here (transfer '{protocol.TRANSFER}')")
+        async with self._updating:
+            buffer = self._weights.body_buffer()
+            reading = self._reading = asyncio.ensure_future(_read(request, len(buffer), buffer))
+            try:
+                await asyncio.wait([reading])
+            finally:
+                self._reading = None
+                reading.cancel()
+            if reading.cancelled():
+                raise Refused(409, "another trainer has initialised this engine since: each engine has one trainer")
+            return await self._load("Weights updated", self._weights.add, dict(request.query_params), reading.result())
+
+    async def _load(self, message: str, function: Callable[..., Mapping[str, Any] | None], *arguments: object) -> Any:
+        """Take a phase of an update in the thread that loads weights, so that the server goes on answering."""
+        return {"message": message, **(await _in(self._loading, function, *arguments) or {})}
+
+    async def _pause_generation(self, request: Request) -> Mapping[str, Any]:
+        mode = request.query_params.get("mode", "abort")
+        if mode not in protocol.PAUSE_MODES:
+            raise Refused(400, f"mode is one of {', '.join(protocol.PAUSE_MODES)}, not {mode!r}")
+        own = self._pausing_for = object()
+        await _call(self._pausing, self._pause, mode)
+        if self._pausing_for is not own:
+            if self._pausing_for is None:  # that /resume may have found nothing to end yet
+                await _call(self._resuming, self._resume)
+            raise Refused(409, "/resume, or another /pause, came before generation had paused")
+        self._paused = True
+        return {"status": "paused"}
+
+    async def _resume_generation(self, request: Request) -> Mapping[str, Any]:
+        self._pausing_for = None
+        await _call(self._resuming, self._resume)
+        self._paused = False
+        return {"status": "resumed"}
+
+
+def _error(status: int, message: str, reason: str = "") -> JSONResponse:
+    headers = {"connection": "close"}  # a part of the body may not have been read
+    return JSONResponse({"error": message, "reason": reason}, status, headers)
+
+
+async def _no_route(request: Request, error: HTTPException) -> JSONResponse:
+    return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+
+
+def _in(threads: Executor, function: Callable[..., Any], *arguments: object) -> Awaitable[Any]:
+    return asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+
+
+async def _call(threads: Executor, function: Callable[..., Any], *arguments: object) -> None:
+    """Call a function that may block in a thread; await one that is asynchronous."""
+    asynchronous = inspect.iscoroutinefunction(function)
+    result = function(*arguments) if asynchronous else await _in(threads, function, *arguments)
+    if inspect.isawaitable(result):
+        await result
+
+
+async def _drop_body(request: Request) -> None:
+    """Read the rest of a body: a connection that is closed with unread bytes is reset, and its answer may be lost."""
+    with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # the last: there is no rest
+        async with asyncio.timeout(_DROPPING):
+            async for _ in request.stream():
+                pass
+
+
+async def _read(request: Request, limit: int, body: bytearray) -> memoryview:
+    """Read the body of a request, of at most ``limit`` bytes, into ``body``; return the part of it that was written."""
+    declared = request.headers.get("content-length", "0")
+    if not declared.isdigit() or len(declared) > 19 or int(declared) > limit:
+        raise Refused(413, f"the body may have {limit} bytes, and content-length is {declared[:20]!r}")
+    size, pieces = 0, request.stream()
+    try:
+        while piece := await asyncio.wait_for(anext(pieces, b""), _STALLED):
+            if size + len(piece) > limit:
+                raise Refused(413, f"the body has more than {limit} bytes")
+            body[size : size + len(piece)] = piece
+            size += len(piece)
+    except TimeoutError:
+        raise Refused(408, f"no byte of the body arrived for {_STALLED} s") from None
+    except ClientDisconnect:
+        raise Refused(400, "the trainer has closed the connection") from None
+    return memoryview(body)[:size]
+
+
+async def _fields(request: Request, limit: int) -> Mapping[str, Any]:
+    """Return the JSON object in the body of a request."""
+    try:
+        found = json.loads(bytes(await _read(request, limit, bytearray())))
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise Refused(400, "the body is not a JSON object")
+    return found
+
+
+def engine_app(
+    model: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
+    *,
+    load: Load | None = None,
+    token: str | None,
+    pause: Pause | None = None,
+    resume: Resume | None = None,
+    version: str = "0",
+    chunk_bytes: int | None = None,
+    receive_transform: Transform | Sequence[Transform] | None = None,
+    max_bytes: int = 64 << 30,
+    pause_limit: float | None = 600.0,
+) -> EngineApp:
+    """Return an ASGI application by which ``HTTPWeightSyncScheme`` updates an engine in this process.
+
+    Serve it with any ASGI server, in one process (``uvicorn --workers 1``), or mount it in an application of your own
+    (``app.mount("/weights", engine_app(…))``). A version is collected first: it takes its size in memory. When all of
+    it has arrived and fits, it is loaded inside ``wsync.gate()``. A version that is incomplete, damaged or malformed is
+    not loaded at all. If loading fails half-way, ``/health`` answers 503, and the gate raises ``WeightSyncError``,
+    until a version is loaded.
+
+    Args:
+        model: a module (its forwards are gated), or a mapping of tensors, into which weights are copied.
+        load: for an inference engine: see ``WeightSyncScheme.init_on_receiver``. Always called in the same thread,
+            which is not the main one: it has to set the CUDA device, if it needs one.
+        token: requests without this bearer token are refused before their bodies are read, except ``/health``. None:
+            any process that reaches the port can change the weights.
+        pause: called with the mode (``"abort"``, ``"wait"`` or ``"keep"``) for ``/pause``; returns, or is awaited, when
+            generation has paused. By default ``app.generation()`` is paused.
+        resume: called for ``/resume``, and once more when a ``pause`` has returned after that. Goes with ``pause``.
+        version: the name of the weights that the engine has.
+        chunk_bytes: see ``init_on_receiver``.
+        receive_transform: see ``WeightSyncScheme``.
+        max_bytes: the largest version that is accepted.
+        pause_limit: seconds after which ``app.generation()`` goes on without a ``/resume``; None: never.
+
+    Raises:
+        TypeError: ``model`` is of another kind. ValueError: ``pause`` or ``resume`` is missing, or the token malformed.
+    """
+    if (pause is None) != (resume is None):
+        raise ValueError("pause and resume go together")
+    protocol.require_valid_token(token)
+    transform = compose(receive_transform, "receive_transform")
+    destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
+    if destination.module is not None:
+        gate_model(destination.module)
+    weights = EngineWeights(destination, version, max_bytes)
+    return EngineApp(weights, token, pause, resume, Generations(lambda: weights.version, pause_limit))
