@@ -14,7 +14,8 @@ MAX_SLOTS: int
 
 def configure(
     table: object,
-    plain_types: tuple[type, ...],
+    tensor: type,
+    parameter: type,
     increment_version: Callable[[Any], None],
     clear_autocast_cache: Callable[[], None],
     /,
@@ -29,7 +30,6 @@ class PackPlan:
         shared: whether other processes read the buffer; large copies then bypass this core's caches.
     """
 
-    views: tuple[Tensor, ...]
     in_place: bool
     """Whether the views lie where they lay; PyTorch moves a storage that it shares with another process."""
 
@@ -129,7 +129,7 @@ class SenderWords:
 class WorkerWords:
     """A worker's words of an arena, and the hook that the gate calls for its receiver. Used inside the gate.
 
-    ``answer``, ``set_wakeups``, ``usual(None)``, ``published`` and ``close`` are for any thread.
+    ``answer``, ``set_wakeups``, ``usual(None)`` and ``close`` are for any thread.
 
     Attributes:
         version: what is installed.
@@ -139,7 +139,6 @@ class WorkerWords:
         installs: how many updates were installed without the receiver.
         fulfilled: the serial number of the requirements that are known to be met.
         announced_at: when the control thread saw the next version, on ``time.perf_counter``; 0.0 if it did not.
-        published: the version that the trainer has published.
         receiver: its ``poll_update`` and ``leaving_gate`` do what this object does not.
     """
 
@@ -152,18 +151,17 @@ class WorkerWords:
     receiver: Any
     @property
     def installs(self) -> int: ...
-    @property
-    def published(self) -> int: ...
     def __init__(
         self, memory: Any, capacity: int, block: int, signal: int, binds: bool, plans: list[PackPlan], /
     ) -> None: ...
     def usual(self, installer: Installer | None, /) -> None:
         """Let this object install usual updates by ``installer``; None: the receiver is called for everything."""
 
-    def take(self) -> list[tuple[int, int, int]]:
-        """Mark slots as used; return ``(version, slot, acknowledge)`` of those that are new here, the oldest first.
+    def take(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Mark as used the slot of the published version, or else that of the model; and that of a pending version.
 
-        They are that of the published version, or else the one that the model has; and that of a pending version.
+        Returns:
+            ``(version, slot, acknowledge)`` of the published and of the pending version; 0, if it is not new here.
         """
 
     def release(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-_REVISION = 100  # of csrc/module.c
+_REVISION = 101  # of csrc/module.c
 
 
 def _load() -> tuple[ModuleType | None, str]:
@@ -29,8 +29,7 @@ def _load() -> tuple[ModuleType | None, str]:
     table: object | None = Tensor.__dict__.get("__dlpack_c_exchange_api__")
     if table is None:
         return None, f"PyTorch {torch.__version__} has no table of DLPack's functions"
-    plain_types = (nn.Parameter, Tensor)  # a subclass may keep its numbers elsewhere
-    _native.configure(table, plain_types, increment_version, torch.clear_autocast_cache)
+    _native.configure(table, Tensor, nn.Parameter, increment_version, torch.clear_autocast_cache)
     return _native, ""
 
 

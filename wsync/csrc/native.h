@@ -68,6 +68,7 @@ void copy_spans(const Span *spans, size_t count, int shared);
 typedef struct PackPlan PackPlan;
 typedef struct TensorTree TensorTree;
 typedef struct Installer Installer;
+extern PyTypeObject *TensorTree_type, *Installer_type;
 
 /* Borrow the views of a plan's buffer, a tuple; NULL if they lie elsewhere by now, and the slot has to be mapped anew:
  * PyTorch moves a storage that it shares with a process. */
@@ -144,13 +145,9 @@ int map_words(PyObject *memory, Py_ssize_t capacity, Py_buffer *words, Block **b
 
 /* --- shared by all --- */
 
-extern PyTypeObject *PackPlan_type, *TensorTree_type, *Installer_type;
-extern PyType_Spec PackPlan_spec, TensorTree_spec, Installer_spec, SenderWords_spec, WorkerWords_spec;
-
 /* Python objects that every file may use. */
 extern struct Names {
-    PyObject *plain_types; /* a tuple: a subclass of Tensor may keep its numbers elsewhere */
-    PyObject *increment_version, *clear_autocast_cache;
+    PyObject *tensor, *parameter, *increment_version, *clear_autocast_cache;
     PyObject *is_neg, *is_inference, *poll_update, *leaving_gate, *data;
 } names;
 

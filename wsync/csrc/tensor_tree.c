@@ -3,21 +3,16 @@
 #include "native.h"
 
 typedef struct {
-    PyObject *where, *key;
-    PyObject *then; /* the child module that was there, or None; NULL for a tensor */
-} Spot;
-
-typedef struct {
-    PyObject *table;
+    PyObject *where, *key; /* without a key: the dictionary has to keep its size */
+    PyObject *then;        /* the child module that was there, or None; NULL for a tensor */
     Py_ssize_t size;
-} Table;
+} Spot;
 
 struct TensorTree {
     PyObject_HEAD
     PyObject *keep; /* the arguments, which own all that is pointed to */
-    Py_ssize_t places, spots, tables;
-    Spot *all; /* places, then links, then vacant places */
-    Table *sizes;
+    Py_ssize_t places, count;
+    Spot *spots; /* places, then links, then vacant places, then tables */
 };
 
 static int TensorTree_traverse(TensorTree *self, visitproc visit, void *arg)
@@ -29,7 +24,7 @@ static int TensorTree_traverse(TensorTree *self, visitproc visit, void *arg)
 
 static int TensorTree_clear(TensorTree *self)
 {
-    self->places = self->spots = self->tables = 0;
+    self->places = self->count = 0;
     Py_CLEAR(self->keep);
     return 0;
 }
@@ -38,8 +33,7 @@ static void TensorTree_free(TensorTree *self)
 {
     PyObject_GC_UnTrack(self);
     TensorTree_clear(self);
-    PyMem_Free(self->all);
-    PyMem_Free(self->sizes);
+    PyMem_Free(self->spots);
     free_object(self);
 }
 
@@ -47,7 +41,7 @@ static void TensorTree_free(TensorTree *self)
 static int append(TensorTree *self, PyObject *tuple, PyObject *then)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) {
-        Spot *spot = &self->all[self->spots++];
+        Spot *spot = &self->spots[self->count++];
         spot->then = then;
         if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tuple, i), "O!U|O", &PyDict_Type, &spot->where, &spot->key, &spot->then))
             return -1;
@@ -66,39 +60,32 @@ static PyObject *TensorTree_new(PyTypeObject *type, PyObject *args, PyObject *kw
         return NULL;
     self->keep = Py_NewRef(args);
     self->places = PyTuple_GET_SIZE(places);
-    Py_ssize_t spots = self->places + PyTuple_GET_SIZE(links) + PyTuple_GET_SIZE(vacant);
-    self->all = PyMem_Calloc((size_t)spots + 1, sizeof(Spot));
-    self->sizes = PyMem_Calloc((size_t)PyTuple_GET_SIZE(tables) + 1, sizeof(Table));
-    if (!self->all || !self->sizes) {
+    Py_ssize_t most = self->places + PyTuple_GET_SIZE(links) + PyTuple_GET_SIZE(vacant) + PyTuple_GET_SIZE(tables);
+    self->spots = PyMem_Calloc((size_t)most + 1, sizeof(Spot));
+    if (!self->spots)
         PyErr_NoMemory();
-        goto failed;
-    }
-    if (append(self, places, NULL) || append(self, links, NULL) || append(self, vacant, Py_None))
-        goto failed;
-    for (; self->tables < PyTuple_GET_SIZE(tables); self->tables++) {
-        PyObject *table = PyTuple_GET_ITEM(tables, self->tables);
-        if (!PyDict_Check(table)) {
-            PyErr_SetString(PyExc_TypeError, "tables are dictionaries");
-            goto failed;
+    else if (!append(self, places, NULL) && !append(self, links, NULL) && !append(self, vacant, Py_None)) {
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tables) && !PyErr_Occurred(); i++) {
+            PyObject *table = PyTuple_GET_ITEM(tables, i);
+            self->spots[self->count++] = (Spot){.where = table, .size = PyDict_Size(table)};
         }
-        self->sizes[self->tables] = (Table){table, PyDict_GET_SIZE(table)};
+        if (!PyErr_Occurred())
+            return (PyObject *)self;
     }
-    return (PyObject *)self;
-failed:
     Py_DECREF(self);
     return NULL;
 }
 
 PyObject *TensorTree_tensors(TensorTree *self, PyObject *Py_UNUSED(ignored))
 {
-    for (Py_ssize_t i = 0; i < self->tables; i++)
-        if (PyDict_GET_SIZE(self->sizes[i].table) != self->sizes[i].size)
-            Py_RETURN_NONE;
     PyObject *tensors = PyList_New(self->places);
-    for (Py_ssize_t i = 0; tensors && i < self->spots; i++) {
-        const Spot *spot = &self->all[i];
-        PyObject *now = PyDict_GetItemWithError(spot->where, spot->key);
-        if (i < self->places ? !now || now == Py_None : now != spot->then) {
+    for (Py_ssize_t i = 0; tensors && i < self->count; i++) {
+        const Spot *spot = &self->spots[i];
+        PyObject *now = spot->key ? PyDict_GetItemWithError(spot->where, spot->key) : NULL;
+        int changed = !spot->key           ? PyDict_GET_SIZE(spot->where) != spot->size
+                      : i < self->places ? !now || now == Py_None
+                                         : now != spot->then;
+        if (changed) {
             Py_DECREF(tensors);
             return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
         }

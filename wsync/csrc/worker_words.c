@@ -9,7 +9,7 @@ typedef struct {
     Block *block; /* NULL once it is closed */
     Record *records;
     int signal;                             /* the trainer's eventfd, which this end rings */
-    char binds, hold, busy;                 /* `busy`: a slot is marked as used; the rest and these: _native.pyi */
+    char binds, hold;                       /* these, and the rest: see _native.pyi */
     long long version, failed_version, bound_slot, installs, fulfilled;
     double announced_at;
     PyObject *receiver, *installer, *plans; /* `installer` is NULL while the receiver does everything */
@@ -71,11 +71,9 @@ static PyObject *WorkerWords_new(PyTypeObject *type, PyObject *args, PyObject *k
     return (PyObject *)self;
 }
 
-static PyObject *WorkerWords_usual(WorkerWords *self, PyObject *installer)
+static PyObject *WorkerWords_usual(WorkerWords *self, PyObject *given)
 {
-    if (installer != Py_None && Py_TYPE(installer) != Installer_type)
-        return PyErr_Format(PyExc_TypeError, "an Installer, or None");
-    Py_XSETREF(self->installer, installer == Py_None ? NULL : Py_NewRef(installer));
+    Py_XSETREF(self->installer, Py_TYPE(given) == Installer_type ? Py_NewRef(given) : NULL);
     Py_RETURN_NONE;
 }
 
@@ -96,7 +94,6 @@ static void mark_used(WorkerWords *self, int64_t *published, int64_t *pending)
         int64_t word = load(&block->published), next = pending ? load(&block->pending) : 0;
         int64_t slot = is_new(self, word) ? slot_in(word) : self->bound_slot;
         int64_t other = is_new(self, next) && next > word ? slot_in(next) : NONE;
-        self->busy = slot != NONE || other != NONE;
         store(&block->used, slot);
         if (block->used_too != other)
             store(&block->used_too, other);
@@ -115,9 +112,8 @@ static void release(WorkerWords *self)
     Block *block = self->block;
     if (self->hold)
         store(&block->held, self->bound_slot); /* before the next stores: is_free in sender_words.c */
-    if (!self->busy)
+    if (block->used == NONE && block->used_too == NONE)
         return;
-    self->busy = 0;
     store(&block->used, NONE);
     if (block->used_too != NONE)
         store(&block->used_too, NONE);
@@ -148,18 +144,11 @@ static void answer(WorkerWords *self, int64_t version, int acknowledge, double w
 
 static PyObject *WorkerWords_take(WorkerWords *self, PyObject *Py_UNUSED(ignored))
 {
-    int64_t words[2] = {0, 0};
+    int64_t word = 0, next = 0;
     if (self->block)
-        mark_used(self, &words[0], &words[1]);
-    PyObject *taken = PyList_New(0);
-    for (int i = 0; taken && i < 2; i++) {
-        PyObject *one = words[i] ? Py_BuildValue("LLi", (long long)version_in(words[i]), (long long)slot_in(words[i]),
-                                                 (int)(words[i] & 1)) : NULL;
-        if (words[i] && (!one || PyList_Append(taken, one)))
-            Py_CLEAR(taken);
-        Py_XDECREF(one);
-    }
-    return taken;
+        mark_used(self, &word, &next);
+    return Py_BuildValue("(LLi)(LLi)", (long long)version_in(word), (long long)slot_in(word), (int)(word & 1),
+                         (long long)version_in(next), (long long)slot_in(next), (int)(next & 1));
 }
 
 static PyObject *WorkerWords_release(WorkerWords *self, PyObject *Py_UNUSED(ignored))
@@ -197,11 +186,6 @@ static PyObject *WorkerWords_set_wakeups(WorkerWords *self, PyObject *wanted)
     if (truth >= 0 && self->block)
         store(&self->block->wants_wakeup, truth);
     return truth < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-static PyObject *WorkerWords_published(WorkerWords *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromLongLong(self->block ? version_in(load(&self->block->published)) : 0);
 }
 
 /* --- the gate's hook --- */
@@ -275,10 +259,6 @@ static PyMemberDef WorkerWords_members[] = {
     {"receiver", T_OBJECT, offsetof(WorkerWords, receiver), 0, NULL},
     {NULL},
 };
-static PyGetSetDef WorkerWords_attributes[] = {
-    {"published", (getter)WorkerWords_published, NULL, NULL, NULL},
-    {NULL},
-};
 static PyMethodDef WorkerWords_methods[] = {
     {"usual", (PyCFunction)WorkerWords_usual, METH_O, NULL},
     {"take", (PyCFunction)WorkerWords_take, METH_NOARGS, NULL},
@@ -293,8 +273,7 @@ static PyMethodDef WorkerWords_methods[] = {
 };
 static PyType_Slot WorkerWords_slots[] = {
     SLOT(tp_new, WorkerWords_new),           SLOT(tp_dealloc, WorkerWords_free), SLOT(tp_traverse, WorkerWords_traverse),
-    SLOT(tp_clear, WorkerWords_clear),       SLOT(tp_members, WorkerWords_members),
-    SLOT(tp_getset, WorkerWords_attributes), SLOT(tp_methods, WorkerWords_methods), {0, NULL},
+    SLOT(tp_clear, WorkerWords_clear), SLOT(tp_members, WorkerWords_members), SLOT(tp_methods, WorkerWords_methods), {0, NULL},
 };
 PyType_Spec WorkerWords_spec = {"wsync._native.WorkerWords", sizeof(WorkerWords), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, WorkerWords_slots};

@@ -388,6 +388,7 @@ class ArenaInbox:
     def __init__(self, fds: Sequence[int], block: int, blocks: int, *, binds: bool, checksum: bool) -> None:
         weights, headers, self._signal, self.wake = fds
         self._slots = _Slots((weights, headers), blocks)
+        self._block = block
         self._binds = binds
         self._checksum = checksum
         self._checked = 0  # the newest version with a checksum that was right
@@ -417,7 +418,7 @@ class ArenaInbox:
     @property
     def newest(self) -> int:
         """The version that the trainer has published for this worker; 0 for none."""
-        return self.words.published
+        return self._slots.words[self._block * _BLOCK + _PUBLISHED] >> 16
 
     @property
     def holds(self) -> bool:
@@ -431,7 +432,7 @@ class ArenaInbox:
         """
         if self._slots.layout is None or not process_gate().held_here:
             return ()
-        return [self.update_in(*taken) for taken in self.words.take()]
+        return [self.update_in(*taken) for taken in self.words.take() if taken[0]]
 
     def update_in(self, version: int, slot: int, acknowledge: bool = True) -> Update:
         """Return the update in a slot that is marked as used here, or prepared by the trainer.
