@@ -26,7 +26,7 @@ class Overlapping(Small):
 
 
 def test_overlapping_parameters_of_a_worker_are_refused(backend: BuiltIn) -> None:
-    """For other cases, at either end: tests/unit/test_overlaps.py."""
+    """For other cases, at either end: tests/unit/test_weights.py."""
     overlap = r"(?s)'weight' and 'other'.*overlap"
     with backend.workers(1) as workers, backend.make_scheme(timeout=20.0) as scheme:
         scheme.init_on_sender("policy", model=fill(TwoWeights(), 1), num_workers=1)
