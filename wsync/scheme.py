@@ -138,7 +138,7 @@ class WeightSyncScheme:
         if self._model_id is None:
             return f"<{type(self).__name__}: not initialised>"
         worker = "worker" if self.worker_idx is None else f"worker {self.worker_idx}"
-        end = worker if self._sender is None else f"sender to {self.num_workers} worker(s)"
+        end = worker if not self.num_workers else f"sender to {self.num_workers} worker(s)"
         return f"<{type(self).__name__}: {end}, model '{self._model_id}', version {self.version}>"
 
     def __getstate__(self) -> dict[str, Any]:
