@@ -199,7 +199,7 @@ class Sender:
         deadline = deadline_in(self.timeout)
         extracted = time.perf_counter()
         buffer = self.outlet.reserve(deadline)
-        if not buffer.pack_found(tensors):
+        if not buffer.pack(tensors):
             return None
         packed = time.perf_counter()
         if not self.outlet.workers:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from wsync.control.listen import Listener, Visitor
-from wsync.control.loop import control_loop
+from wsync.control.loop import ControlLoop, control_loop
 from wsync.control.processes import Processes, watched
 from wsync.control.session import LATE, Medium, WorkerSession, checksum_of, wait_for
 from wsync.control.wire import CheckLayout, NewLayout, OfferSlot, Settings
@@ -69,6 +69,7 @@ class Workers:
         on_request: whether workers fetch updates.
         delta: makes differences, for workers that do not use the arena; None for whole weights.
         device: where weights are packed.
+        loop: for the simulator; this process's control loop otherwise.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class Workers:
         arena: bool,
         checksum: bool | None,
         on_request: bool,
-        delta: Delta | None,
-        device: torch.device,
+        delta: Delta | None = None,
+        device: torch.device | str = "cpu",
+        loop: ControlLoop | None = None,
     ) -> None:
         self.transactional = not on_request
         self._listener, self._make_medium = listener, make_medium
@@ -106,7 +108,7 @@ class Workers:
         self._news = asyncio.Event()  # a worker has connected, was rejected, or has ended
         self._greeting: set[asyncio.Task[Any]] = set()
         self._closed = False
-        self._loop = control_loop().acquire()
+        self._loop = (loop or control_loop()).acquire()
         self._loop.post(self._listener.start, self._welcome)
 
     # --- the control thread: a worker's life ---

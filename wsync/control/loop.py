@@ -178,6 +178,7 @@ async def run_blocking(name: str, function: Callable[P, T], *args: P.args, **kwa
 
 
 _current = ControlLoop()
+_inherited: list[ControlLoop] = []  # kept in a forked child: closing one would change the parent's epoll
 
 
 def control_loop() -> ControlLoop:
@@ -188,6 +189,7 @@ def control_loop() -> ControlLoop:
 def _in_child() -> None:
     global _current
     _current.inherited = True
+    _inherited.append(_current)
     _current = ControlLoop()
 
 
