@@ -7,21 +7,23 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 import wsync
-from wsync import loops
+from wsync.native import native, why_not
+from wsync.registry import registered_backends
 
 PACKAGES = ("torch", "tensordict", "numpy", "gymnasium", "ray", "hydra-core")
 
 
 def report() -> str:
     """Return the versions of wsync, Python and the packages that it uses, and the names of the backends."""
-    lines = [f"wsync {wsync.__version__}, loops {'compiled' if loops.COMPILED else 'in Python'}"]
+    extension = "with the C extension" if native is not None else f"without the C extension ({why_not})"
+    lines = [f"wsync {wsync.__version__}, {extension}"]
     lines.append(f"Python {platform.python_version()}, {platform.platform()}")
     for package in PACKAGES:
         try:
             lines.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             lines.append(f"{package}: not installed")
-    return "\n".join([*lines, f"backends: {', '.join(wsync.registered_backends())}"])
+    return "\n".join([*lines, f"backends: {', '.join(registered_backends())}"])
 
 
 def main() -> None:

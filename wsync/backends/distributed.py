@@ -22,25 +22,24 @@ class GroupScheme(WeightSyncScheme):
     """Base of the schemes whose weights go through shared memory, small messages, and process groups.
 
     Args:
+        backend, host, checksum, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
         strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
-        backend, host, checksum, shared_memory, inline_bytes, group: as in ``DistributedWeightSyncScheme``.
     """
 
     transport_class: ClassVar[type[DistributedTransport]] = DistributedTransport
 
     def __init__(
         self,
-        strategy: Format,
-        sync: bool,
+        strategy: Format = "tensordict",
+        backend: str = "gloo",
         *,
-        backend: str,
-        timeout: float | None,
-        host: str,
-        bind: bool,
-        checksum: bool | None,
-        shared_memory: bool,
-        inline_bytes: int,
-        group: dist.ProcessGroup | None = None,
+        sync: bool = True,
+        timeout: float | None = 60.0,
+        host: str = "127.0.0.1",
+        bind: bool = True,
+        checksum: bool | None = None,
+        shared_memory: bool = True,
+        inline_bytes: int = INLINE_BYTES,
         **options: Unpack[SchemeOptions],
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
@@ -49,7 +48,7 @@ class GroupScheme(WeightSyncScheme):
         self.checksum = checksum
         self.shared_memory = shared_memory
         self.inline_bytes = inline_bytes
-        self._group = group
+        self._group: dist.ProcessGroup | None = None
 
     def create_transport(self, worker_idx: int | None = None) -> TransportBackend:
         """Return a transport for use without a scheme: a process group of two, or the user's group."""
@@ -115,20 +114,13 @@ class DistributedWeightSyncScheme(GroupScheme):
         timeout: float | None = 60.0,
         *,
         strategy: Format = "tensordict",
-        host: str = "127.0.0.1",
-        bind: bool = True,
-        checksum: bool | None = None,
-        shared_memory: bool = True,
-        inline_bytes: int = INLINE_BYTES,
         group: dist.ProcessGroup | None = None,
         store: Store | None = None,
-        **options: Unpack[SchemeOptions],
+        **options: Any,
     ) -> None:
-        super().__init__(
-            strategy, sync, backend=backend, timeout=timeout, host=host, bind=bind, checksum=checksum,
-            shared_memory=shared_memory, inline_bytes=inline_bytes, group=group, **options,
-        )  # fmt: skip
-        self._rendezvous = TorchStoreRendezvous(host, store)
+        super().__init__(strategy, backend, sync=sync, timeout=timeout, **options)
+        self._group = group
+        self._rendezvous = TorchStoreRendezvous(self.host, store)
 
     def create_rendezvous(self) -> TorchStoreRendezvous:
         """Return how workers find the sender."""

@@ -12,17 +12,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Unpack, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from wsync.backends.distributed import GroupScheme
 from wsync.control.processes import Process, Processes
 from wsync.control.rendezvous import SocketRendezvous
 from wsync.errors import NotConnected, WeightSyncError, WorkerFailed, missing_extra
-from wsync.media.group import INLINE_BYTES, DistributedTransport
-from wsync.options import SchemeOptions, single_count
+from wsync.media.group import DistributedTransport
+from wsync.options import single_count
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender, one_worker
-from wsync.weights.strategy import Format
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
     from ray import ObjectRef
@@ -76,25 +76,7 @@ class RayWeightSyncScheme(GroupScheme):
     collectors: ClassVar[tuple[str, ...]] = ("ray", "ray_async", "single")
     transport_class = RayTransport
 
-    def __init__(
-        self,
-        strategy: Format = "tensordict",
-        backend: str = "gloo",
-        *,
-        sync: bool = True,
-        timeout: float | None = 60.0,
-        host: str = "127.0.0.1",
-        bind: bool = True,
-        checksum: bool | None = None,
-        shared_memory: bool = True,
-        inline_bytes: int = INLINE_BYTES,
-        **options: Unpack[SchemeOptions],
-    ) -> None:
-        super().__init__(
-            strategy, sync, backend=backend, timeout=timeout, host=host, bind=bind, checksum=checksum,
-            shared_memory=shared_memory, inline_bytes=inline_bytes, **options,
-        )  # fmt: skip
-        self._actors: Actors | None = None
+    _actors: Actors | None = None
 
     def create_rendezvous(self) -> SocketRendezvous:
         """Return how actors find the sender."""
@@ -183,38 +165,26 @@ class RayWeightSyncScheme(GroupScheme):
 
     @contextmanager
     def _joining(self, actors: Actors, sender: Sender, workers: Sequence[int]) -> Iterator[Mapping[int, int]]:
-        """Call actors to join. Yields, per worker, a descriptor that becomes readable if its call fails.
+        """Call actors to join, as ``_watched``. Those that are not called for a second time are disconnected first.
 
-        If a call failed, its error is raised, also in place of one in the block. While an actor's earlier join call is
-        queued, it is not called again. Any other actor is disconnected first: its join call ends its old connection,
-        which must not be accepted as the new one.
+        An actor's call ends its old connection, which must not be accepted as the new one.
         """
-        refs = {}
-        for worker in workers:
-            ref = actors.pending(worker)
-            if ref is None:
-                with sender.exclusive():  # another thread's send ends first
-                    sender.disconnect(worker)
-                ref = actors.call_kept(worker, _join, self, self.model_id, worker)
-            refs[worker] = ref
-        calls = ActorCalls(refs)
-        try:
-            yield calls.sentinels
-            calls.settle(_GRACE)
-            calls.raise_failures()
-        except WeightSyncError:
-            calls.raise_failures()
-            raise
-        finally:
-            calls.close()
+
+        def begin(worker: int) -> None:
+            with sender.exclusive():  # another thread's send ends first
+                sender.disconnect(worker)
+
+        args = (self, self.model_id)
+        with _watched({one: actors.join(one, partial(begin, one), *args, one) for one in workers}) as sentinels:
+            yield sentinels
 
     def shutdown(self) -> None:
         """Release everything, also in the actors that the sender had join."""
         actors = None if self._inherited else self._actors  # they are the parent's
         key = _key(self) if actors is not None and self._address is not None else ""
         super().shutdown()
-        if actors is not None and actors.reachable:
-            actors.wait([actors.call(worker, _leave, key, worker) for worker in range(len(actors))], _GRACE)
+        if actors is not None:
+            actors.leave(key)
         self._actors = None  # last: after Ctrl-C another call does the rest
 
     def __getstate__(self) -> dict[str, Any]:
@@ -256,7 +226,7 @@ class Actors:
     def __init__(self, handles: Sequence[ActorHandle]) -> None:
         self._handles = list(handles)
         self._connection = _connection()
-        self._kept: dict[int, ObjectRef] = {}  # by worker, the last call of ``call_kept``
+        self._joins: dict[int, ObjectRef] = {}  # by worker, the last call to join
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -267,47 +237,34 @@ class Actors:
         """Whether this process has the connection to Ray in which they were given."""
         return self._connection == _connection()
 
-    def call(self, worker: int, function: Callable[..., None], *args: Any, retries: int = 0) -> ObjectRef:
-        """Have an actor run ``function(itself, *args)``.
-
-        Args:
-            worker: its index.
-            function: called with the actor's object first.
-            args: for ``function``.
-            retries: how often Ray may run it again if the actor dies; -1: no limit. With 0 Ray refuses calls while it
-                restarts the actor (``max_restarts``).
+    def join(self, worker: int, begin: Callable[[], None], *args: Any) -> ObjectRef:
+        """Have an actor join, after ``begin()``; or return its last call to join, if Ray has not run that yet.
 
         Raises:
             NotConnected: Ray was shut down meanwhile. (A call would start another Ray.)
         """
-        self._require_reachable()
-        return self._handles[worker].__ray_call__.options(max_task_retries=retries).remote(function, *args)
-
-    def pending(self, worker: int) -> ObjectRef | None:
-        """Return the last call of ``call_kept``; None if it has finished, or there was none; raises as ``call``."""
         import ray
 
-        self._require_reachable()
-        last = self._kept.get(worker)
-        return None if last is None or ray.wait([last], timeout=0)[0] else last
-
-    def call_kept(self, worker: int, function: Callable[..., None], *args: Any) -> ObjectRef:
-        """As ``call``, with retries; for ``pending``."""
-        call = self._kept[worker] = self.call(worker, function, *args, retries=-1)
-        return call
-
-    def wait(self, calls: Sequence[ObjectRef], timeout: float) -> None:
-        """Wait until Ray reports all ``calls`` as finished (also if an actor is dead), or ``timeout`` is over."""
-        import ray
-
-        ray.wait(list(calls), num_returns=len(calls), timeout=timeout)
-
-    def _require_reachable(self) -> None:
         if not self.reachable:
             raise NotConnected(
                 f"ray.shutdown() was called, and has ended the connection to the {len(self)} actor(s) of this scheme: "
                 "give new actors to a new scheme"
             )
+        last = self._joins.get(worker)
+        if last is None or ray.wait([last], timeout=0)[0]:
+            begin()
+            # With retries Ray takes the call also while it restarts the actor (``max_restarts``).
+            call = self._handles[worker].__ray_call__.options(max_task_retries=-1)
+            last = self._joins[worker] = call.remote(_join, *args)
+        return last
+
+    def leave(self, key: str) -> None:
+        """Have all actors leave, and wait until Ray reports that they have, or are dead, but not for long."""
+        import ray
+
+        if self.reachable:
+            calls = [one.__ray_call__.remote(_leave, key, worker) for worker, one in enumerate(self._handles)]
+            ray.wait(calls, num_returns=len(calls), timeout=_GRACE)
 
 
 def _connection() -> tuple[str, str] | None:
@@ -320,41 +277,42 @@ def _connection() -> tuple[str, str] | None:
     return context.get_node_id(), context.get_job_id()
 
 
-class ActorCalls:
-    """Calls to actors that are in progress; a failure makes the worker's sentinel readable."""
+@contextmanager
+def _watched(refs: Mapping[int, ObjectRef]) -> Iterator[Mapping[int, int]]:
+    """Yield, per worker, a descriptor that becomes readable if its call fails. At the end, raise the calls' own errors.
 
-    def __init__(self, refs: Mapping[int, ObjectRef]) -> None:
-        self._lock = threading.Lock()
-        self.sentinels = {worker: os.eventfd(0, os.EFD_CLOEXEC) for worker in refs}
-        self._ends: dict[int, Future[None]] = {worker: ref.future() for worker, ref in refs.items()}
-        for worker, end in self._ends.items():
-            end.add_done_callback(lambda end, worker=worker: self._done(worker, end.exception()))
+    Raises:
+        WorkerFailed: calls have failed; also in place of an error in the block.
+    """
+    lock, ends = threading.Lock(), {worker: ref.future() for worker, ref in refs.items()}
+    sentinels = {worker: os.eventfd(0, os.EFD_CLOEXEC) for worker in refs}
 
-    def _done(self, worker: int, error: BaseException | None) -> None:
-        """Make the sentinel of a call that has failed readable. Called by a thread of Ray."""
-        with self._lock:
-            if error is not None and worker in self.sentinels:
-                os.eventfd_write(self.sentinels[worker], 1)
+    def done(worker: int, end: Future[None]) -> None:  # called by a thread of Ray
+        with lock:
+            if end.exception() is not None and worker in sentinels:
+                os.eventfd_write(sentinels[worker], 1)
 
-    def raise_failures(self) -> None:
-        """Raise the actors' own errors.
-
-        Raises:
-            WorkerFailed: calls have failed.
-        """
-        causes = {worker: end.exception() for worker, end in sorted(self._ends.items()) if end.done()}
+    def raise_failures() -> None:
+        causes = {worker: end.exception() for worker, end in sorted(ends.items()) if end.done()}
         errors = {worker: str(cause) for worker, cause in causes.items() if cause is not None}
         if errors:
             lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in errors.items())
             raise WorkerFailed(f"{len(errors)} actor(s) could not join:\n{lines}", errors)
 
-    def settle(self, timeout: float) -> None:
-        """Wait until Ray has noticed that all calls are finished; it repeats a call if the actor dies before that."""
-        wait(self._ends.values(), timeout)
-
-    def close(self) -> None:
-        """Close the sentinels."""
-        with self._lock:
-            descriptors, self.sentinels = self.sentinels, {}
-        for descriptor in descriptors.values():
+    for worker, end in ends.items():
+        end.add_done_callback(partial(done, worker))
+    try:
+        yield sentinels
+        wait(
+            ends.values(), _GRACE
+        )  # until Ray knows that they are finished: it repeats a call if the actor dies before
+        raise_failures()
+    except WeightSyncError:
+        raise_failures()
+        raise
+    finally:
+        with lock:
+            descriptors = [*sentinels.values()]
+            sentinels.clear()
+        for descriptor in descriptors:
             os.close(descriptor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 from torch.distributed import rpc
 
@@ -18,8 +18,7 @@ from wsync.control.processes import Processes
 from wsync.control.rendezvous import SocketRendezvous
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.media.group import INLINE_BYTES, DistributedTransport
-from wsync.options import SchemeOptions
+from wsync.media.group import DistributedTransport
 from wsync.weights.strategy import Format
 
 _NO_TIMEOUT = 0.0  # in RPC's terms
@@ -128,24 +127,9 @@ class RPCWeightSyncScheme(GroupScheme):
     transport_class = RPCTransport
 
     def __init__(
-        self,
-        strategy: Format = "tensordict",
-        backend: str = "gloo",
-        *,
-        sync: bool = True,
-        timeout: float | None = 60.0,
-        host: str = "127.0.0.1",
-        bind: bool = True,
-        checksum: bool | None = None,
-        shared_memory: bool = True,
-        inline_bytes: int = INLINE_BYTES,
-        trainer: str = "trainer",
-        **options: Unpack[SchemeOptions],
+        self, strategy: Format = "tensordict", backend: str = "gloo", *, trainer: str = "trainer", **options: Any
     ) -> None:
-        super().__init__(
-            strategy, sync, backend=backend, timeout=timeout, host=host, bind=bind, checksum=checksum,
-            shared_memory=shared_memory, inline_bytes=inline_bytes, **options,
-        )  # fmt: skip
+        super().__init__(strategy, backend, **options)
         self.trainer = trainer
 
     def create_rendezvous(self) -> RpcRendezvous:
