@@ -167,9 +167,6 @@ class WorkerWords:
     def release(self) -> None:
         """Use no slot any more. Idempotent."""
 
-    def settle(self, version: int, slot: int, /) -> None:
-        """Note that a version is installed."""
-
     def answer(self, version: int, acknowledge: bool, wait: float, apply: float, /) -> None:
         """Tell the trainer that a version is installed; signal it if it waits for that."""
 

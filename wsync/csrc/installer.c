@@ -132,12 +132,6 @@ int Installer_check(Installer *self, PyObject *views)
     return fits;
 }
 
-static int called(PyObject *result)
-{
-    Py_XDECREF(result);
-    return result ? 0 : -1;
-}
-
 /* Copy the views of a slot, which fill their memory without a gap, as bytes. */
 static int copy(Installer *self, PyObject *views)
 {
@@ -148,7 +142,9 @@ static int copy(Installer *self, PyObject *views)
         self->spans[i - self->bound].from = start_of(&from);
     }
     copy_spans(self->spans, (size_t)(self->count - self->bound), 0);
-    return PyList_GET_SIZE(self->written) ? called(PyObject_CallOneArg(names.increment_version, self->written)) : 0;
+    PyObject *done = PyObject_CallOneArg(names.increment_version, self->written);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
 }
 
 int Installer_switch(Installer *self, PyObject *views)
@@ -158,10 +154,11 @@ int Installer_switch(Installer *self, PyObject *views)
     int failed = self->count > self->bound && copy(self, views);
     for (Py_ssize_t i = 0; !failed && i < self->bound; i++)
         failed = PyObject_SetAttr(self->pairs[i].tensor, names.data, PyTuple_GET_ITEM(views, self->pairs[i].view));
-    failed = failed || called(PyObject_CallNoArgs(names.clear_autocast_cache));
+    PyObject *done = failed ? NULL : PyObject_CallNoArgs(names.clear_autocast_cache);
+    Py_XDECREF(done);
     Py_DECREF(views);
     Py_DECREF(self);
-    return failed ? -1 : 0;
+    return done ? 0 : -1;
 }
 
 static PyType_Slot Installer_slots[] = {

@@ -47,7 +47,6 @@ static PyMethodDef functions[] = {{"configure", configure, METH_VARARGS, NULL}, 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "wsync._native",
-    .m_doc = "The inner loops of an update.",
     .m_size = -1,
     .m_methods = functions,
 };

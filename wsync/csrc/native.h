@@ -129,23 +129,17 @@ static inline int64_t load(const int64_t *word)
     return __atomic_load_n(word, __ATOMIC_SEQ_CST);
 }
 
-/* Add 1 to an eventfd, or set it to 0. It does not block, and fails only where nobody needs it any more. */
+/* Add 1 to an eventfd. It does not block, and fails only where nobody needs it any more. */
 static inline void ring(int eventfd)
 {
     (void)!write(eventfd, &(uint64_t){1}, 8);
 }
 
-static inline void silence(int eventfd)
-{
-    (void)!read(eventfd, &(uint64_t){0}, 8);
-}
-
 /* Map the blocks and records of an arena. Return 0, or -1 with an error. */
 int map_words(PyObject *memory, Py_ssize_t capacity, Py_buffer *words, Block **blocks, Record **records);
 
-/* --- shared by all --- */
+/* --- Python objects, and helpers --- */
 
-/* Python objects that every file may use. */
 extern struct Names {
     PyObject *tensor, *parameter, *increment_version, *clear_autocast_cache;
     PyObject *is_neg, *is_inference, *poll_update, *leaving_gate, *data;

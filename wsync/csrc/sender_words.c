@@ -125,11 +125,6 @@ static PyObject *SenderWords_close(SenderWords *self, PyObject *given)
     Py_RETURN_NONE;
 }
 
-static int names_slot(const int64_t *word, int64_t slot)
-{
-    return load(word) && slot_in(load(word)) == slot;
-}
-
 /* Return whether no open block needs a slot. The steps are in this order: a worker that will hold a slot stores `held`
  * before it ceases to use the slot. */
 static int is_free(SenderWords *self, int64_t slot)
@@ -137,10 +132,11 @@ static int is_free(SenderWords *self, int64_t slot)
     for (int step = 0; step < 3; step++)
         for (Py_ssize_t i = 0; i < self->top; i++) {
             const Block *block = &self->blocks[i];
-            if (self->peers[i].open
-                && (step == 0   ? names_slot(&block->published, slot) || names_slot(&block->pending, slot)
-                    : step == 1 ? load(&block->used) == slot || load(&block->used_too) == slot
-                                : load(&block->held) == slot))
+            int64_t word = block->published, next = block->pending; /* written by this process */
+            int needed = step == 0   ? (word && slot_in(word) == slot) || (next && slot_in(next) == slot)
+                         : step == 1 ? load(&block->used) == slot || load(&block->used_too) == slot
+                                     : load(&block->held) == slot;
+            if (needed && self->peers[i].open)
                 return 0;
         }
     return 1;
@@ -186,8 +182,6 @@ static PyObject *SenderWords_publish(SenderWords *self, PyObject *args)
     return PyBool_FromLong(pending || acknowledge || epoll_wait(self->ended, &event, 1, 0) <= 0);
 }
 
-/* --- waiting --- */
-
 enum { NOT_YET, ALL, LOOK, INTERRUPTED };
 
 static int state_of(SenderWords *self, const Py_ssize_t *blocks, Py_ssize_t count, int64_t version)
@@ -221,7 +215,8 @@ static int await(SenderWords *self, const Py_ssize_t *blocks, Py_ssize_t count, 
         int ready = ppoll(&signal, 1, until < 0 ? NULL : &pause, NULL);
         if (ready <= 0)
             return ready && errno == EINTR ? INTERRUPTED : LOOK;
-        silence(self->signal); /* before the words are read again: what is stored later rings again */
+        /* It is set to 0 before the words are read again: what is stored later rings again. */
+        (void)!read(self->signal, &(uint64_t){0}, 8);
         if (!count)
             return ALL;
     }

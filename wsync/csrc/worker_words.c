@@ -121,17 +121,7 @@ static void release(WorkerWords *self)
         ring(self->signal);
 }
 
-/* The model has a version from now on. */
-static void settle(WorkerWords *self, int64_t version, int64_t slot)
-{
-    self->version = version;
-    self->announced_at = 0;
-    if (self->binds)
-        self->bound_slot = slot;
-    else
-        release(self); /* its bytes are copied out */
-}
-
+/* Tell the trainer that a version is installed. */
 static void answer(WorkerWords *self, int64_t version, int acknowledge, double wait, double apply)
 {
     if (version <= load(&self->block->installed))
@@ -155,16 +145,6 @@ static PyObject *WorkerWords_release(WorkerWords *self, PyObject *Py_UNUSED(igno
 {
     if (self->block)
         release(self);
-    Py_RETURN_NONE;
-}
-
-static PyObject *WorkerWords_settle(WorkerWords *self, PyObject *args)
-{
-    long long version, slot;
-    if (!PyArg_ParseTuple(args, "LL:settle", &version, &slot))
-        return NULL;
-    if (self->block)
-        settle(self, version, slot);
     Py_RETURN_NONE;
 }
 
@@ -221,9 +201,12 @@ static int install(WorkerWords *self, PyObject *installer)
         return -1;
     if (self->block) { /* not closed during a large copy */
         double wait = self->announced_at > 0 && self->announced_at < started ? started - self->announced_at : 0;
-        settle(self, version_in(word), slot_in(word));
+        self->version = version_in(word), self->announced_at = 0, self->installs++;
+        if (self->binds)
+            self->bound_slot = slot_in(word);
+        else
+            release(self); /* its bytes are copied out */
         answer(self, self->version, word & 1, wait, now() - started);
-        self->installs++;
     }
     return 1;
 }
@@ -263,7 +246,6 @@ static PyMethodDef WorkerWords_methods[] = {
     {"usual", (PyCFunction)WorkerWords_usual, METH_O, NULL},
     {"take", (PyCFunction)WorkerWords_take, METH_NOARGS, NULL},
     {"release", (PyCFunction)WorkerWords_release, METH_NOARGS, NULL},
-    {"settle", (PyCFunction)WorkerWords_settle, METH_VARARGS, NULL},
     {"answer", (PyCFunction)WorkerWords_answer, METH_VARARGS, NULL},
     {"set_wakeups", (PyCFunction)WorkerWords_set_wakeups, METH_O, NULL},
     {"close", (PyCFunction)WorkerWords_close, METH_NOARGS, NULL},

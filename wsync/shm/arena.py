@@ -468,7 +468,11 @@ class ArenaInbox:
         else:
             slot = update.buffer.slot
             self.words.fulfilled = self._slots.words[self._slots.record(slot) + _SERIAL]
-            self.words.settle(update.version, slot)
+            self.words.version, self.words.announced_at = update.version, 0.0
+            if self._binds:
+                self.words.bound_slot = slot
+            else:
+                self.words.release()
 
     def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
         """Tell the sender what came of an update."""
