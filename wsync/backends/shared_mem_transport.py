@@ -14,7 +14,10 @@ from torch import nn
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
 from wsync.transport import TransportBackend, apply_received, weights_of
+from wsync.weights.layout import Layout
+from wsync.weights.snapshot import Snapshot, snapshot
 from wsync.weights.strategy import WeightStrategy
+from wsync.weights.tensors import copy_all
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FUTEX = {"x86_64": 202, "aarch64": 98}  # the number of the system call futex(2)
@@ -80,11 +83,12 @@ class SharedMemTransport(TransportBackend):
             NotConnected: before ``register_weights``.
             LayoutMismatch: the weights do not fit.
         """
-        given, strategy, buffers = weights_of(weights, older_weights), WeightStrategy(), self._buffers()
-        strategy.check(buffers, given)  # so that what follows does not fail
+        given, own = snapshot(weights_of(weights, older_weights)), snapshot(self._buffers())
+        layout = Layout.of(own)
+        tensors = layout.order(Snapshot(given.tensors, optional=given.optional))  # what follows does not fail
         self._counter.value |= 1  # it is odd already if the last sender was killed here
         _fence()
-        strategy.apply_weights(buffers, given)
+        copy_all([own.tensors[name] for name in layout.names], tensors)
         _fence()
         self._counter.value += 1
         _futex(self._counter, _FUTEX_WAKE, _ALL)
