@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 MAC_SIZE = 16
+_PAUSE = 1 << 16  # bytes that were not read yet, at which a connection takes no more
 SMALL, LARGE = 1 << 17, 1 << 30
 """The most bytes in a message of a worker, and in one of a trainer (a layout, an extra state)."""
 MAX_TEXT = 1 << 16
@@ -283,7 +284,7 @@ class SocketStream(asyncio.BufferedProtocol):
 
     def __init__(self) -> None:
         self.host = "127.0.0.1"
-        self._head = bytearray(1 << 16)
+        self._head = bytearray(2 * _PAUSE)
         self._have = 0  # bytes in `_head` that were not read
         self._target: memoryview | None = None  # what `read_into` fills
         self._changed: asyncio.Future[None] | None = None
@@ -322,17 +323,21 @@ class SocketStream(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes belong."""
-        return self._target if self._target is not None else memoryview(self._head)[self._have :]
+        if self._target is not None:
+            return self._target
+        if self._have == len(self._head):  # the loop reads on although it was told to pause
+            self._head = self._head + bytearray(len(self._head))
+        return memoryview(self._head)[self._have :]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take note of bytes that have arrived."""
         if self._target is not None:
-            self._target = self._target[nbytes:]
-            if self._target:
+            self._target = self._target[nbytes:] or None
+            if self._target is not None:
                 return
         else:
             self._have += nbytes
-            if self._have == len(self._head):
+            if self._have >= _PAUSE and not self._paused:
                 self._transport.pause_reading()
                 self._paused = True
         if self._changed is not None and not self._changed.done():
@@ -347,7 +352,7 @@ class SocketStream(asyncio.BufferedProtocol):
 
     async def read(self, size: int) -> bytes:
         """Return exactly ``size`` bytes."""
-        if size > len(self._head):
+        if size > _PAUSE:
             data = bytearray(size)
             await self.read_into(memoryview(data))
             return bytes(data)
@@ -365,7 +370,7 @@ class SocketStream(asyncio.BufferedProtocol):
         if ready < len(memory):
             self._target = memory[ready:]
             try:
-                while self._target:
+                while self._target is not None:
                     await self._change()
             finally:
                 self._target = None
@@ -373,7 +378,7 @@ class SocketStream(asyncio.BufferedProtocol):
     def _drop(self, size: int) -> None:
         self._head[: self._have - size] = self._head[size : self._have]
         self._have -= size
-        if self._paused:
+        if self._paused and self._have < _PAUSE:
             self._paused = False
             self._transport.resume_reading()
 

@@ -23,10 +23,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from wsync import workers
+from wsync import deadlines, workers
 from wsync.control import session
 from wsync.control.session import SessionInbox, WorkerSession, choose, wait_for
 from wsync.control.wire import Link
+from wsync.deadlines import deadline_in
 from wsync.media.inline import InlineMedium
 from wsync.update import Cause, Update
 from wsync.workers import Workers
@@ -299,6 +300,8 @@ class SimulatedWorker(Process):
                 loop = asyncio.get_running_loop()
                 inbox = SessionInbox(link, InlineMedium(), model, loop.call_soon)  # pyright: ignore[reportArgumentType]
                 await link.send(session.Fits())
+                if model.inbox is not None:  # what was promised stays promised
+                    inbox._staged.extend(model.inbox.poll())
                 model.inbox = inbox
                 await inbox.run()
             except ConnectionError:
@@ -458,7 +461,7 @@ class World:
         stage = self.random.choice(["ready", "installed"])
         sessions, began = self.sessions(name, update.version), self.loop.time()
         holders = {index: self.workers[index] for index in sessions}
-        causes = await workers.wait_for(sessions, update.version, stage, _deadline(TIMEOUT))  # type: ignore[arg-type]
+        causes = await workers.wait_for(sessions, update.version, stage, deadline_in(TIMEOUT))  # type: ignore[arg-type]
         self.say("send", model=name, version=update.version, until=stage, causes=sorted(causes))
         self.check_named(sessions, causes, began)
         for index in sessions.keys() - causes.keys():
@@ -484,7 +487,7 @@ class World:
         refused = False
         for name, update in updates.items():
             causes = await workers.wait_for(
-                self.sessions(name, update.version), update.version, "received", _deadline(TIMEOUT)
+                self.sessions(name, update.version), update.version, "received", deadline_in(TIMEOUT)
             )
             refused = refused or bool(causes)
             if refused:
@@ -506,7 +509,7 @@ class World:
         if not refused and self.random.random() < 0.7:
             for name, update in updates.items():
                 await workers.wait_for(self.sessions(name, update.version), update.version, "installed",
-                                       _deadline(TIMEOUT))
+                                       deadline_in(TIMEOUT))
 
     async def history(self) -> None:
         """The whole history."""
@@ -556,6 +559,7 @@ class World:
     def run(self) -> World:
         """Run the history; raise what does not hold."""
         asyncio.set_event_loop(self.loop)
+        deadlines.time = SimpleNamespace(monotonic=self.loop.time)  # pyright: ignore[reportAttributeAccessIssue]
         main, failure = self.loop.create_task(self.history()), list[BaseException]()
 
         def failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -575,17 +579,13 @@ class World:
                 self.loop.run_until_complete(asyncio.wait(tasks))
             self.loop.close()
             asyncio.set_event_loop(None)
+            deadlines.time = time
         return self
 
     def task_ended(self, task: asyncio.Task[Any]) -> None:
         """A task's exception ends the history when it happens."""
         if not task.cancelled() and task.exception() is not None:
             self.loop.call_exception_handler({"message": "", "exception": task.exception()})
-
-
-def _deadline(timeout: float) -> float:
-    """Return a deadline on ``time.monotonic``'s clock, for code that turns it into a timeout at once."""
-    return time.monotonic() + timeout
 
 
 # --- does it find anything? Each bug is one change, as somebody could make it ---
