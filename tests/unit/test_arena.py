@@ -326,7 +326,7 @@ def test_what_is_unusual_is_left_to_the_receiver(trainer: Trainer) -> None:
         send_until_usual(trainer, worker)
         update = trainer.packed()
         update.extra, update.requires = b"state", {"other": 7}
-        trainer.arena.store_header(update)
+        trainer.arena.store_header(update, 1)
         trainer.publish(update)
         with process_gate().hold():
             assert worker.seen == [[trainer.version]]
@@ -334,14 +334,14 @@ def test_what_is_unusual_is_left_to_the_receiver(trainer: Trainer) -> None:
             worker.seen.clear()
             update = trainer.packed()
             update.extra, update.requires = extra, {"other": 7}
-            trainer.arena.store_header(update)
+            trainer.arena.store_header(update, 1)
             trainer.publish(update)
             assert worker.values() == {trainer.version}
             assert bool(worker.seen) == receiver_was_called, "requirements that were met are met"
         worker.seen.clear()
         update = trainer.packed()
         update.requires = {"other": 8}
-        trainer.arena.store_header(update)
+        trainer.arena.store_header(update, 2)
         trainer.publish(update)
         with process_gate().hold():
             assert worker.seen == [[trainer.version]]
@@ -421,14 +421,13 @@ def test_a_wait_ends_by_an_install_attention_or_the_deadline(trainer: Trainer) -
 
 def test_a_worker_is_woken_if_it_is_awaited_or_wants_to_be(trainer: Trainer) -> None:
     fds, _ = trainer.connect()
-    wake = fds[3]
     inbox = ArenaInbox([os.dup(fd) for fd in fds], 0, BLOCKS, binds=True, checksum=False)
     for wanted, acknowledge in ((True, False), (False, True), (False, False)):
         inbox.set_wakeups(wanted)
         trainer.send(acknowledge)
-        assert bool(select.select([wake], [], [], 0)[0]) is (wanted or acknowledge)
-        if wanted or acknowledge:
-            os.eventfd_read(wake)
+        assert bool(select.select([inbox.wake], [], [], 0)[0]) is (wanted or acknowledge)
+        inbox.announced(time.perf_counter())
+        assert not select.select([inbox.wake], [], [], 0)[0]
     inbox.close()
 
 

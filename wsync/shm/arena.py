@@ -71,15 +71,15 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from wsync.checksum import find_damage
+from wsync.checksum import checksum_of, find_damage
 from wsync.deadlines import remaining
 from wsync.errors import SyncTimeout, WeightSyncError, join_indices
 from wsync.gate import process_gate
@@ -225,8 +225,6 @@ class SenderArena:
             opened.pop_all()
         self._leases: list[Callable[[], Buffer | None]] = []
         self._workers: dict[int, int] = {}  # by block, of those that are open
-        self._requires: Mapping[str, int] = {}  # of the newest update, and their serial number
-        self._serial = 0
 
     @property
     def fds(self) -> tuple[int, int]:
@@ -308,21 +306,25 @@ class SenderArena:
         if self._workers.pop(block, None) is not None:
             self._words.close(block)
 
-    def store_header(self, update: Update) -> None:
+    def store_header(self, update: Update, serial: int, checksum: bool = False) -> None:
         """Store what accompanies an update, before it is published. Needed only if it has anything beside its weights.
+
+        Args:
+            update: in its slot.
+            serial: stands for ``update.requires``: the next number whenever that has changed; 0 if it is empty.
+            checksum: whether to compute the checksum, if the update has none yet.
 
         Raises:
             WeightSyncError: the machine has no memory left for it.
         """
         slot, record, words = update.buffer.slot, self._slots.record(update.buffer.slot), self._slots.words
-        if update.requires != self._requires:
-            self._requires, self._serial = dict(update.requires), self._serial + 1
+        if checksum and not update.checksum:
+            update.checksum = checksum_of(update.buffer.flat, update.extra)
         if update.extra or update.requires:
             header = msgspec.msgpack.encode(_Header(dict(update.requires), update.extra))
             write_at(self._slots.fds[1], header, slot * _SPAN)
             words[record + _HEADER_SIZE] = len(header)
-        words[record + _HAS_EXTRA] = bool(update.extra)
-        words[record + _SERIAL] = self._serial if update.requires else 0
+        words[record + _HAS_EXTRA], words[record + _SERIAL] = bool(update.extra), serial
         self._slots.unsigned_words[record + _CHECKSUM] = update.checksum
 
     def set_pending(self, blocks: Iterable[int], version: int, slot: int) -> None:
@@ -391,6 +393,7 @@ class ArenaInbox:
         self._block = block
         self._binds = binds
         self._checksum = checksum
+        self._may_refuse = checksum
         self._checked = 0  # the newest version with a checksum that was right
         self.words = native.WorkerWords(self._slots.control, blocks, block, self._signal, binds, self._slots.plans)
         self.words.hold = binds and checksum
@@ -411,9 +414,10 @@ class ArenaInbox:
     def usual(self, installer: Any | None) -> None:
         """Let the hook install usual updates by ``installer``; None: the receiver is called for everything.
 
-        A version with a checksum or extra state, or that requires what is not known to be there, is never usual.
+        A version is never usual that has extra state, or requires what is not known to be there; nor any, if updates
+        have a checksum, or after ``hold_between_forwards``.
         """
-        self.words.usual(None if self._checksum else installer)
+        self.words.usual(None if self._may_refuse else installer)
 
     @property
     def newest(self) -> int:
@@ -486,7 +490,9 @@ class ArenaInbox:
         self.words.release()
 
     def announced(self, at: float) -> None:
-        """Note when the control thread was woken, on ``time.perf_counter``: for the report."""
+        """Note when the control thread was woken, on ``time.perf_counter``. It calls this before it installs."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.wake)
         if self.newest > max(self.words.version, self.words.failed_version):
             self.words.announced_at = at
 
@@ -495,8 +501,8 @@ class ArenaInbox:
         self.words.set_wakeups(wanted)
 
     def hold_between_forwards(self) -> None:
-        """Keep the model's slot between forwards too: an install may fail. Called before the first one."""
-        self.words.hold = self._binds
+        """Keep the model's slot between forwards too: the receiver may refuse an update. Called before the first one."""
+        self.words.hold, self._may_refuse = self._binds, True
 
     def unbind(self) -> None:
         """Note that the model has memory of its own until the next install."""
