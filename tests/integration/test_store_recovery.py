@@ -22,7 +22,7 @@ from stores import reader, trainer
 from torch import nn
 
 import wsync
-from wsync.store.files import StoreFiles
+from wsync.store.files import Folder
 from wsync.testing.models import Small, fill
 
 
@@ -147,15 +147,15 @@ def test_a_file_that_is_deleted_while_a_newer_version_is_published(
     failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with trainer("failing://run") as scheme:
-        open_file = StoreFiles.open
+        open_file = Folder.open
 
-        def send_first(files: StoreFiles, file: str) -> Any:
+        def send_first(files: Folder, file: str) -> Any:
             if file.startswith("v00000001"):
                 scheme.send(fill(Small(), 2))
                 raise FileNotFoundError(file)
             return open_file(files, file)
 
-        monkeypatch.setattr(StoreFiles, "open", send_first)
+        monkeypatch.setattr(Folder, "open", send_first)
         got = wsync.StoreTransport("failing://run/policy").receive_weights(0.0)
         assert got is not None and got["weight"][0] == 2
 
@@ -231,7 +231,7 @@ def test_a_reader_that_is_in_a_read_without_an_end_can_be_shut_down(
         receiver.shutdown()
         blocks.set()
         for thread in threading.enumerate():
-            if thread.name == "wsync-store-watch":
+            if thread.name == "wsync-store":
                 thread.join(30.0)
     assert descriptors() == before
 
@@ -265,7 +265,7 @@ def test_a_connect_that_fails_at_the_watch_leaves_nothing(
     start = threading.Thread.start
 
     def fail(thread: threading.Thread) -> None:
-        if thread.name == "wsync-store-watch":
+        if thread.name == "wsync-store":
             if isinstance(error, KeyboardInterrupt):
                 start(thread)
             raise error
@@ -277,7 +277,7 @@ def test_a_connect_that_fails_at_the_watch_leaves_nothing(
         with pytest.raises(type(error)), reader(tmp_path):
             pass
         assert descriptors() == before
-        assert not [thread for thread in threading.enumerate() if thread.name == "wsync-store-watch"]
+        assert not [thread for thread in threading.enumerate() if thread.name == "wsync-store"]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])

@@ -23,7 +23,7 @@ from wsync.engine import protocol
 from wsync.engine.client import EngineClient
 from wsync.engine.generations import GenerationAborted
 from wsync.engine.outlet import Engines
-from wsync.engine.server import engine_app
+from wsync.engine.app import engine_app
 from wsync.errors import LayoutMismatch, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.transforms.delta import Delta
 from wsync.update import Cause, Update

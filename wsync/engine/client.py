@@ -8,18 +8,16 @@ import math
 import re
 import ssl
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote, urlsplit
 
 from wsync.control.loop import control_loop
-from wsync.deadlines import NOW, remaining
+from wsync.deadlines import remaining
 from wsync.engine import protocol
 from wsync.errors import missing_extra
 
-try:
+if TYPE_CHECKING:
     import httpx
-except ModuleNotFoundError as error:
-    raise missing_extra(error, "engine") from error
 
 _ANSWER_BYTES = 1 << 20  # the largest part of an answer that is read
 _SHOWN = 2000  # characters of an answer that an error shows
@@ -88,6 +86,11 @@ class EngineClient:
         self.version = 0
         self.phase = "connect"
         self.times = 0.0, 0.0
+        try:
+            import httpx
+        except ModuleNotFoundError as error:
+            raise missing_extra(error, "engine") from error
+        self._broken = httpx.HTTPError, OSError
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
         self._http = httpx.AsyncClient(
             headers=headers,
@@ -190,22 +193,22 @@ class EngineClient:
                     answer = await _read(response)
         except TimeoutError as error:
             raise EngineError(f"{where}: no answer before the deadline", "late") from error
-        except (httpx.HTTPError, OSError) as error:
+        except self._broken as error:
             raise EngineError(f"{where}: {_cause_of(error)}", "died") from error
-        found = _object(answer)
-        if response.status_code != 200:
-            hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if response.status_code == 404 else ""
-            said = _error_in(found) or answer.decode(errors="replace").strip()[:_SHOWN]
-            status, reason = response.status_code, str((found or {}).get("reason", ""))
+        try:
+            found = json.loads(answer)
+        except (ValueError, RecursionError):
+            found = None
+        error = found.get("error") if isinstance(found, dict) else None
+        said = error if isinstance(error, str) else answer.decode(errors="replace").strip()[:_SHOWN]
+        status = response.status_code
+        if status != 200:
+            hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
+            reason = found.get("reason", "") if isinstance(found, dict) else ""
             raise EngineError(f"{where}: answered {status}{hint}: {said}", status=status, reason=reason)
-        if found is None:
-            said = answer.decode(errors="replace").strip()[:_SHOWN]
-            raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=200)
+        if not isinstance(found, dict):
+            raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=status)
         return found
-
-    def abort(self) -> None:
-        """Make later requests of a transfer that was given up fail."""
-        self.deadline = NOW
 
     async def close(self) -> None:
         """Close the connections."""
@@ -226,17 +229,3 @@ def _cause_of(error: BaseException) -> str:
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     return f"{type(error).__name__}: {error}"
-
-
-def _object(content: bytes) -> Mapping[str, Any] | None:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _error_in(answer: Mapping[str, Any] | None) -> str:
-    """Return the text of ``wsync.engine_app``'s errors with its lines; of others nothing, so that all is shown."""
-    error = (answer or {}).get("error")
-    return error if isinstance(error, str) and (answer or {}).keys() <= {"error", "reason"} else ""

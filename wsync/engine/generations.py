@@ -40,7 +40,6 @@ class Generation:
         self.weight_versions: list[Span] = []
         self.aborted = False
         self._owner = owner
-        self._steps = 0
 
     @property
     def mixed(self) -> bool:
@@ -55,25 +54,13 @@ class Generation:
             GenerationAborted: the trainer has paused with ``mode=abort``.
             WeightSyncError: the weights may be of two versions, because a load has failed.
         """
-        owner = self._owner
-        with owner._changed:
-            owner._wait_while(lambda: owner._mode == "keep")  # "wait" lets generations in flight go on
-            if self.aborted:
-                raise GenerationAborted("generation was paused with mode=abort, to change the weights")
-            owner._steps += 1
-        try:
-            with process_gate().hold():
-                version = owner._version()
-                yield
-            spans, start = self.weight_versions, self._steps
-            self._steps += 1
+        with self._owner.stepping(self), process_gate().hold():
+            version, spans = self._owner.version(), self.weight_versions
+            yield
             if not spans or spans[-1].version != version:
-                spans.append(Span(version, start, self._steps))
-            spans[-1].end = self._steps
-        finally:
-            with owner._changed:
-                owner._steps -= 1
-                owner._changed.notify_all()
+                start = spans[-1].end if spans else 0
+                spans.append(Span(version, start, start))
+            spans[-1].end += 1
 
 
 class Generations:
@@ -85,13 +72,13 @@ class Generations:
     """
 
     def __init__(self, version: Callable[[], str], pause_limit: float | None) -> None:
-        self._version = version
+        self.version = version
         self._pause_limit = pause_limit
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards what follows
         self._running: set[Generation] = set()
         self._steps = 0  # in progress
         self._mode: PauseMode | None = None  # while paused
-        self._pauses = 0
+        self._pauses = 0  # how often a pause has begun or ended
         self._limit: float | None = None  # when the pause ends by itself
 
     @property
@@ -115,6 +102,21 @@ class Generations:
                 self._running.discard(one)
                 self._changed.notify_all()
 
+    @contextmanager
+    def stepping(self, one: Generation) -> Iterator[None]:
+        """Count one step of a generation; see ``Generation.step``."""
+        with self._changed:
+            self._wait_while(lambda: self._mode == "keep")  # "wait" lets generations in flight go on
+            if one.aborted:
+                raise GenerationAborted("generation was paused with mode=abort, to change the weights")
+            self._steps += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._steps -= 1
+                self._changed.notify_all()
+
     def _wait_while(self, waits: Callable[[], bool]) -> None:
         while waits():
             self._changed.wait(remaining(self._limit))
@@ -123,7 +125,12 @@ class Generations:
     def _end_at_limit(self) -> None:
         if self._mode is not None and remaining(self._limit) == 0.0:
             _log.warning("generation was paused for %s s, and goes on without a /resume", self._pause_limit)
-            self._end_pause()
+            self._change(None)
+
+    def _change(self, mode: PauseMode | None) -> None:
+        self._mode, self._limit = mode, deadline_in(self._pause_limit)
+        self._pauses += 1
+        self._changed.notify_all()  # also steps that an older pause with "keep" has stopped, and its caller
 
     def pause(self, mode: PauseMode) -> None:
         """Return when no step runs, and (``wait``) no generation either; none starts until ``resume``.
@@ -134,13 +141,10 @@ class Generations:
             WeightSyncError: the pause has ended meanwhile.
         """
         with self._changed:
-            self._mode, self._limit = mode, deadline_in(self._pause_limit)
-            self._pauses += 1
+            for one in self._running if mode == "abort" else ():
+                one.aborted = True
+            self._change(mode)
             own = self._pauses
-            if mode == "abort":
-                for one in self._running:
-                    one.aborted = True
-            self._changed.notify_all()  # steps that an older pause with "keep" has stopped; and its caller
             self._wait_while(lambda: self._pauses == own and bool(self._running if mode == "wait" else self._steps))
             if self._pauses != own:
                 raise WeightSyncError(
@@ -151,9 +155,4 @@ class Generations:
     def resume(self) -> None:
         """End the pause, if there is one."""
         with self._changed:
-            self._end_pause()
-
-    def _end_pause(self) -> None:
-        self._mode = None
-        self._pauses += 1
-        self._changed.notify_all()
+            self._change(None)

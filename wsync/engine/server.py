@@ -7,30 +7,21 @@ import hmac
 import inspect
 import json
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from typing import Any
 
-from tensordict import TensorDictBase
-from torch import nn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from wsync.engine import protocol
 from wsync.engine.generations import Generation, Generations
 from wsync.engine.weights import EngineWeights, Refused
-from wsync.errors import missing_extra
-from wsync.gate import gate_model
-from wsync.transforms.chain import Transform, compose
-from wsync.weights.targets import Destination, Load
-
-try:
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse
-    from starlette.routing import Route
-except ModuleNotFoundError as error:
-    raise missing_extra(error, "engine") from error
+from wsync.weights.targets import Destination
 
 Pause = Callable[[protocol.PauseMode], Awaitable[object] | object]
 Resume = Callable[[], Awaitable[object] | object]
@@ -46,21 +37,22 @@ class EngineApp:
     """An ASGI application by which a trainer updates an engine: see ``engine_app``.
 
     Args:
-        weights: the weights of the engine.
-        token: the token that requests must have.
-        pause, resume: see ``engine_app``.
-        generations: are paused, if there is no ``pause``.
+        destination: takes weights.
+        token, pause, resume, version, max_bytes, pause_limit: see ``engine_app``.
     """
 
     def __init__(
         self,
-        weights: EngineWeights,
+        destination: Destination,
         token: str | None,
         pause: Pause | None,
         resume: Resume | None,
-        generations: Generations,
+        version: str,
+        max_bytes: int,
+        pause_limit: float | None,
     ) -> None:
-        self._weights, self._generations = weights, generations
+        weights = self._weights = EngineWeights(destination, version, max_bytes)
+        generations = self._generations = Generations(lambda: weights.version, pause_limit)
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._pause: Pause = pause or generations.pause
         self._resume: Resume = resume or generations.resume
@@ -263,53 +255,3 @@ async def _fields(request: Request, limit: int) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise Refused(400, "the body is not a JSON object")
     return found
-
-
-def engine_app(
-    model: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
-    *,
-    load: Load | None = None,
-    token: str | None,
-    pause: Pause | None = None,
-    resume: Resume | None = None,
-    version: str = "0",
-    chunk_bytes: int | None = None,
-    receive_transform: Transform | Sequence[Transform] | None = None,
-    max_bytes: int = 64 << 30,
-    pause_limit: float | None = 600.0,
-) -> EngineApp:
-    """Return an ASGI application by which ``HTTPWeightSyncScheme`` updates an engine in this process.
-
-    Serve it with any ASGI server, in one process (``uvicorn --workers 1``), or mount it in an application of your own
-    (``app.mount("/weights", engine_app(…))``). A version is collected first: it takes its size in memory. When all of
-    it has arrived and fits, it is loaded inside ``wsync.gate()``. A version that is incomplete, damaged or malformed is
-    not loaded at all. If loading fails half-way, ``/health`` answers 503, and the gate raises ``WeightSyncError``,
-    until a version is loaded.
-
-    Args:
-        model: a module (its forwards are gated), or a mapping of tensors, into which weights are copied.
-        load: for an inference engine: see ``WeightSyncScheme.init_on_receiver``. Always called in the same thread,
-            which is not the main one: it has to set the CUDA device, if it needs one.
-        token: requests without this bearer token are refused before their bodies are read, except ``/health``. None:
-            any process that reaches the port can change the weights.
-        pause: called with the mode (``"abort"``, ``"wait"`` or ``"keep"``) for ``/pause``; returns, or is awaited, when
-            generation has paused. By default ``app.generation()`` is paused.
-        resume: called for ``/resume``, and once more when a ``pause`` has returned after that. Goes with ``pause``.
-        version: the name of the weights that the engine has.
-        chunk_bytes: see ``init_on_receiver``.
-        receive_transform: see ``WeightSyncScheme``.
-        max_bytes: the largest version that is accepted.
-        pause_limit: seconds after which ``app.generation()`` goes on without a ``/resume``; None: never.
-
-    Raises:
-        TypeError: ``model`` is of another kind. ValueError: ``pause`` or ``resume`` is missing, or the token malformed.
-    """
-    if (pause is None) != (resume is None):
-        raise ValueError("pause and resume go together")
-    protocol.require_valid_token(token)
-    transform = compose(receive_transform, "receive_transform")
-    destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
-    if destination.module is not None:
-        gate_model(destination.module)
-    weights = EngineWeights(destination, version, max_bytes)
-    return EngineApp(weights, token, pause, resume, Generations(lambda: weights.version, pause_limit))

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-try:
-    from watchfiles._rust_notify import RustNotify  # its documented backend: ``watchfiles.watch`` begins too late
-except ModuleNotFoundError:  # of the extra ``store``: a local folder is then looked at as any other
-    RustNotify: Any = None
 
 _SHORTEST, _LONGEST = 0.02, 1.0  # seconds between two looks
-_STEP = 10  # milliseconds until watchfiles reports a change
+_STEP = 5  # milliseconds until watchfiles reports a change
 
 
 class Watch:
@@ -26,8 +21,12 @@ class Watch:
     def __init__(self, folder: Path | None, stop: threading.Event) -> None:
         self._stop = stop
         self._pause = _SHORTEST
-        watches = RustNotify is not None and folder is not None and folder.is_dir()
-        self._notify = RustNotify([str(folder)], False, False, 0, False, False) if watches else None
+        self._notify = None
+        if folder is not None and folder.is_dir():
+            with suppress(ModuleNotFoundError):  # of the extra ``store``: the folder is looked at as any other
+                from watchfiles._rust_notify import RustNotify  # documented; ``watchfiles.watch`` would begin later
+
+                self._notify = RustNotify([str(folder)], False, False, 0, False, False)
 
     def wait(self, *, found: bool) -> None:
         """Wait until there may be another version, for a second at most. Pauses grow while nothing is ``found``."""
