@@ -1,3 +1,97 @@
 """Weight synchronization for reinforcement learning: a trainer's weights, in every worker, whole and in order."""
 
+from wsync import transforms
+from wsync.backends.cuda import CudaWeightSyncScheme
+from wsync.backends.distributed import DistributedWeightSyncScheme
+from wsync.backends.http import HTTPTransport, HTTPWeightSyncScheme
+from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
+from wsync.backends.none import NoWeightSyncScheme
+from wsync.backends.ray import RayTransport, RayWeightSyncScheme
+from wsync.backends.ray_module_transform import RayModuleTransformScheme
+from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
+from wsync.backends.shared_mem import SharedMemWeightSyncScheme
+from wsync.backends.shared_mem_transport import SharedMemTransport
+from wsync.backends.store import StoreTransport, StoreWeightSyncScheme
+from wsync.control.listen import listen_on
+from wsync.engine.app import engine_app
+from wsync.engine.generations import GenerationAborted
+from wsync.errors import (
+    LayoutMismatch,
+    NotConnected,
+    SyncTimeout,
+    WeightSyncError,
+    WorkerDied,
+    WorkerFailed,
+    missing_extra,
+)
+from wsync.gate import gate, gated
+from wsync.legacy.api import WeightReceiver, WeightSender
+from wsync.metrics import SyncMetrics
+from wsync.paths import CascadingContext, CollectorContext, NoSuchPath, RemoteWorker, find_model, find_object
+from wsync.media.group import DistributedTransport
+from wsync.registry import register_backend, registered_backends
+from wsync.control.rendezvous import Rendezvous, SocketRendezvous, TorchStoreRendezvous
+from wsync.scheme import WeightSyncScheme
+from wsync.sender import worker_list
+from wsync.transaction import synchronize
+from wsync.transport import Closable, TransportBackend
+from wsync.update import SyncReport
+from wsync.weights.source import per_worker
+from wsync.weights.strategy import WeightStrategy, bytes_of
+
 __version__ = "0.1.0"
+__all__ = [
+    "CascadingContext",
+    "Closable",
+    "CollectorContext",
+    "CudaWeightSyncScheme",
+    "DistributedTransport",
+    "DistributedWeightSyncScheme",
+    "GenerationAborted",
+    "HTTPTransport",
+    "HTTPWeightSyncScheme",
+    "LayoutMismatch",
+    "MPTransport",
+    "MultiProcessWeightSyncScheme",
+    "NoSuchPath",
+    "NoWeightSyncScheme",
+    "NotConnected",
+    "RPCTransport",
+    "RPCWeightSyncScheme",
+    "RayModuleTransformScheme",
+    "RayTransport",
+    "RayWeightSyncScheme",
+    "RemoteWorker",
+    "Rendezvous",
+    "SharedMemTransport",
+    "SharedMemWeightSyncScheme",
+    "SocketRendezvous",
+    "StoreTransport",
+    "StoreWeightSyncScheme",
+    "SyncMetrics",
+    "SyncReport",
+    "SyncTimeout",
+    "TorchStoreRendezvous",
+    "TransportBackend",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightStrategy",
+    "WeightSyncError",
+    "WeightSyncScheme",
+    "WorkerDied",
+    "WorkerFailed",
+    "bytes_of",
+    "engine_app",
+    "find_model",
+    "find_object",
+    "gate",
+    "gated",
+    "listen_on",
+    "missing_extra",
+    "per_worker",
+    "register_backend",
+    "registered_backends",
+    "synchronize",
+    "transforms",
+    "worker_list",
+]

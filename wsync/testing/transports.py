@@ -37,7 +37,7 @@ def _join_keeping_the_transport(state: WorkerState, scheme: Any) -> None:
 def _a_receive_ends(state: WorkerState) -> bool:
     """Call ``receive_weights`` while nothing is sent; return whether it ends."""
     transport: Any = state.kept.get("transport")
-    if transport is None or isinstance(transport, wsync.FlatTransport):  # has no ``receive_weights``
+    if transport is None:
         return True
     strategy, (layout, buffer) = state.schemes["policy"].strategy, packed(Small())
     weights = strategy.extract_weights(dict(zip(layout.names, buffer.views, strict=True)))
@@ -83,7 +83,7 @@ class _Stalling:
 def _watch_the_transport(state: WorkerState) -> None:
     """Have ``receive_weights`` set an event when it is called."""
     transport: Any = state.kept.get("transport")
-    if transport is None or isinstance(transport, wsync.FlatTransport):
+    if transport is None:
         return
     receive, called = transport.receive_weights, threading.Event()
 
@@ -140,7 +140,7 @@ class Transports(BackendHooks):
 
             def stalling(_: Any, worker_idx: int | None = None) -> Any:
                 made = create(worker_idx)
-                return made if isinstance(made, wsync.FlatTransport) else _Stalling(made)
+                return _Stalling(made)
 
             scheme.create_transport = MethodType(stalling, scheme)
             scheme.init_on_sender("policy", model=model, num_workers=1)
