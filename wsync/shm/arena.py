@@ -501,7 +501,7 @@ class ArenaInbox:
         self.words.set_wakeups(wanted)
 
     def hold_between_forwards(self) -> None:
-        """Keep the model's slot between forwards too: the receiver may refuse an update. Called before the first one."""
+        """Keep the model's slot between forwards too: an update may be refused. Called before the first install."""
         self.words.hold, self._may_refuse = self._binds, True
 
     def unbind(self) -> None:
