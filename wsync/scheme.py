@@ -10,6 +10,7 @@ a medium, a rendezvous, an outlet (``make_…``, ``create_…``).
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -163,10 +164,12 @@ class WeightSyncScheme:
 
     def make_medium(self, worker_idx: int) -> Medium:
         """Return what carries the weights of one connection, at either end, where the arena does not."""
-        if type(self).create_transport is WeightSyncScheme.create_transport:
+        if getattr(self.create_transport, "__func__", None) is WeightSyncScheme.create_transport:
             return InlineMedium()
-        transport = require_transport(self.create_transport(worker_idx))
-        return TransportMedium(transport, self.strategy, worker_idx, self.timeout)
+        create = _method(self.create_transport)
+        return TransportMedium(
+            lambda: require_transport(create(worker_idx)), self.strategy, worker_idx, self.timeout
+        )
 
     def make_outlet(self, model_id: str, num_workers: int) -> Outlet:
         """Return what the sender publishes to: by default workers that connect."""
@@ -727,6 +730,8 @@ def _reject(end: str, **given: object) -> None:
 
 def _method(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a scheme's method without keeping the scheme, which is closed when it is dropped."""
+    if not inspect.ismethod(method):
+        return method
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:

@@ -117,7 +117,7 @@ class Ends:
     def __init__(self, timeout: float | None = TIMEOUT) -> None:
         items = queue.Queue[Any]()
         self.transports = Queued(items), Queued(items)
-        self.media = [TransportMedium(t, WeightStrategy("state_dict"), 0, timeout) for t in self.transports]
+        self.media = [TransportMedium(lambda t=t: t, WeightStrategy("state_dict"), 0, timeout) for t in self.transports]
         self.received = asyncio.Queue[Any]()
 
     async def __aenter__(self) -> Ends:

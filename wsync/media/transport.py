@@ -108,16 +108,17 @@ class TransportMedium(InlineMedium):
     """One end of a connection whose weights a ``TransportBackend`` carries.
 
     Args:
-        transport: one end of it; owned by this object.
+        create: returns one end of the transport. Called in the thread of the set-up, before that.
         strategy: the format of weights that the transport is given.
         worker: the worker's index.
         timeout: of the scheme, in seconds; None for no limit.
     """
 
     def __init__(
-        self, transport: TransportBackend, strategy: WeightStrategy, worker: int, timeout: float | None
+        self, create: Callable[[], TransportBackend], strategy: WeightStrategy, worker: int, timeout: float | None
     ) -> None:
-        self._transport = transport
+        self._create = create
+        self._made: TransportBackend | None = None
         self._strategy = strategy
         self._worker = worker
         self._timeout = timeout
@@ -141,7 +142,7 @@ class TransportMedium(InlineMedium):
             await super().send(link, offer, payload)
             return
         await link.send(replace(offer, medium=True))
-        await self._set_up(link, self._transport.setup_connection_and_weights_on_sender)
+        await self._set_up(link, lambda made: made.setup_connection_and_weights_on_sender())
         if payload not in _formatted:
             _formatted[payload] = self._formatted(payload)
         try:
@@ -165,8 +166,8 @@ class TransportMedium(InlineMedium):
 
     async def receive(self, link: Link, offer: Offer, into: Buffer) -> None:
         """Call ``receive_weights`` until it has returned the weights with the checksum of the offer."""
-        set_up = self._transport.setup_connection_and_weights_on_receiver
-        await self._set_up(link, set_up, worker_idx=self._worker, strategy=self._strategy)
+        options = {"worker_idx": self._worker, "strategy": self._strategy}
+        await self._set_up(link, lambda made: made.setup_connection_and_weights_on_receiver(**options))
         deadline = deadline_in(None if self._timeout is None else _SHARE * self._timeout)
         own, older = self._formatted(into), 0
         while True:
@@ -231,19 +232,30 @@ class TransportMedium(InlineMedium):
     def _formatted(self, buffer: Buffer) -> Any:
         return self._strategy.extract_weights(dict(zip(buffer.layout.names, buffer.views, strict=True)))
 
-    async def _set_up(self, link: Link, method: Callable[..., Any], **options: Any) -> None:
-        """Set this end up, unless that has been done. An error ends the connection; the other end is told it first."""
+    @property
+    def _transport(self) -> TransportBackend:
+        assert self._made is not None, "it has been set up"
+        return self._made
+
+    async def _set_up(self, link: Link, set_up: Callable[[TransportBackend], Any]) -> None:
+        """Make the transport and set this end up, unless that has been done. An error ends the connection; the other end is told it first."""
         self._require_open()
         if self._is_set_up:
             return
         try:
-            await self._setup.call(method, **options)
+            await self._setup.call(self._make_and_set_up, set_up)
             self._is_set_up = True
         except Exception as error:
             text = f"the set-up of the transport of worker {self._worker} has failed: {_text(error)}"
             await link.send(Side(text.encode(errors="replace")))
             asyncio.get_running_loop().call_soon(link.close, ConnectionError(text))
             raise
+
+    def _make_and_set_up(self, set_up: Callable[[TransportBackend], Any]) -> None:
+        self._made = self._create()
+        if self._closed.is_set():  # meanwhile: nobody else closes it
+            self._close_transport()
+        set_up(self._made)
 
     def on_side(self, data: bytes) -> None:
         """The other end could not be set up: end the connection."""
@@ -265,13 +277,16 @@ class TransportMedium(InlineMedium):
             self._closing = asyncio.get_running_loop().create_task(run_blocking("transport-close", self._release))
 
     def _release(self) -> None:
-        try:
-            if isinstance(self._transport, Closable):
-                self._transport.close()
-        except Exception:  # noqa: BLE001  of a user's transport: other connections have to end all the same
-            _log.exception("%s.close() raised an error, which has no other effect", type(self._transport).__name__)
+        self._close_transport()
         for calls in (self._setup, self._calls):
             calls.join(_PATIENCE)
+
+    def _close_transport(self) -> None:
+        try:
+            if isinstance(self._made, Closable):
+                self._made.close()
+        except Exception:  # noqa: BLE001  of a user's transport: other connections have to end all the same
+            _log.exception("%s.close() raised an error, which has no other effect", type(self._made).__name__)
 
     async def wait_closed(self) -> None:
         """Return when ``close`` of the transport has returned, and the running calls, or two seconds later."""
