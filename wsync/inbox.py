@@ -257,6 +257,7 @@ class InProcess:
         receiver: connects when the sender does.
     """
 
+    workers = (0,)
     transactional = True
     binds = False
     protects_model = True
@@ -274,11 +275,6 @@ class InProcess:
         self._connected = False
 
     # --- Outlet ---
-
-    @property
-    def workers(self) -> Sequence[int]:
-        """The one worker."""
-        return (0,)
 
     def causes(self) -> Mapping[int, str]:
         """Nothing: it cannot be absent."""

@@ -23,7 +23,7 @@ from torch import nn
 from wsync.control.loop import control_loop, run_blocking
 from wsync.control.session import choose
 from wsync.deadlines import deadline_in, remaining
-from wsync.errors import NotConnected, SyncTimeout, WeightSyncError, error_of
+from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, error_of
 from wsync.gate import entered_for_forward_of, gate_model, process_gate, ungate_model, without_forward
 from wsync.update import Inbox, Update
 from wsync.weights.binding import Binding, load_extra, unshare
@@ -122,7 +122,7 @@ class Receiver:
             if updates:
                 again = self._install_newest(updates)
         if self._broken and entered_for_forward_of(self.destination.model):
-            raise WeightSyncError(self._broken)
+            raise self._unusable()
         return again
 
     def leaving_gate(self) -> None:
@@ -202,6 +202,10 @@ class Receiver:
             self._broken = f"{who}, and the model may have weights of two versions until one is:\n{error}"
         elif "LayoutMismatch" in error and not self.inbox.protects_model:
             self._broken = f"{who}, and the memory of the version that it has is written again:\n{error}"
+
+    def _unusable(self) -> WeightSyncError:
+        mixed = self._target is not None and self._target.mixed
+        return (WeightSyncError if mixed else LayoutMismatch)(self._broken)
 
     # --- passing on ---
 
@@ -443,7 +447,7 @@ class Receiver:
             if self.version <= self._returned:
                 return None
             if self._broken:
-                raise WeightSyncError(self._broken)
+                raise self._unusable()
             taken, self._returned = take(), self.version
             return taken
 

@@ -110,6 +110,8 @@ class Sender:
         self._acknowledges, self._delivers_at_connect, self._waits = acknowledges, delivers_at_connect, waits
         self._record = record
         self._everyone: Sequence[int] = range(num_workers)
+        self._seen: Sequence[int] = ()  # the workers that were present at the last look
+        self._expecting: Sequence[int] = ()  # these, and those that have gone and were not named yet
         self._kept: list[Sent] = []  # sent without waiting, the oldest first
         self._failed: list[Sent] = []
         self._causes: dict[int, Mapping[int, Cause]] = {}  # of those, by version
@@ -145,6 +147,7 @@ class Sender:
             self.outlet.connect(processes, deadline)
             self.connected = True
             if sent is not None and self._waits:
+                sent.workers = self._expected(self._everyone)
                 self._require(sent)  # not recorded in the metrics: it includes the start of the workers
 
     def disconnect(self, worker: int) -> None:
@@ -202,16 +205,17 @@ class Sender:
         if not buffer.pack(tensors):
             return None
         packed = time.perf_counter()
-        if not self.outlet.workers:
-            raise self._nobody()
         self.version = version = self.version + 1
         update = Update(version, buffer, b"", 0, self._requires, acknowledge=self._acknowledges)
         self.outlet.publish(update, self._everyone)
         self.sent_version, self._newest = version, buffer
         if self.on_published is not None:
             self.on_published(update)
+        workers = self._expected(self._everyone)
+        if not workers:
+            raise self._nobody()
         costs = (extracted - began, packed - extracted, time.perf_counter() - packed)
-        return Sent(version, self.outlet.workers, layout.nbytes, self._acknowledges, began, deadline, costs)
+        return Sent(version, workers, layout.nbytes, self._acknowledges, began, deadline, costs)
 
     def _publish_any(self, weights: object, worker_ids: Any, partial: bool) -> Sent:
         if not self.connected:
@@ -235,9 +239,8 @@ class Sender:
         for group, buffer, extra in packed:
             self.outlet.publish(Update(version, buffer, extra, 0, self._requires, acknowledge=acknowledge), group)
         self._note(version, packed, workers)
-        present = [worker for worker in self.outlet.workers if worker in set(workers)]
         nbytes = packed[0][1].flat.numel()
-        return Sent(version, present, nbytes, acknowledge, began, deadline, (*costs, time.perf_counter() - at))
+        return Sent(version, self._expected(workers), nbytes, acknowledge, began, deadline, (*costs, time.perf_counter() - at))
 
     def _pack(
         self, weights: object, workers: Sequence[int], rest: Sequence[Tensor] | None, deadline: float | None
@@ -302,17 +305,28 @@ class Sender:
 
     def _recipients(self, worker_ids: Any) -> Sequence[int]:
         if worker_ids is None:
-            if not self.outlet.workers:
+            if not self._expected(self._everyone):
                 raise self._nobody()
             return self._everyone
         wanted, causes = worker_list(worker_ids, self.num_workers), self.outlet.causes()
         if gone := {worker: causes[worker] for worker in wanted if worker in causes}:
+            self._expecting = [worker for worker in self._expecting if worker not in gone]
             left = join_indices(self.outlet.workers) or "none"
             why = "".join(f"\nworker {worker}: {cause}" for worker, cause in gone.items())
             raise WorkerDied(f"worker(s) {join_indices(gone)} died or left earlier; present: {left}{why}", gone)
         if not wanted:
             raise ValueError("worker_ids is empty: name at least one worker, or None for all")
         return wanted
+
+    def _expected(self, workers: Sequence[int]) -> Sequence[int]:
+        """Return those of ``workers`` that are present, or have gone without an error that has named them."""
+        present = self.outlet.workers
+        if present is not self._seen:
+            self._seen = present
+            self._expecting = sorted({*present, *self._expecting})
+        if workers is self._everyone:
+            return self._expecting
+        return [worker for worker in workers if worker in self._expecting]
 
     def _nobody(self) -> NotConnected:
         """The error of a send to nobody. Deaths that no call has reported come first."""
@@ -346,8 +360,14 @@ class Sender:
         if sent in self._kept:
             self._kept.remove(sent)
         if causes:
+            self._name(causes)
             have = [worker for worker in sent.workers if worker not in causes]
             raise_causes(causes, "version {} is missing", sent.version, have)
+
+    def _name(self, causes: Mapping[int, Cause]) -> None:
+        """Expect nothing more of workers that have died: the error that follows names them."""
+        died = {worker for worker, cause in causes.items() if cause.kind == "died"} - set(self.outlet.workers)
+        self._expecting = [worker for worker in self._expecting if worker not in died]
 
     def _report(self, sent: Sent, seconds: float) -> SyncReport:
         wait, apply, nbytes = self.outlet.costs(sent.workers, sent.version) if sent.acknowledge else (0.0, 0.0, 0)
@@ -388,6 +408,7 @@ class Sender:
         causes: dict[int, Cause] = {}
         for sent in failed:
             causes = {**self._causes.pop(sent.version), **causes}
+        self._name(causes)
         try:
             raise_causes(causes, "version {} is missing", failed[0].version)
         except WorkerError as error:
@@ -407,8 +428,7 @@ class Sender:
         targets = self._recipients(worker_ids)
         packed, costs = self._pack(weights, targets, None, deadline)
         self.version = version = self.version + 1
-        present = [worker for worker in outlet.workers if worker in set(targets)]
-        sent = Sent(version, present, packed[0][1].flat.numel(), True, began, deadline, (*costs, 0.0))
+        sent = Sent(version, self._expected(targets), packed[0][1].flat.numel(), True, began, deadline, (*costs, 0.0))
         prepared = Prepared(sent, targets)
         for group, buffer, extra in packed:
             prepared.updates.append((group, Update(version, buffer, extra, 0, undecided=True)))
@@ -423,7 +443,9 @@ class Sender:
     def check(self, prepared: Prepared) -> Mapping[int, Cause]:
         """Wait until the workers have checked what was prepared; return why some cannot take it."""
         sent = prepared.sent
-        return self.outlet.wait(sent.workers, sent.version, "received", sent.deadline)
+        causes = self.outlet.wait(sent.workers, sent.version, "received", sent.deadline)
+        self._name(causes)
+        return causes
 
     def announce_commit(self, prepared: Prepared) -> None:
         """First half of the commit."""

@@ -126,13 +126,10 @@ class Outlet(Protocol):
 
     name: str
     """Identifies the sender, in what updates require of one another."""
+    workers: Sequence[int]
+    """The workers that are present, in order. Another object whenever that has changed."""
     transactional: bool
     """Whether an update can be prepared first, and committed or aborted later (``Transactional``)."""
-
-    @property
-    def workers(self) -> Sequence[int]:
-        """The workers that are present, in order."""
-        ...
 
     def causes(self) -> Mapping[int, str]:
         """Why a worker that was connected is absent, by worker."""

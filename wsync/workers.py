@@ -99,6 +99,7 @@ class Workers:
         self._pool = BufferPool(device)
         self._layout: Layout | None = None
         self._lock = threading.Lock()
+        self.workers: tuple[int, ...] = ()  # those that are present; replaced whenever that changes
         self._members: Mapping[int, Member] = {}  # replaced, never changed
         self._causes: Mapping[int, str] = {}
         self._newest: list[Update | None] = [None] * num_workers
@@ -212,15 +213,21 @@ class Workers:
             newest = self._newest[worker]
             if newest is not None:
                 self._give(newest, [member])
-            self._members = dict(sorted({**self._members, worker: member}.items()))
+                if newest.version in self._given:
+                    self._given[newest.version] = {**self._given[newest.version], worker: member}
+            self._set_members({**self._members, worker: member})
             self._causes = {w: cause for w, cause in self._causes.items() if w != worker}
         self._news.set()
+
+    def _set_members(self, members: Mapping[int, Member]) -> None:
+        self._members = dict(sorted(members.items()))
+        self.workers = tuple(self._members)
 
     def _remove(self, session: WorkerSession) -> None:
         with self._lock:
             member = self._members.get(session.worker)
             if member is not None and member.session is session:
-                self._members = {w: one for w, one in self._members.items() if one is not member}
+                self._set_members({w: one for w, one in self._members.items() if one is not member})
                 self._causes = {**self._causes, session.worker: session.cause or "it has ended"}
         self._news.set()
 
@@ -243,11 +250,6 @@ class Workers:
             loop.add_reader(pidfd, release)
 
     # --- Outlet: called under the sender's lock ---
-
-    @property
-    def workers(self) -> Sequence[int]:
-        """The workers that are present, in order."""
-        return list(self._members)
 
     def causes(self) -> Mapping[int, str]:
         """Why a worker that was connected is absent, by worker."""
@@ -360,7 +362,7 @@ class Workers:
                 given = {w: one for w, one in self._members.items() if w in workers}
             if len(self._given) > 1000:  # of a trainer that never waits
                 del self._given[next(iter(self._given))]
-            self._given[update.version] = given
+            self._given[update.version] = {**self._given.get(update.version, {}), **given}
             self._give(update, given.values())
 
     def _give(self, update: Update, members: Iterable[Member]) -> None:
@@ -460,7 +462,7 @@ class Workers:
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
         """Give ``workers`` an undecided update."""
         given = {w: one for w, one in self._members.items() if w in workers}
-        self._given[update.version] = given
+        self._given[update.version] = {**self._given.get(update.version, {}), **given}
         if any(one.block < 0 for one in given.values()) or self._checksum:
             self._add_checksum(update)
         self._store_header(update)
