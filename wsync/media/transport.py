@@ -238,7 +238,10 @@ class TransportMedium(InlineMedium):
         return self._made
 
     async def _set_up(self, link: Link, set_up: Callable[[TransportBackend], Any]) -> None:
-        """Make the transport and set this end up, unless that has been done. An error ends the connection; the other end is told it first."""
+        """Make the transport and set this end up, unless that has been done.
+
+        An error ends the connection; the other end is told it first.
+        """
         self._require_open()
         if self._is_set_up:
             return
