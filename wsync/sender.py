@@ -115,7 +115,8 @@ class Sender:
         self._kept: list[Sent] = []  # sent without waiting, the oldest first
         self._failed: list[Sent] = []
         self._causes: dict[int, Mapping[int, Cause]] = {}  # of those, by version
-        self._requires: dict[str, int] = {}  # what every further update requires of other models
+        self._requires: list[Mapping[str, int]] = [{}] * num_workers  # what further updates require, by worker
+        self._alike = True  # whether that is the same for all workers
         self._extra: dict[int, bytes] = {}  # each worker's extra state, as last sent
         self._newest: Buffer | None = None  # of the newest update, if all workers were given it
         self._lock = threading.RLock()  # guards everything here; it is the order of updates
@@ -146,8 +147,9 @@ class Sender:
                 self._define_layout(None)  # workers check it as they connect; the first send brings weights
             self.outlet.connect(processes, deadline)
             self.connected = True
+            self._expected(self._everyone)
             if sent is not None and self._waits:
-                sent.workers = self._expected(self._everyone)
+                sent.workers = list(self._everyone)
                 self._require(sent)  # not recorded in the metrics: it includes the start of the workers
 
     def disconnect(self, worker: int) -> None:
@@ -161,6 +163,7 @@ class Sender:
         worker = one_worker(worker, self.num_workers)
         with self.exclusive():
             self.outlet.readmit(worker, process, deadline_in(self.timeout if timeout is None else timeout))
+            self._expected(self._everyone)
 
     def continue_from(self, version: int) -> None:
         """Skip the version numbers up to ``version``; ValueError: it is out of range."""
@@ -183,21 +186,23 @@ class Sender:
             if sent is None:
                 sent = self._publish_any(weights, worker_ids, partial)
             self._kept.append(sent)  # so that a wait that Ctrl-C ends is not forgotten
-            if not wait or not self._waits:
-                self._collect()
-                self._raise_failed(sent.version)
-                return None if not wait else self._report_published(sent)
-            report = self._finish(sent)
-            if self._kept or self._failed:
-                self._collect()
+            report = None
+            if wait and self._waits:
+                report = self._finish(sent)
+            elif wait:  # workers fetch it when they want it
+                del self._kept[-1]
+                report = self._report(sent, time.perf_counter() - sent.began)
+            if self._failed or len(self._kept) > 1:
+                self._collect(sent)
                 self._raise_failed(sent.version)
             return report
 
     def _publish_usual(self, weights: object) -> Sent | None:
         """Publish weights of a form that was sent before, to all workers; None if there is anything unusual."""
         began, layout = time.perf_counter(), self.layout
-        tensors = self.source.usual(weights, layout) if layout is not None and not self._extra else None
-        if tensors is None:
+        usual = layout is not None and self._alike and not self._extra
+        tensors = self.source.usual(weights, layout) if usual else None
+        if tensors is None or layout is None:
             return None
         deadline = deadline_in(self.timeout)
         extracted = time.perf_counter()
@@ -206,7 +211,7 @@ class Sender:
             return None
         packed = time.perf_counter()
         self.version = version = self.version + 1
-        update = Update(version, buffer, b"", 0, self._requires, acknowledge=self._acknowledges)
+        update = Update(version, buffer, b"", 0, self._requires[0], acknowledge=self._acknowledges)
         self.outlet.publish(update, self._everyone)
         self.sent_version, self._newest = version, buffer
         if self.on_published is not None:
@@ -237,7 +242,8 @@ class Sender:
         self.version = version = self.version + 1
         at = time.perf_counter()
         for group, buffer, extra in packed:
-            self.outlet.publish(Update(version, buffer, extra, 0, self._requires, acknowledge=acknowledge), group)
+            for some, requires in self._by_requires(group):
+                self.outlet.publish(Update(version, buffer, extra, 0, requires, acknowledge=acknowledge), some)
         self._note(version, packed, workers)
         nbytes = packed[0][1].flat.numel()
         return Sent(version, self._expected(workers), nbytes, acknowledge, began, deadline, (*costs, time.perf_counter() - at))
@@ -283,6 +289,15 @@ class Sender:
         for worker in workers:
             groups.setdefault(self._extra.get(worker, b""), []).append(worker)
         return [(workers, extra) for extra, workers in groups.items()]
+
+    def _by_requires(self, workers: Sequence[int]) -> Sequence[tuple[Sequence[int], Mapping[str, int]]]:
+        """Return what an update requires, each with its workers: they differ after a transaction with some of them."""
+        if self._alike:
+            return [(workers, self._requires[0])]
+        groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for worker in workers:
+            groups.setdefault(tuple(sorted(self._requires[worker].items())), []).append(worker)
+        return [(some, dict(requires)) for requires, some in groups.items()]
 
     def _note(self, version: int, packed: Sequence[tuple[Sequence[int], Buffer, bytes]], workers: Sequence[int]) -> None:
         self.sent_version = version
@@ -378,13 +393,9 @@ class Sender:
         self._record(report)
         return report
 
-    def _report_published(self, sent: Sent) -> SyncReport:
-        self._kept.remove(sent)
-        return self._report(sent, time.perf_counter() - sent.began)
-
-    def _collect(self) -> None:
-        """Finish those that are installed by now; keep those that have failed for ``_raise_failed``."""
-        while self._kept:
+    def _collect(self, newest: Sent | None = None) -> None:
+        """Finish those before ``newest`` that are installed; keep those that have failed for ``_raise_failed``."""
+        while self._kept and self._kept[0] is not newest:
             sent = self._kept[0]
             causes = self.outlet.wait(sent.workers, sent.version, sent.stage, 0.0)
             failed = {worker: cause for worker, cause in causes.items() if cause.kind != "late"}
@@ -431,13 +442,15 @@ class Sender:
         sent = Sent(version, self._expected(targets), packed[0][1].flat.numel(), True, began, deadline, (*costs, 0.0))
         prepared = Prepared(sent, targets)
         for group, buffer, extra in packed:
-            prepared.updates.append((group, Update(version, buffer, extra, 0, undecided=True)))
+            for some, requires in self._by_requires(group):
+                update = Update(version, buffer, extra, 0, requires, undecided=True)
+                prepared.updates.append((some, update))
         return prepared
 
     def offer(self, prepared: Prepared, requires: Mapping[str, int]) -> None:
         """Send what was prepared; ``requires``: the versions of all models of the transaction."""
         for group, update in prepared.updates:
-            update.requires = self._requires | dict(requires)
+            update.requires = {**update.requires, **requires}
             _transactional(self.outlet).prepare(update, group)
 
     def check(self, prepared: Prepared) -> Mapping[int, Cause]:
@@ -457,13 +470,18 @@ class Sender:
         for group, update in prepared.updates:
             update.undecided = False
             _transactional(self.outlet).commit(update, group)
-        self._requires = dict(prepared.updates[0][1].requires)
+        for group, update in prepared.updates:
+            for worker in group:
+                self._requires[worker] = update.requires
+        self._alike = all(requires == self._requires[0] for requires in self._requires)
         packed = [(group, update.buffer, update.extra) for group, update in prepared.updates]
         self._note(prepared.sent.version, packed, prepared.targets)
         self._kept.append(prepared.sent)
 
     def abort(self, prepared: Prepared) -> None:
-        """Drop what was prepared."""
+        """Drop what was prepared; expect nothing more of workers that have died meanwhile."""
+        sent = prepared.sent
+        self._name(self.outlet.wait(sent.workers, sent.version, "received", 0.0))
         for group, update in prepared.updates:
             _transactional(self.outlet).abort(update.version, group)
 

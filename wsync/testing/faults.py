@@ -21,8 +21,7 @@ from wsync.testing.workers import Worker, WorkerError
 
 
 def _reshape(state: WorkerState, size: int) -> None:
-    with wsync.gate():
-        state.models["policy"].weight = nn.Parameter(torch.full((size,), -1.0))
+    state.models["policy"].weight = nn.Parameter(torch.full((size,), -1.0))
 
 
 def _connect_again(state: WorkerState, worker_idx: int) -> None:
