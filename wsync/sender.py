@@ -20,7 +20,7 @@ from torch import Tensor
 
 from wsync.control.loop import control_loop
 from wsync.deadlines import deadline_in
-from wsync.errors import NotConnected, WorkerDied, WorkerError, join_indices
+from wsync.errors import NotConnected, WeightSyncError, WorkerDied, WorkerError, join_indices
 from wsync.update import LAST_VERSION, Cause, Outlet, Stage, SyncReport, Transactional, Update
 from wsync.weights.binding import dump_extra
 from wsync.weights.layout import Layout
@@ -191,11 +191,19 @@ class Sender:
                 report = self._finish(sent)
             elif wait:  # workers fetch it when they want it
                 del self._kept[-1]
+                self._raise_deaths(sent)
                 report = self._report(sent, time.perf_counter() - sent.began)
             if self._failed or len(self._kept) > 1:
                 self._collect(sent)
                 self._raise_failed(sent.version)
             return report
+
+    def _raise_deaths(self, sent: Sent) -> None:
+        """Raise for workers that have died; others are not waited for."""
+        causes = self.outlet.wait(sent.workers, sent.version, "ready", 0.0)
+        died = {worker: cause for worker, cause in causes.items() if cause.kind == "died"}
+        self._name(died)
+        raise_causes(died, "version {} is missing", sent.version)
 
     def _publish_usual(self, weights: object) -> Sent | None:
         """Publish weights of a form that was sent before, to all workers; None if there is anything unusual."""
@@ -432,7 +440,7 @@ class Sender:
         """Give workers an undecided update, and do not wait. The sender's lock is held until the decision."""
         outlet = self.outlet
         if not outlet.transactional:
-            raise ValueError("workers that fetch, and this backend, take no update of several models")
+            raise WeightSyncError("here models are installed one by one: workers fetch them, or the backend cannot wait")
         if not self.connected:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) first")
         began, deadline = time.perf_counter(), deadline_in(self.timeout)

@@ -107,6 +107,7 @@ class Workers:
         self._rejected: dict[int, str] = {}  # workers whose models do not fit, since `connect` was called
         self._opened = asyncio.Event()  # set by the first `connect`: workers wait for it
         self._news = asyncio.Event()  # a worker has connected, was rejected, or has ended
+        self._leftovers: set[Callable[[], None]] = set()  # of connections whose processes live on
         self._greeting: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._loop = (loop or control_loop()).acquire()
@@ -236,6 +237,7 @@ class Workers:
         loop = asyncio.get_running_loop()
 
         def release() -> None:
+            self._leftovers.discard(release)
             with suppress(ValueError, OSError):
                 loop.remove_reader(pidfd)
             if member.block >= 0 and self._arena is not None:
@@ -247,6 +249,7 @@ class Workers:
         if member.block < 0 or self._closed:
             release()
         else:
+            self._leftovers.add(release)
             loop.add_reader(pidfd, release)
 
     # --- Outlet: called under the sender's lock ---
@@ -506,6 +509,9 @@ class Workers:
         """Tell the workers, and release everything."""
         if self._closed or self._loop.inherited:
             return
+        if self._loop.here:  # garbage collection runs in any thread
+            threading.Thread(target=self.close, name="wsync-close", kwargs={"graceful": graceful}).start()
+            return
         self._closed = True
         with suppress(TimeoutError, NotConnected):
             self._loop.call(self._close(graceful), time.monotonic() + 2 * _FAREWELL)
@@ -524,6 +530,8 @@ class Workers:
             task.cancel()
         if self._greeting:
             await asyncio.wait([*self._greeting], timeout=_FAREWELL)
+        for release in [*self._leftovers]:
+            release()
 
 
 def _difference(delta: Delta, known: dict[tuple[int, int], bytes | None], base: Buffer, new: Buffer) -> bytes | None:

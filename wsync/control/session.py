@@ -558,6 +558,7 @@ class SessionInbox:
                 await self._link.send(Fits(error[-MAX_TEXT:]))
             case NewLayout(layout):
                 await self._owner.use_layout(layout, try_only=False)
+                self._owner.settle()  # with the arena, an update may have been published already
             case _:
                 raise ConnectionError(f"a sender does not say {message}")
 
