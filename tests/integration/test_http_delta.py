@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from http_engines import TOKEN, EngineServer, engines, refuse_next, start_engine, stop_engine, trainer
+from http_engines import TOKEN, engines, refuse_next, start_engine, stop_engine, trainer
 from torch import Tensor, nn
 
 import wsync
-from wsync.checksum import checksum_of
-from wsync.control.settings import SenderSettings
 from wsync.engine import protocol
-from wsync.engine.differences import Base, Differences, range_of
 from wsync.testing import WorkerPool
 from wsync.testing.asgi import serve
 from wsync.testing.commands import WorkerState
 from wsync.transforms import Cast, Delta
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, packed
 from wsync.weights.snapshot import snapshot
-from wsync.weights.tensor_file import dump_tensors
 
 pytest.importorskip("zstandard", reason="the extra [delta] is not installed")
 
@@ -192,91 +186,3 @@ def test_a_transfer_of_ones_own_and_delta() -> None:
         report = scheme.send()
         assert report is not None and report.bytes > 0
     assert len(sizes) == 2
-
-
-# --- the engine's half ---
-
-WEIGHTS = {"one": torch.arange(600.0), "two": torch.ones(500, dtype=torch.bfloat16)}
-CHANGED = {"one": WEIGHTS["one"] + 1, "two": WEIGHTS["two"] * 2}
-LAYOUT, OLD = packed(WEIGHTS)
-NEW = packed(CHANGED)[1]
-ALL = (0, LAYOUT.nbytes)
-
-
-def difference(begin: int, end: int) -> bytes:
-    made = Differences(Delta(), LAYOUT, NEW.flat).difference(Base(1, OLD.flat), begin, end)
-    assert made is not None
-    return made
-
-
-def body(content: bytes, begin: int, end: int, **metadata: str) -> bytes:
-    tags = {"session": "s", "weight_version": "2", "base": "1", "begin": str(begin), "end": str(end), **metadata}
-    return b"".join(protocol.make_difference_body(content, tags))
-
-
-def start(engine: EngineServer, version: int, **fields: str) -> tuple[int, Mapping[str, Any]]:
-    return engine.post(protocol.START, {"session": "s", "weight_version": str(version), **fields})
-
-
-def update(engine: EngineServer, content: bytes) -> tuple[int, Mapping[str, Any]]:
-    return engine.ask("POST", protocol.UPDATE, content, content_type=protocol.SAFETENSORS)
-
-
-def finish(engine: EngineServer, version: int, buffer: Buffer) -> int:
-    fields = {"session": "s", "weight_version": str(version), "checksum": f"{checksum_of(buffer.flat, b''):016x}"}
-    return engine.post(protocol.FINISH, fields)[0]
-
-
-@pytest.fixture
-def engine() -> Iterator[EngineServer]:
-    """An engine with version 1."""
-    with EngineServer().serving() as engine:
-        layout = SenderSettings(LAYOUT, checksum=True).dump().decode()
-        settings = {"transfer": "body", "session": "s", "layout": layout, "chunk_bytes": 1 << 20, "delta": True}
-        assert engine.post(protocol.INIT, {"init_info": settings})[0] == 200
-        assert start(engine, 1)[0] == 200
-        tags = {"session": "s", "weight_version": "1"}
-        whole = dump_tensors(LAYOUT, OLD.views, range(len(LAYOUT.names)), tags)
-        assert update(engine, b"".join(whole))[0] == 200
-        assert finish(engine, 1, OLD) == 200
-        yield engine
-
-
-@pytest.mark.parametrize(
-    ("content", "status", "said"),
-    [
-        (body(difference(*ALL), *ALL, base="7"), 409, "has not named"),
-        (body(difference(*ALL), *ALL, session="other"), 409, "another trainer"),
-        (body(difference(*ALL), *ALL, weight_version="3"), 409, "has not been started"),
-        (body(difference(*ALL), -64, 64), 400, "a range of bytes"),
-        (body(difference(*ALL), 0, 10**30), 400, "a range of bytes"),
-        (body(difference(*ALL), 0, 1 << 40), 422, "no range of"),
-        (body(difference(*ALL), 1, 64), 422, "no range of"),
-        (body(difference(*ALL), 64, 64), 422, "no range of"),
-        (body(difference(*ALL), 0, 64), 422, "a part of a tensor"),
-        (body(difference(*ALL)[:-9], *ALL), 422, "malformed"),
-        (body(b"", *ALL), 422, "at least 9 bytes"),
-        (body(difference(*ALL)[:9] + b"junk", *ALL), 422, "malformed|is not one of"),
-        (body(difference(*ALL), *ALL) + b"x", 400, "malformed"),
-    ],
-)
-def test_malformed_differences_change_nothing(engine: EngineServer, content: bytes, status: int, said: str) -> None:
-    assert start(engine, 2, base="1")[0] == 200
-    answered, answer = update(engine, content)
-    assert answered == status and re.search(said, answer["error"])
-    assert update(engine, body(difference(*ALL), *ALL))[0] == 200
-    status, answer = update(engine, body(difference(*ALL), *ALL))
-    assert status == 422 and "have arrived already" in answer["error"]
-    assert finish(engine, 2, NEW) == 200
-    assert all(torch.equal(engine.weights[name], CHANGED[name]) for name in CHANGED)
-
-
-def test_a_base_that_is_not_here_is_answered_with_a_reason(engine: EngineServer) -> None:
-    status, answer = start(engine, 2, base="0")
-    assert status == 409 and answer["reason"] == protocol.NO_BASE
-    assert start(engine, 2, base="1")[0] == 200
-    part = range_of(LAYOUT, [LAYOUT.names.index("one")])
-    assert update(engine, body(difference(*part), *part))[0] == 200
-    status, answer = start(engine, 3, base="1")  # a part is of version 2
-    assert status == 409 and answer["reason"] == protocol.NO_BASE
-    assert engine.calls == 1

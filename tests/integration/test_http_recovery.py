@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import http.client
 import json
 import socket
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ from http_engines import trainer
 
 import wsync
 from wsync.deadlines import remaining
-from wsync.engine.client import EngineClient, EngineError
+from wsync.engine.client import EngineClient
 from wsync.engine.transfers import VersionSource
 from wsync.testing.asgi import serve
 from wsync.testing.models import Small, fill
@@ -207,129 +204,12 @@ def test_an_engine_that_answers_without_an_end_holds_no_connect() -> None:
         pass
 
 
-def test_a_request_and_its_answer_have_one_deadline() -> None:
-    """The body is read shortly before the deadline, and nothing is answered."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = EngineClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        client.deadline = deadline = time.monotonic() + 1.0
-
-        def read_late() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                threading.Event().wait(deadline - 0.1 - time.monotonic())
-                while connection.recv(1 << 20):
-                    pass
-
-        serving = threading.Thread(target=read_late)
-        serving.start()
-        with pytest.raises(EngineError, match="no answer before the deadline"):
-            client.send_body([bytes(32 << 20)])
-        assert time.monotonic() < deadline + 0.6
-        serving.join()
-
-
 def test_the_number_of_workers_is_that_of_the_urls() -> None:
     with wsync.HTTPWeightSyncScheme(["http://a", "http://b"]) as scheme:
         for count in (1, 3):
             with pytest.raises(ValueError, match="urls"):
                 scheme.init_on_sender("policy", model=Small(), num_workers=count)
         scheme.init_on_sender("policy", model=Small(), num_workers=2)
-
-
-def test_a_request_that_ends_while_it_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ending(http.client.HTTPConnection):
-        """While ``aborting``, its request ends as soon as another thread has looked at its socket."""
-
-        aborting = False
-        looks = 0
-
-        @property
-        def sock(self) -> Any:
-            self.looks += self.aborting
-            return None if self.looks > 1 and self.aborting else self._sock
-
-        @sock.setter
-        def sock(self, sock: Any) -> None:
-            self._sock = sock
-
-    monkeypatch.setattr("wsync.engine.client.HTTPConnection", Ending)
-    app = wsync.engine_app(Small(), token=None)
-    with serve(app) as url, closing(EngineClient(url)) as client:
-        assert client.get_world_size() == 1
-        monkeypatch.setattr(Ending, "aborting", True)
-        client.abort()
-        monkeypatch.setattr(Ending, "aborting", False)
-
-
-def test_a_connection_that_was_not_used_for_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server may close it just then, and the next request would get no answer."""
-    body = b'{"world_size": 1}'
-    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-
-    def serve_once_per_connection() -> None:
-        for _ in range(2):
-            connection = server.accept()[0]
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(answer)
-
-    monkeypatch.setattr("wsync.engine.client._IDLE_LIMIT", 0.0, raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        serving = threading.Thread(target=serve_once_per_connection, daemon=True)
-        serving.start()
-        with closing(EngineClient(f"http://127.0.0.1:{server.getsockname()[1]}")) as client:
-            assert [client.get_world_size() for _ in range(2)] == [1, 1]
-        serving.join()
-
-
-def test_a_host_that_does_not_answer_before_the_deadline_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's own limit for a connection is an error of the class that a deadline has."""
-
-    def time_out(*_: Any, **__: Any) -> socket.socket:
-        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
-
-    monkeypatch.setattr(socket, "create_connection", time_out)
-    with pytest.raises(EngineError, match="Connection timed out") as caught:
-        EngineClient("http://127.0.0.1:9").get_world_size()
-    assert caught.value.died and not caught.value.late
-
-
-def test_a_send_without_a_thread_is_an_error_and_the_next_one_begins_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        monkeypatch.undo()
-        raise RuntimeError("can't start new thread")
-
-    app = wsync.engine_app(Small(), token=None)
-    with serve(app) as url, wsync.HTTPWeightSyncScheme(url, timeout=30.0) as scheme:
-        scheme.init_on_sender("policy")
-        scheme.connect()
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
-            patch.setattr(threading.Thread, "start", refuse)
-            scheme.send(fill(Small(), 1))
-        scheme.send(fill(Small(), 2))
-
-
-def test_a_send_that_is_interrupted_as_its_thread_starts_leaves_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
-
-    def interrupt(thread: threading.Thread) -> None:
-        start(thread)
-        if thread.name.startswith("wsync-engine"):
-            raise KeyboardInterrupt
-
-    def threads() -> int:
-        return sum(thread.name.startswith("wsync-engine") for thread in threading.enumerate())
-
-    app = wsync.engine_app(Small(), token=None)
-    with serve(app) as url, wsync.HTTPWeightSyncScheme(url, timeout=30.0) as scheme:
-        scheme.init_on_sender("policy")
-        scheme.connect()
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(threading.Thread, "start", interrupt)
-            scheme.send(fill(Small(), 1))
-        scheme.send(fill(Small(), 2))
-        assert threads() == 1
-    assert threads() == 0
 
 
 def test_a_port_that_is_in_use_is_an_error_of_the_test_server() -> None:

@@ -2,113 +2,30 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
-import pickle
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stores import reader, replace, trainer
 
 import wsync
 from wsync.testing.models import Small, fill
+from wsync.weights.layout import Layout
 
 Fields = dict[str, Any]
 
 
 def manifest_of(url: Path) -> Path:
     return url / "policy" / "manifest.json"
-
-
-def with_layout(change: Callable[[list[Any]], None]) -> Callable[[Fields], None]:
-    def changed(fields: Fields) -> None:
-        settings_ = json.loads(fields["layout"])
-        change(settings_[0])
-        fields["layout"] = json.dumps(settings_)
-
-    return changed
-
-
-def larger(layout: list[Any]) -> None:
-    layout[2], layout[6] = [[1 << 44]], 4 << 44
-
-
-def roomier(layout: list[Any]) -> None:
-    layout[6] = 1 << 40
-
-
-def stateful(layout: list[Any]) -> None:
-    layout[7] = ["_extra_state"]
-
-
-def other_name(layout: list[Any]) -> None:
-    layout[0] = ["height"]
-
-
-def other_dtype(layout: list[Any]) -> None:
-    layout[1] = ["int32"]
-
-
-WRONG: list[tuple[str, Any, str]] = [
-    *(("version", value, "field 'version'") for value in (0, -1, "1", 1.0, True, None, 1 << 40, 1 << 70)),
-    ("version", 7, r"v00000007-\w+\.safetensors: the file is missing"),
-    *(("writer", value, "field 'writer'") for value in ("", "../x", "a" * 65, None, "é")),
-    ("writer", "another", r"v00000001-another\.safetensors: the file is missing"),
-    *(("layout", value, "field 'layout'") for value in ("", "[]", "\ud800", "[" * 100_000, None, "9" * 5000)),
-    *(("checksum", value, "field 'checksum'") for value in (-1, 1 << 64, "0", 1.5)),
-    ("checksum", 1, "corrupt"),
-    *(("base", value, "field 'base'") for value in (-1, 1, 2, "1")),
-    ("file", "../../x", "unknown field 'file'"),
-]
-
-
-@pytest.mark.parametrize(("field", "value", "said"), WRONG)
-def test_a_wrong_field_is_named(tmp_path: Path, field: str, value: Any, said: str) -> None:
-    refuse(tmp_path, lambda fields: fields.update({field: value}), said)
-
-
-@pytest.mark.parametrize("field", ["version", "writer", "layout", "checksum"])
-def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
-    refuse(tmp_path, lambda fields: fields.pop(field), f"field '{field}' is missing")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (roomier, "field 'layout'.* take 64 bytes"),
-        (stateful, "field 'layout'.*extra state"),
-        (other_name, r"'weight' is not in the layout"),
-        (other_dtype, r"'weight' is F32\[4\], not I32\[4\]"),
-    ],
-)
-def test_a_layout_of_other_weights_is_refused(tmp_path: Path, change: Callable[[list[Any]], None], said: str) -> None:
-    refuse(tmp_path, with_layout(change), said)
-
-
-def test_no_memory_is_allocated_for_more_than_the_file_has(tmp_path: Path) -> None:
-    refuse(tmp_path, with_layout(larger), r"'weight' is F32\[4\], not F32\[17592186044416\]")
-
-
-def refuse(url: Path, change: Callable[[Fields], Any], said: str) -> None:
-    """Check that a changed manifest is refused, and that a reader is none the worse for it."""
-    with trainer(url):
-        path, model = manifest_of(url), fill(Small(), 9)
-        content = path.read_bytes()
-        fields = json.loads(content)
-        change(fields)
-        path.write_text(json.dumps(fields))
-        with pytest.raises(wsync.WeightSyncError, match=rf"(manifest\.json|version \d of|v00000001).*{said}"):
-            reader(url, model)
-        assert model.weight.eq(9).all()
-        path.write_bytes(content)
-        with reader(url, model) as scheme:
-            assert scheme.version == 1 and model.weight.eq(1).all()
 
 
 def test_no_memory_is_allocated_for_a_difference_of_another_layout(
@@ -122,21 +39,19 @@ def test_no_memory_is_allocated_for_a_difference_of_another_layout(
         scheme.send(fill(Small(), 2))
         fields = json.loads(manifest_of(tmp_path).read_bytes())
         assert fields["base"] == 1
-        with_layout(larger)(fields)
+        layout = replace_fields(Layout.decode(base64.b64decode(fields["layout"])), shapes=(torch.Size([1 << 44]),))
+        fields["layout"] = base64.b64encode(replace_fields(layout, nbytes=4 << 44).encode()).decode()
         replace(manifest_of(tmp_path), json.dumps(fields).encode())
         with pytest.raises(wsync.WeightSyncError, match="not F32"):
             receiver.pull()
     assert "the full version is read" not in caplog.text  # as after a MemoryError
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"[" * 100_000, b"\xff" * 9, b"9" * 5000])
-def test_a_manifest_that_is_no_object(tmp_path: Path, content: bytes) -> None:
+def test_a_trainer_does_not_overwrite_a_manifest_that_it_cannot_read(tmp_path: Path) -> None:
     with trainer(tmp_path) as scheme:
-        manifest_of(tmp_path).write_bytes(content)
+        manifest_of(tmp_path).write_bytes(b"{")
         with pytest.raises(wsync.WeightSyncError, match=r"manifest\.json .* is damaged"):
-            reader(tmp_path, Small())
-        with pytest.raises(wsync.WeightSyncError, match=r"manifest\.json .* is damaged"):
-            scheme.send()  # the trainer does not overwrite what it cannot read
+            scheme.send()
 
 
 def test_a_manifest_without_end(tmp_path: Path) -> None:
@@ -159,31 +74,6 @@ def test_a_pipe_or_a_device_is_not_read(tmp_path: Path, name: str) -> None:
         path.symlink_to("/dev/zero")
         with pytest.raises(wsync.WeightSyncError, match=f"{path.name} is no regular file"):
             reader(tmp_path, Small())
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda content: b"", "ends within its header"),
-        (lambda content: struct.pack("<Q", 1 << 62) + content[8:], "ends within its header"),
-        (lambda content: content[:-1], "its tensors end at byte 16"),
-        (lambda content: content + b"more", "its tensors end at byte 16"),
-        (lambda content: content.replace(b'"F32"', b'"I32"'), r"'weight' is I32\[4\], not F32\[4\]"),
-        (lambda content: content.replace(b"[4]", b"[2]"), r"'weight' is F32\[2\], not F32\[4\]"),
-        (lambda content: content.replace(b"weight", b"height"), "'height' is not in the layout"),
-        (lambda content: content.replace(b"[0,16]", b"[16,0]"), "wrong offsets"),
-        (lambda content: content[:-1] + b"\1", "arrived corrupt"),
-        (lambda content: pickle.dumps(content), "safetensors"),
-    ],
-)
-def test_a_damaged_version_is_named(tmp_path: Path, change: Callable[[bytes], bytes], said: str) -> None:
-    with trainer(tmp_path):
-        (path,) = (tmp_path / "policy").glob("v00000001-*")
-        path.write_bytes(change(path.read_bytes()))
-        model = fill(Small(), 9)
-        with pytest.raises(wsync.WeightSyncError, match=rf"version 1 .*{path.name}.*{said}"):
-            reader(tmp_path, model)
-        assert model.weight.eq(9).all()
 
 
 def test_a_version_under_the_name_of_a_newer_one(tmp_path: Path) -> None:
@@ -210,7 +100,7 @@ def test_a_watching_reader_survives_damage(tmp_path: Path, caplog: pytest.LogCap
     with trainer(tmp_path) as scheme, reader(tmp_path, model := Small()) as receiver:
         content = manifest_of(tmp_path).read_bytes()
         fields = json.loads(content)
-        changes = ({"file": "../../x"}, {"checksum": -1}, {"version": 8}, {"layout": "{", "writer": "other"})
+        changes = ({"file": "../../x"}, {"checksum": "-1"}, {"version": 8}, {"layout": "{", "writer": "other"})
         for number, change in enumerate(changes, 1):
             replace(manifest_of(tmp_path), json.dumps({**fields, **change}).encode())
             while len(caplog.records) < number:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from forking import ForkingTransform
 from stores import reader, replace, trainer
+from torch import nn
 
 import wsync
 from wsync.testing.models import Small, fill
@@ -60,18 +61,18 @@ def test_an_old_version_that_cannot_be_deleted(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_a_partial_update_after_a_version_that_was_not_stored(tmp_path: Path) -> None:
-    """The buffer has values that no reader was given: nothing can be completed with them."""
-    with trainer(tmp_path) as scheme:
-        manifest = tmp_path / "policy" / "manifest.json"
+    """It completes the weights that were stored last."""
+    model = nn.Linear(2, 2)
+    with trainer(tmp_path, model) as scheme:
+        manifest, stored = tmp_path / "policy" / "manifest.json", model.bias.detach().clone()
         content = manifest.read_bytes()
         manifest.write_bytes(b"damaged")
         with pytest.raises(wsync.WeightSyncError, match="damaged"):
-            scheme.send(fill(Small(), 9))
+            scheme.send(nn.Linear(2, 2))
         manifest.write_bytes(content)
-        with pytest.raises(ValueError, match="send the whole model to all workers first"):
-            scheme.send({"weight": torch.zeros(4)}, partial=True)
-        scheme.send(fill(Small(), 3))
-        scheme.send({"weight": torch.zeros(4)}, partial=True)
+        scheme.send({"weight": torch.zeros(2, 2)}, partial=True)
+    newest = wsync.StoreTransport(f"{tmp_path}/policy").receive_weights(0.0)
+    assert newest is not None and torch.equal(newest["bias"], stored) and not newest["weight"].any()
 
 
 def test_old_versions_are_deleted_in_a_folder_with_any_name_and_in_order(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_a_watch_survives_whatever_reading_the_manifest_raises(
     model, manifest = Small(), tmp_path / "policy" / "manifest.json"
     with trainer(tmp_path) as scheme, reader(tmp_path, model) as receiver:
         content = manifest.read_bytes()
-        replace(manifest, content.replace(b'"version": 1', b'"version": "one"'))
+        replace(manifest, content.replace(b'"version":1', b'"version":"one"'))
         while "damaged" not in caplog.text:
             assert receiver.receive(0.05) is None
         replace(manifest, content)

@@ -73,7 +73,7 @@ class EngineApp:
             self._question(protocol.IS_PAUSED, lambda: {"is_paused": self._paused if pause else generations.paused}),
             self._question(protocol.WEIGHT_INFO, lambda: {"weight_version": self.version}),
             self._question(protocol.WORLD_SIZE, lambda: {"world_size": 1}),
-            self._question(protocol.HEALTH, weights.require_whole, public=True),
+            self._question(protocol.HEALTH, weights.require_whole),
         ]
         handlers: Any = {HTTPException: _no_route}
         self._app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
@@ -106,7 +106,12 @@ class EngineApp:
         self._generations.resume()  # what waits in them, or in a generation, would keep the process from ending
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one request (an ASGI application)."""
+        """Serve one request (an ASGI application); without the token nothing of it is looked at."""
+        if scope["type"] == "http" and self._authorization is not None:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            public = scope["path"].removeprefix(scope.get("root_path", "")) == protocol.HEALTH
+            if not public and not hmac.compare_digest(given, self._authorization):
+                return await _error(401, "the token is missing or wrong")(scope, receive, send)
         await self._app(scope, receive, send)
 
     @asynccontextmanager
@@ -118,13 +123,10 @@ class EngineApp:
 
     # --- routes ---
 
-    def _route(self, path: str, endpoint: Endpoint, method: str = "POST", *, public: bool = False) -> Route:
-        """Return a route that authenticates before anything of the body is read, and answers errors as JSON."""
+    def _route(self, path: str, endpoint: Endpoint, method: str = "POST") -> Route:
+        """Return a route that answers errors as JSON."""
 
         async def serve(request: Request) -> JSONResponse:
-            given = request.headers.get("authorization", "").encode()
-            if not public and self._authorization is not None and not hmac.compare_digest(given, self._authorization):
-                return _error(401, "the token is missing or wrong")
             try:
                 return JSONResponse(await endpoint(request))
             except Refused as error:
@@ -137,11 +139,11 @@ class EngineApp:
 
         return Route(path, serve, methods=[method])
 
-    def _question(self, path: str, answer: Callable[[], Mapping[str, Any] | None], *, public: bool = False) -> Route:
+    def _question(self, path: str, answer: Callable[[], Mapping[str, Any] | None]) -> Route:
         async def ask(request: Request) -> Mapping[str, Any]:
             return answer() or {}
 
-        return self._route(path, ask, "GET", public=public)
+        return self._route(path, ask, "GET")
 
     def _phase(self, function: Callable[[Any], Mapping[str, Any] | None], message: str) -> Endpoint:
         async def run(request: Request) -> Mapping[str, Any]:
