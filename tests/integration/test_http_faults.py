@@ -209,7 +209,7 @@ def test_models_cannot_be_switched_together() -> None:
     with (
         serve(wsync.engine_app(Small(), token=None)) as url,
         trainer(url) as scheme,
-        pytest.raises(ValueError, match="several models"),
+        pytest.raises(wsync.WeightSyncError, match="one by one"),
     ):
         wsync.synchronize({scheme: fill(Small(), 2)})
 
@@ -227,7 +227,7 @@ def test_a_refused_switch_leaves_the_update_in_flight_alone() -> None:
     with serve(wsync.engine_app(load=load, token=None)) as url, trainer(url) as scheme:
         scheme.send_async(fill(Small(), 2))
         assert loading.wait(30.0)
-        with pytest.raises(ValueError, match="several models"):
+        with pytest.raises(wsync.WeightSyncError, match="one by one"):
             wsync.synchronize({scheme: fill(Small(), 3)})
         go_on.set()
         report = scheme.wait_async()

@@ -50,8 +50,6 @@ class StoreWeightSyncScheme(WeightSyncScheme):
 
     name = "store"
     collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single", "distributed", "rpc", "ray")
-    acknowledges = False  # pyright: ignore[reportAssignmentType]
-    waits = True  # pyright: ignore[reportAssignmentType]
 
     def __init__(
         self,
@@ -71,6 +69,16 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self.durable = durable
         # Of workers that have this scheme, pickled: the oldest version that they use, and whether they wait for it.
         self._first_version, self._begins_with_weights = 1, True
+
+    @property
+    def acknowledges(self) -> bool:
+        """Readers do not answer."""
+        return False
+
+    @property
+    def waits(self) -> bool:
+        """A version is stored when it is published."""
+        return True
 
     def create_transport(self, worker_idx: int | None = None) -> StoreTransport:
         """Return a transport over the folder of the model ``policy``, for use without a scheme."""
