@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -20,10 +20,10 @@ from torch import Tensor
 from wsync.control.session import checksum_of
 from wsync.deadlines import deadline_in
 from wsync.engine import protocol
+from wsync.engine.app import engine_app
 from wsync.engine.client import EngineClient
 from wsync.engine.generations import GenerationAborted
 from wsync.engine.outlet import Engines
-from wsync.engine.app import engine_app
 from wsync.errors import LayoutMismatch, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.transforms.delta import Delta
 from wsync.update import Cause, Update
@@ -108,15 +108,16 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
 def test_every_version_arrives(pause: Any, chunk_bytes: int) -> None:
     first, second = Loaded(), Loaded()
-    with serve(first.app) as one, serve(second.app) as two:
-        with Trainer([one, two], weights(1), pause=pause, chunk_bytes=chunk_bytes) as trainer:
-            assert same(first.weights, weights(1)) and first.app.version == "1"
-            assert not trainer.send(weights(2))
-            assert same(second.weights, weights(2)) and same(first.weights, weights(2))
-            assert trainer.engines.costs([0, 1], 2)[2] == trainer.layout.nbytes
-            trainer.publish(weights(3), [1])
-            assert not trainer.engines.wait([1], 3, "installed", None)
-            assert first.app.version == "2" and second.app.version == "3"
+    with ExitStack() as ends:
+        urls = [ends.enter_context(serve(engine.app)) for engine in (first, second)]
+        trainer = ends.enter_context(Trainer(urls, weights(1), pause=pause, chunk_bytes=chunk_bytes))
+        assert same(first.weights, weights(1)) and first.app.version == "1"
+        assert not trainer.send(weights(2))
+        assert same(second.weights, weights(2)) and same(first.weights, weights(2))
+        assert trainer.engines.costs([0, 1], 2)[2] == trainer.layout.nbytes
+        trainer.publish(weights(3), [1])
+        assert not trainer.engines.wait([1], 3, "installed", None)
+        assert first.app.version == "2" and second.app.version == "3"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("wsync-control", "wsync-eng"))]
 
 
@@ -256,7 +257,7 @@ def test_what_cannot_be_sent_is_refused() -> None:
         with Trainer([url], weights(1)) as trainer, pytest.raises(LayoutMismatch, match="extra state cannot be sent"):
             trainer.publish(weights(2), extra=b"\x80\x04}\x94\x8c\x01aK\x01s.")
     target = {"one": torch.zeros(2)}
-    with serve(engine_app(target, token=TOKEN)) as url, pytest.raises(WorkerFailed, match=r"422: LayoutMismatch.*'two'"):
+    with serve(engine_app(target, token=TOKEN)) as url, pytest.raises(WorkerFailed, match="422: Layout"):
         Trainer([url], weights(1)).__enter__()
 
 
