@@ -180,11 +180,11 @@ class Sender:
         """Deliver an update, as ``WeightSyncScheme.send`` does; without ``wait``, do not wait for the workers."""
         with self._lock:
             self._loop.require_own()
-            sent = None
+            sent, acknowledge = None, self._acknowledges or (self._waits and not wait)
             if worker_ids is None and not partial and self.connected:
-                sent = self._publish_usual(weights)
+                sent = self._publish_usual(weights, acknowledge)
             if sent is None:
-                sent = self._publish_any(weights, worker_ids, partial)
+                sent = self._publish_any(weights, worker_ids, partial, acknowledge)
             self._kept.append(sent)  # so that a wait that Ctrl-C ends is not forgotten
             report = None
             if wait and self._waits:
@@ -205,7 +205,7 @@ class Sender:
         self._name(died)
         raise_causes(died, "version {} is missing", sent.version)
 
-    def _publish_usual(self, weights: object) -> Sent | None:
+    def _publish_usual(self, weights: object, acknowledge: bool) -> Sent | None:
         """Publish weights of a form that was sent before, to all workers; None if there is anything unusual."""
         began, layout = time.perf_counter(), self.layout
         usual = layout is not None and self._alike and not self._extra
@@ -219,7 +219,7 @@ class Sender:
             return None
         packed = time.perf_counter()
         self.version = version = self.version + 1
-        update = Update(version, buffer, b"", 0, self._requires[0], acknowledge=self._acknowledges)
+        update = Update(version, buffer, b"", 0, self._requires[0], acknowledge=acknowledge)
         self.outlet.publish(update, self._everyone)
         self.sent_version, self._newest = version, buffer
         if self.on_published is not None:
@@ -228,14 +228,14 @@ class Sender:
         if not workers:
             raise self._nobody()
         costs = (extracted - began, packed - extracted, time.perf_counter() - packed)
-        return Sent(version, workers, layout.nbytes, self._acknowledges, began, deadline, costs)
+        return Sent(version, workers, layout.nbytes, acknowledge, began, deadline, costs)
 
-    def _publish_any(self, weights: object, worker_ids: Any, partial: bool) -> Sent:
+    def _publish_any(self, weights: object, worker_ids: Any, partial: bool, acknowledge: bool) -> Sent:
         if not self.connected:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) before send()")
         workers = self._recipients(worker_ids)
         rest = self._rest_of_model(worker_ids) if partial else None
-        sent = self._publish(weights, workers, rest, acknowledge=self._acknowledges)
+        sent = self._publish(weights, workers, rest, acknowledge=acknowledge)
         if worker_ids is None and not partial and self.layout is not None:
             self.source.learn(weights, self.layout)
         return sent

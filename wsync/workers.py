@@ -136,13 +136,21 @@ class Workers:
                 fds = (*self._arena.fds, self._arena.signal, wake)
             link = await visitor.accept(fds)
             medium = None if block >= 0 else self._make_medium(worker)
-            notice = (lambda: self._arena and self._arena.attention(block)) if block >= 0 else (lambda: None)
             session = WorkerSession(
-                worker, link, medium, on_request=self._on_request, difference=self._difference, on_change=notice
+                worker, link, medium, on_request=self._on_request, difference=self._difference,
+                on_change=partial(self._note_change, worker, block),
             )
             await self._attend(Member(session, block, wake), pidfd)
         finally:
             self._greeting.discard(task)
+
+    def _note_change(self, worker: int, block: int) -> None:
+        """A session has an answer, or has ended: a worker that has ended is absent before anything else is told."""
+        member = self._members.get(worker)
+        if member is not None and member.session.cause is not None:
+            self._remove(member.session)
+        if block >= 0 and self._arena is not None:
+            self._arena.attention(block)
 
     async def _wait_until_open(self, visitor: Visitor) -> None:
         if self._opened.is_set():
@@ -213,7 +221,7 @@ class Workers:
                 return
             newest = self._newest[worker]
             if newest is not None:
-                self._give(newest, [member])
+                self._give(newest, [member], acknowledge=not self._on_request)
                 if newest.version in self._given:
                     self._given[newest.version] = {**self._given[newest.version], worker: member}
             self._set_members({**self._members, worker: member})
@@ -368,7 +376,7 @@ class Workers:
             self._given[update.version] = {**self._given.get(update.version, {}), **given}
             self._give(update, given.values())
 
-    def _give(self, update: Update, members: Iterable[Member]) -> None:
+    def _give(self, update: Update, members: Iterable[Member], *, acknowledge: bool | None = None) -> None:
         """Hand an update to members: a word for those that use the arena, an offer to the sessions of the others."""
         arena, blocks, others = self._arena, [], []
         for member in members:
@@ -380,7 +388,8 @@ class Workers:
             self._add_checksum(update)
         if arena is not None and blocks:
             self._store_header(update)
-            alive = arena.publish(tuple(blocks), update.version, update.buffer.slot, update.acknowledge)
+            acknowledge = update.acknowledge if acknowledge is None else acknowledge
+            alive = arena.publish(tuple(blocks), update.version, update.buffer.slot, acknowledge)
             if not alive and not self._loop.here:
                 self._loop.call(asyncio.sleep(0))  # the control thread takes note of deaths first
         for session in others:

@@ -183,9 +183,9 @@ class WorkerSession:
         self._changes.discard(event)
 
     def _changed(self) -> None:
+        self._on_change()
         for event in self._changes:
             event.set()
-        self._on_change()
 
     def _refuse(self, version: int, error: str) -> None:
         if len(self.refusals) >= _KEPT_REFUSALS:
