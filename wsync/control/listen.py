@@ -55,13 +55,17 @@ class Visitor:
 
     async def accept(self, fds: Sequence[int] = ()) -> Link:
         """Accept it, and give it descriptors (only by a Unix socket)."""
+        sock, keys = await self.accept_socket(fds)
+        return Link(await _stream_over(sock), "trainer", keys)
+
+    async def accept_socket(self, fds: Sequence[int] = ()) -> tuple[socket.socket, tuple[bytes, bytes]]:
+        """Accept it; return the socket, and the keys of the frames that are sent, and received."""
         proof = _ACCEPTED + mac_of(self._key, "trainer", self._challenge, self._body)
         if fds:
             socket.send_fds(self._socket, [proof], list(fds))
         else:
             await asyncio.get_running_loop().sock_sendall(self._socket, proof)
-        keys = frame_keys(self._key, "trainer", self._challenge, self._body)
-        return Link(await _stream_over(self._socket), "trainer", keys)
+        return self._socket, frame_keys(self._key, "trainer", self._challenge, self._body)
 
     async def refuse(self, why: str) -> None:
         """Tell the worker why it is not accepted."""
@@ -215,13 +219,29 @@ class Listener:
 
 
 async def dial(
-    address: Address, purpose: str, name: str, worker: int, deadline: float | None, *,
-    native: bool = False, payload: bytes = b"",
+    address: Address, purpose: str, name: str, worker: int, deadline: float | None, *, native: bool = False
 ) -> tuple[Link, int, list[int]]:
     """Connect to a listener, and wait until it accepts this worker.
 
     Returns:
         The connection, the process id of the other end (0 on another machine), and descriptors that it has passed.
+
+    Raises:
+        NotConnected, SyncTimeout: as ``dial_socket``.
+    """
+    sock, keys, fds = await dial_socket(address, purpose, name, worker, deadline, native=native)
+    pid = peer_pid(sock)
+    return Link(await _stream_over(sock), "worker", keys), pid, fds
+
+
+async def dial_socket(
+    address: Address, purpose: str, name: str, worker: int, deadline: float | None, *,
+    native: bool = False, payload: bytes = b"",
+) -> tuple[socket.socket, tuple[bytes, bytes], list[int]]:
+    """Connect to a listener, and wait until it accepts this worker.
+
+    Returns:
+        The socket, the keys of the frames that are sent and received, and descriptors that the other end has passed.
 
     Raises:
         NotConnected: no sender is there (any more), or it has refused this worker.
@@ -250,9 +270,7 @@ async def dial(
                 raise NotConnected(f"worker {worker}: what listens{where} does not have the sender's key")
             if refused:
                 raise NotConnected(f"worker {worker}: the sender has rejected it: {text.decode(errors='replace')}")
-            keys = frame_keys(address.key, "worker", challenge, body + public)
-            pid = peer_pid(sock)
-            return Link(await _stream_over(sock), "worker", keys), pid, fds
+            return sock, frame_keys(address.key, "worker", challenge, body + public), fds
     except TimeoutError:
         _close(sock)
         raise SyncTimeout(

@@ -270,9 +270,12 @@ class Link:
             self._stream.close()
 
 
-def frame_mac(key: bytes, number: int, body: bytes) -> bytes:
+def frame_mac(key: bytes, number: int, *parts: bytes | bytearray | memoryview) -> bytes:
     """Return the MAC of the frame with this number."""
-    return hashlib.blake2b(number.to_bytes(8, "little") + body, key=key, digest_size=MAC_SIZE).digest()
+    mac = hashlib.blake2b(number.to_bytes(8, "little"), key=key, digest_size=MAC_SIZE)
+    for part in parts:
+        mac.update(part)
+    return mac.digest()
 
 
 class SocketStream(asyncio.BufferedProtocol):

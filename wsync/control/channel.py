@@ -1,0 +1,200 @@
+"""Connections that block, for those that have a thread for them: a collector's, beside those of its schemes.
+
+The first contact runs in the control thread (``listen.py``); from then on the socket belongs to its user. Each frame is
+authenticated, so its content may be a pickle.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import queue
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from wsync.control.auth import Address, Hello, new_key
+from wsync.control.listen import Listener, Visitor, dial_socket, peer_pid
+from wsync.control.loop import ControlLoop, control_loop
+from wsync.control.wire import MAC_SIZE, frame_mac
+
+_HEAD = struct.Struct(f"<Q{MAC_SIZE}s")
+_BODY = struct.Struct("<ii")
+_LARGEST = 1 << 34  # bytes in a frame
+
+
+class Frame(NamedTuple):
+    """What one end sends to the other: two numbers, whose meaning is theirs, and bytes."""
+
+    kind: int
+    index: int
+    payload: bytes | bytearray | memoryview = b""
+
+
+class Channel:
+    """One end of a connection; one thread at a time uses it.
+
+    Attributes:
+        local: whether both ends are on one machine (a Unix socket).
+        process: a descriptor that is readable when the other end's process has ended; -1 if it is elsewhere.
+    """
+
+    def __init__(self, sock: socket.socket, keys: tuple[bytes, bytes]) -> None:
+        sock.setblocking(True)
+        self._socket = sock
+        self.local = sock.family == socket.AF_UNIX
+        self._send_key, self._receive_key = keys
+        self._sent = self._received = 0
+        self.process = -1
+        with suppress(OSError):
+            if pid := peer_pid(sock):
+                self.process = os.pidfd_open(pid)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when ``receive`` has something to return."""
+        return self._socket.fileno()
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame; return when the kernel has it.
+
+        Raises:
+            ConnectionError: the other end is gone.
+        """
+        self._sent += 1
+        head, payload = _BODY.pack(frame.kind, frame.index), memoryview(frame.payload).cast("B")
+        mac = frame_mac(self._send_key, self._sent, head, payload)
+        try:
+            self._socket.sendall(_HEAD.pack(len(payload), mac) + head)
+            if payload:
+                self._socket.sendall(payload)
+        except OSError as error:
+            raise ConnectionError(f"the other end is gone: {error}") from error
+
+    def receive(self) -> Frame:
+        """Wait for a frame, and return it.
+
+        Raises:
+            ConnectionError: the other end is gone, or what came is not from it.
+        """
+        size, mac = _HEAD.unpack(self._read(_HEAD.size))
+        if size > _LARGEST:
+            raise ConnectionError(f"the other end has announced {size} bytes: too many")
+        head, payload = self._read(_BODY.size), self._read(size)
+        self._received += 1
+        if not hmac.compare_digest(mac, frame_mac(self._receive_key, self._received, head, payload)):
+            raise ConnectionError("a message without the key of this connection")
+        return Frame(*_BODY.unpack(head), payload)
+
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        left = memoryview(data)
+        while left:
+            try:
+                got = self._socket.recv_into(left)
+            except OSError as error:
+                raise ConnectionError(f"the other end is gone: {error}") from error
+            if not got:
+                raise ConnectionError("the other end is gone")
+            left = left[got:]
+        return data
+
+    def close(self) -> None:
+        """Close this end. Idempotent."""
+        self._socket.close()
+        if self.process >= 0:
+            os.close(self.process)
+            self.process = -1
+
+
+class ChannelListener:
+    """Accepts channels.
+
+    Args:
+        purpose, name: what a connection is for; both ends name the same.
+        host, port: of a TCP socket; without a host only processes on this machine can connect.
+        key: the secret that both ends must have; a random one by default.
+
+    Attributes:
+        address: where it listens, with the key.
+
+    Raises:
+        NotConnected: it cannot listen there, or that would be on every interface.
+    """
+
+    def __init__(
+        self, purpose: str, name: str = "", host: str | None = None, port: int = 0, key: bytes | None = None
+    ) -> None:
+        self._arrived = queue.SimpleQueue[tuple[Channel, Hello]]()
+        self._listener = Listener(key or new_key(), purpose, name, host, port)
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
+        self._loop: ControlLoop | None = control_loop().acquire()
+        self._loop.post(self._listener.start, self._welcome)
+        self.address = self._listener.address
+
+    async def _welcome(self, visitor: Visitor) -> None:
+        sock, keys = await visitor.accept_socket()
+        self._arrived.put((Channel(sock, keys), visitor.hello))
+        os.eventfd_write(self._event, 1)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when ``accept`` has something to return."""
+        return self._event
+
+    def accept(self, deadline: float | None = 0.0) -> tuple[Channel, Hello] | None:
+        """Return a connection, and what its other end says of itself; None if none came before the deadline."""
+        if not readable([self._event], deadline):
+            return None
+        os.eventfd_read(self._event)
+        return self._arrived.get()
+
+    def close(self) -> None:
+        """Stop listening, and close what was not accepted. Idempotent."""
+        loop, self._loop = self._loop, None
+        if loop is None or loop.inherited:
+            return
+
+        async def close() -> None:
+            self._listener.close()
+
+        loop.call(close())
+        loop.release()
+        while not self._arrived.empty():
+            self._arrived.get()[0].close()
+        os.close(self._event)
+
+
+def connect_channel(
+    address: Address, purpose: str, worker: int, deadline: float | None, *, name: str = "", payload: bytes = b""
+) -> Channel:
+    """Connect to a ``ChannelListener``.
+
+    Args:
+        address: of the listener.
+        purpose, name: as there.
+        worker: this end's index; may be -1.
+        deadline: on ``time.monotonic``'s clock; None for none.
+        payload: up to about a kilobyte that ``accept`` returns in the ``Hello``.
+
+    Raises:
+        NotConnected: nothing listens there (any more), or this end was refused.
+        SyncTimeout: no answer by the deadline.
+    """
+    loop = control_loop().acquire()
+    try:
+        sock, keys, _ = loop.call(dial_socket(address, purpose, name, worker, deadline, payload=payload))
+    finally:
+        loop.release()
+    return Channel(sock, keys)
+
+
+def readable(descriptors: Sequence[int], deadline: float | None) -> bool:
+    """Wait until one of the descriptors is readable; return False at the deadline, on ``time.monotonic``'s clock."""
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    left = None if deadline is None else min(max(0.0, deadline - time.monotonic()), 1e6) * 1e3
+    return bool(poller.poll(left))
