@@ -5,12 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
-import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,24 +47,6 @@ def test_forked_workers(backend: BuiltIn) -> None:
     pool.close()
 
 
-class EndsWithAnError:
-    def shutdown(self) -> None:
-        raise OSError("the disk is full")
-
-
-def add_one_that_ends_with_an_error(state: WorkerState) -> None:
-    state.schemes["policy"] = EndsWithAnError()  # pyright: ignore[reportArgumentType]
-
-
-def test_no_worker_is_left_whose_shutdown_raises() -> None:
-    pool = WorkerPool()
-    with pytest.raises(WorkerError, match="the disk is full"), pool.group(2) as workers:
-        pids = [worker.pid for worker in workers]
-        workers[0].call(add_one_that_ends_with_an_error)
-    pool.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
 _inherited: Any = None
 
 
@@ -95,56 +74,6 @@ def test_a_forked_worker_can_use_the_scheme_that_it_inherits(backend: BuiltIn) -
         finally:
             _inherited = None
     pool.close()
-
-
-@contextmanager
-def forked(function: Callable[[], Any] = lambda: None) -> Iterator[None]:
-    """A forked child that has called ``function``, and lives."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        function()
-        os.write(writing, b".")
-        signal.pause()
-        os._exit(0)
-    try:
-        assert os.read(reading, 1) == b"."
-        yield
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(reading)
-        os.close(writing)
-
-
-def test_a_childs_shutdown_ends_no_connection_of_the_trainer_and_the_trainers_ends_all(backend: BuiltIn) -> None:
-    with backend.connected(1) as session, forked(session.scheme.shutdown):
-        session.send(2)
-        assert session.workers[0].call(commands.receive, 20.0)
-        with forked():
-            session.workers[0].start(commands.receive, 20.0)
-            session.scheme.shutdown()
-            assert session.workers[0].result() is None
-            assert session.workers[0].call(commands.finished)
-
-
-def shut_down_in_child(state: WorkerState) -> None:
-    """Fork a child inside the gate, which shuts its copies of the schemes down."""
-    with wsync.gate():
-        child = os.fork()
-        if child == 0:
-            commands.shutdown(state)
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-
-
-def test_a_childs_shutdown_does_not_disconnect_its_parent(backend: BuiltIn) -> None:
-    with backend.connected(1) as session:
-        session.workers[0].call(shut_down_in_child)
-        for value in range(2, 6):
-            session.send(value)
-            assert session.outputs() == [value]
 
 
 def be_trainer(state: WorkerState, scheme: wsync.WeightSyncScheme) -> wsync.WeightSyncScheme:
@@ -204,19 +133,6 @@ def test_a_worker_that_connected_and_left_is_not_waited_for(backend: BuiltIn) ->
         workers[1].start(commands.join, scheme, Small, 0, "policy")
         scheme.connect()
         assert workers[1].result() == 1
-
-
-def test_a_shutdown_refuses_workers_that_wait_to_join(backend: BuiltIn) -> None:
-    before = listening_sockets()
-    with backend.workers(1) as workers, backend.make_scheme(timeout=20.0) as scheme:
-        scheme.init_on_sender("policy", model=Small(), num_workers=2)
-        listening = [fd for fd, _, _ in listening_sockets() - before]
-        workers[0].start(commands.join, scheme, Small, 0, "policy")
-        assert select.select(listening, [], [], 20.0)[0], "the worker does not connect"
-        with forked():
-            scheme.shutdown()
-            with pytest.raises(WorkerError, match="NotConnected"):
-                workers[0].result()
 
 
 def listening_sockets() -> set[tuple[int, int, Any]]:
