@@ -11,27 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from programs import run_program
-from safetensors.torch import load_file
 from stores import reader, trainer
-from tensordict import TensorDict
-from torch import nn
 
 import wsync
-from wsync.testing import ProcessWorker, WorkerPool, commands
+from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import EveryTensorKind, Small, WithExtraState, fill, longer, scramble
+from wsync.testing.models import Small, WithExtraState, fill, longer
 from wsync.testing.pull import catch_up
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_older_way_to_connect_is_refused(tmp_path: Path) -> None:
-    with wsync.StoreWeightSyncScheme(str(tmp_path)) as scheme:
-        with pytest.raises(ValueError, match="call init_on_receiver\\(\\) and connect\\(\\)"):
-            scheme.init_on_worker("policy", model=Small(), worker_idx=0)
-        scheme.init_on_receiver("policy", model=Small(), worker_idx=0)  # as if nothing had happened
 
 
 def folder(url: Path) -> Path:
@@ -64,21 +53,6 @@ def test_every_version_arrives(tmp_path: Path, pool: WorkerPool) -> None:
             assert workers.call(wait_for, value) == [[float(value)] * 4] * 2
 
 
-def test_every_kind_of_tensor(tmp_path: Path) -> None:
-    state = scramble(EveryTensorKind(), 1).state_dict()
-    weights = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-    transport = wsync.StoreTransport(f"{tmp_path}/one")
-    transport.setup_connection_and_weights_on_sender()
-    transport.send_weights(weights)
-    received = wsync.StoreTransport(f"{tmp_path}/one").receive_weights(5.0, strategy=wsync.WeightStrategy("state_dict"))
-    assert received is not None and received.keys() == weights.keys()
-    for name, tensor in weights.items():
-        torch.testing.assert_close(received[name], tensor, rtol=0, atol=0, equal_nan=True)
-    (file,) = (tmp_path / "one").glob("v*")
-    for name, tensor in load_file(file).items():  # tied entries are there once
-        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize("umask", [0o022, 0o007])
 def test_versions_can_be_read_by_those_who_can_read_the_manifest(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
@@ -88,17 +62,6 @@ def test_versions_can_be_read_by_those_who_can_read_the_manifest(tmp_path: Path,
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in folder(tmp_path).iterdir()} == {0o666 & ~umask}
-
-
-def test_a_version_that_does_not_fit_is_received_again(tmp_path: Path) -> None:
-    model, receiver = nn.Linear(2, 2), wsync.StoreTransport(tmp_path)
-    sender = wsync.StoreTransport(tmp_path)
-    sender.setup_connection_and_weights_on_sender()
-    sender.send_weights(model)
-    with pytest.raises(wsync.LayoutMismatch):
-        receiver.receive_weights(0.0, model=nn.Linear(3, 3))
-    assert receiver.receive_weights(0.0, model=(other := nn.Linear(2, 2))) is not None
-    assert torch.equal(other.weight, model.weight)
 
 
 def test_a_reader_that_starts_late_or_first(tmp_path: Path, pool: WorkerPool) -> None:
@@ -121,17 +84,6 @@ def test_workers_of_a_new_run_do_not_begin_with_weights_of_the_old_one(tmp_path:
         scheme.connect()
         assert workers[0].result() == 3  # it goes on counting
         assert workers[0].call(commands.output) == [1.0] * 4
-
-
-def test_workers_of_a_new_run_without_first_weights_keep_theirs(tmp_path: Path, pool: WorkerPool) -> None:
-    with trainer(tmp_path) as scheme:
-        scheme.send(fill(Small(), 9))
-    with wsync.StoreWeightSyncScheme(str(tmp_path), timeout=30.0) as scheme, pool.group(1) as workers:
-        scheme.init_on_sender("policy", num_workers=1)
-        assert workers[0].call(commands.join, scheme, Small, 0, "policy") == 0
-        scheme.connect()
-        scheme.send(fill(Small(), 1))
-        assert workers[0].call(wait_for, 3) == [1.0] * 4
 
 
 def test_workers_that_pull(tmp_path: Path, pool: WorkerPool) -> None:
@@ -204,41 +156,6 @@ def publish_and_be_killed(url: Path) -> None:
     transport.send_weights(Small(100_000))
 
 
-def test_a_link_in_the_place_of_an_unfinished_file_is_not_followed(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.write_text("of the same user")
-    with trainer(tmp_path) as scheme:
-        (version,) = folder(tmp_path).glob("v*")
-        link = folder(tmp_path) / f"manifest.json.{version.stem.split('-')[1]}.unfinished"
-        link.symlink_to(other)
-        with pytest.raises(wsync.WeightSyncError, match="version 2 was not stored"):
-            scheme.send()
-        assert other.read_text() == "of the same user"
-        scheme.send()
-
-
-def test_a_killed_trainer_in_a_process_of_its_own(tmp_path: Path) -> None:
-    worker = ProcessWorker()
-    try:
-        worker.call(publish_many, str(tmp_path), 5)
-        worker.start(publish_many, str(tmp_path), 10_000)
-        while json.loads((folder(tmp_path) / "manifest.json").read_text())["version"] < 20:
-            os.sched_yield()
-        os.kill(worker.pid, signal.SIGKILL)
-    finally:
-        worker.alive = False
-        worker.close()
-    with reader(tmp_path, timeout=0.2) as receiver:
-        assert receiver.version >= 20
-        assert len({float(value) for value in receiver.model().detach()}) == 1
-
-
-def publish_many(state: WorkerState, url: str, count: int) -> None:
-    with trainer(url) as scheme:
-        for value in range(count):
-            scheme.send(fill(Small(), value))
-
-
 def test_a_corrupt_file(tmp_path: Path) -> None:
     with trainer(tmp_path) as scheme, reader(tmp_path, initiator="receiver", timeout=0.2) as receiver:
         scheme.send(fill(Small(), 2))
@@ -254,13 +171,6 @@ def test_a_corrupt_file(tmp_path: Path) -> None:
             reader(tmp_path, timeout=0.2)
         scheme.send(fill(Small(), 3))
         assert receiver.pull() == 3 and receiver.model()[0] == 3
-
-
-def test_a_corrupt_manifest(tmp_path: Path) -> None:
-    with trainer(tmp_path):
-        (folder(tmp_path) / "manifest.json").write_text('{"version": 1}')
-        with pytest.raises(wsync.WeightSyncError, match=r"manifest .* is damaged"):
-            reader(tmp_path, timeout=0.2)
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
@@ -301,16 +211,6 @@ def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
 def test_extra_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(wsync.LayoutMismatch, match="extra state cannot be stored"), trainer(tmp_path, WithExtraState()):
         pass
-
-
-def test_extra_state_is_refused_also_after_weights_without_any(tmp_path: Path) -> None:
-    model = fill(WithExtraState(), 1)
-    with trainer(tmp_path, TensorDict({"weight": model.weight.detach().clone()})) as scheme:
-        for _ in range(2):
-            with pytest.raises(wsync.LayoutMismatch, match=r"extra state cannot be stored: _extra_state"):
-                scheme.send(fill(model, 2))
-        assert json.loads((folder(tmp_path) / "manifest.json").read_text())["version"] == 1
-        scheme.send()
 
 
 def test_models_cannot_be_switched_together(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Weights of any dtype, shape, strides and ties arrive bit for bit; names are those of the module within its wrappers."""
+"""Weights of any dtype, shape, strides and ties arrive bit for bit, by the names within a module's wrappers."""
 
 from __future__ import annotations
 
