@@ -19,7 +19,7 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 import wsync
-from collectors import Collector, GymEnv, ModuleTransform, MultiAsyncCollector, MultiSyncCollector, RayModuleTransform
+from collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector, RayModuleTransform
 from collectors.distributed import DistributedCollector
 from collectors.environments.transforms import Key
 
@@ -40,26 +40,6 @@ class Scaled(nn.Module):
 
     def forward(self, given: Tensor) -> Tensor:
         return self.weight * given
-
-
-class Broken(nn.Module):
-    def forward(self, given: Tensor) -> Tensor:
-        raise ArithmeticError("no such number")
-
-
-def broken_when_made() -> nn.Module:
-    raise ArithmeticError("no such module")
-
-
-class Stuck(nn.Module):
-    """Answers the probe and then waits for a file that is never written."""
-
-    def forward(self, given: Tensor) -> Tensor:
-        if not self.training:
-            return given
-        reading, _ = os.pipe()
-        os.read(reading, 1)
-        return given
 
 
 @pytest.fixture(scope="module")
@@ -184,58 +164,6 @@ def test_a_collector_connects_and_updates_the_module(rewards: RayModuleTransform
     assert reward_of(GymEnv("CartPole-v1", 2, transforms=[rewards])) == [3, 3]  # the actor is not the collector's
 
 
-def test_transforms_of_workers_in_actors_of_their_own(rewards: RayModuleTransform, cluster: None) -> None:
-    with (
-        RayModuleTransform(Scaled, REWARD, REWARD) as other,
-        collector_with(MultiSyncCollector, "env.transform[0].module", [rewards, other]) as collector,
-    ):
-        collector.update_policy_weights_(weights=scaled(5.0), model_id="env.transform[0].module")
-        assert rewards_of(collector) == [5.0]
-        collector.update_policy_weights_({1: scaled(6.0)}, model_id="env.transform[0].module", worker_ids=[1])
-        batch = next(collector)["next", "reward"]
-        assert [batch[0].unique().tolist(), batch[1].unique().tolist()] == [[5.0], [6.0]]
-
-
-def test_a_restarted_worker_uses_the_same_actor(rewards: RayModuleTransform) -> None:
-    path = "env.transform[0].module"
-    with collector_with(MultiSyncCollector, path, [rewards] * 2, on_worker_failure="restart") as collector:
-        collector.update_policy_weights_(weights=scaled(2.0), model_id=path)
-        next(collector)
-        collector.remote_workers[1].process.kill()
-        both = next(batch for batch in collector if collector.failures.restarted[1] and len(batch) == 2)
-        assert both["next", "reward"].unique().tolist() == [2.0]
-        collector.update_policy_weights_(weights=scaled(7.0), model_id=path)
-        assert rewards_of(collector) == [7.0] and collector.failures.failed == {1: 1}
-        with pytest.raises(ValueError, match="on_worker_failure='restart', update a model in actors"):
-            collector.update_policy_weights_(weights_dict={"policy": policy(), path: scaled(8.0)})
-
-
-def test_an_update_with_the_module_ends_the_collector_of_a_dead_worker(
-    rewards: RayModuleTransform,
-) -> None:
-    path = "env.transform[0].module"
-    collector = collector_with(MultiSyncCollector, path, [rewards] * 2)
-    other, victim = (os.pidfd_open(worker.process.pid) for worker in collector.remote_workers)
-    collector.remote_workers[1].process.kill()
-    assert has_ended(victim)
-    with pytest.raises(wsync.WorkerDied, match="worker 1"):
-        collector.update_policy_weights_(weights_dict={"policy": policy(), path: scaled(2.0)})
-    assert collector.closed and has_ended(other)
-
-
-@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
-def test_a_path_without_a_transform_in_an_actor_is_an_error_that_says_so(rewards: RayModuleTransform, cls: Any) -> None:
-    own = ModuleTransform(Scaled(), REWARD, REWARD)
-    missed: Any = LookupError if cls is Collector else wsync.WorkerFailed
-    for path, transform, error, said in (
-        ("env.transform[0].module", own, TypeError, "'env.transform\\[0\\]' is a ModuleTransform"),
-        ("env.transform[1].module", rewards, missed, "env.transform has no \\[1\\]; it has \\[0\\]"),
-        ("module", rewards, ValueError, "'module' names no transform"),
-    ):
-        with pytest.raises(error, match=said):
-            collector_with(cls, path, [transform])
-
-
 def test_a_dead_actor_is_named_in_every_error(cluster: None) -> None:
     transform = RayModuleTransform(Scaled, REWARD, REWARD)
     dead, late = f"actor {transform._name}.* is dead", cloudpickle.dumps(transform)
@@ -253,29 +181,6 @@ def test_a_dead_actor_is_named_in_every_error(cluster: None) -> None:
         with pytest.raises(wsync.WorkerFailed, match=dead):
             next(batches)
     transform.shutdown()
-
-
-@pytest.mark.slow
-def test_a_stuck_actor_is_an_error_and_no_hang(cluster: None) -> None:
-    with RayModuleTransform(Stuck, REWARD, REWARD) as transform:
-        env = GymEnv("CartPole-v1", 2, transforms=[transform])
-        transform.timeout = 3.0
-        process = process_of(transform)
-        with pytest.raises(wsync.SyncTimeout, match=r"did not call the module within 3\.0 s"):
-            reward_of(env)
-        transform.timeout = 60.0
-    assert has_ended(process)
-
-
-@pytest.mark.slow
-def test_what_the_module_raises_arrives_with_its_traceback(cluster: None) -> None:
-    with (
-        RayModuleTransform(Broken, REWARD, REWARD) as transform,
-        pytest.raises(wsync.WorkerFailed, match="no such number"),
-    ):
-        GymEnv("CartPole-v1", 2, transforms=[transform])
-    with pytest.raises(wsync.WorkerDied, match=r"could not start(.|\n)*no such module"):
-        RayModuleTransform(broken_when_made, REWARD, REWARD)
 
 
 @pytest.mark.slow

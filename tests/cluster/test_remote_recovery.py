@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from multiprocessing.connection import wait
-from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import cloudpickle
@@ -20,9 +17,7 @@ from ray_workers import START_TIMEOUT
 from tensordict import TensorDictBase
 from torch import nn
 
-import wsync
 from collectors.distributed import DistributedCollector, RayCollector, RPCCollector
-from collectors.distributed.calls import Reply
 from wsync.testing.workers import stop_process
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
@@ -78,51 +73,6 @@ def update(collector: Any, value: int) -> None:
     collector.update_policy_weights_()
 
 
-class Failing(Pids):
-    """In a folder called bad it raises in its second batch; its end takes a moment, and a fifo says when it begins."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.steps = 0
-        self.raised = False
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        self.steps += 1
-        if self.steps == 15 and self.folder.name == "bad":
-            self.raised = True
-            raise ArithmeticError("the cart fell off the table")
-        return super().step(action)
-
-    def close(self) -> None:
-        if self.raised:
-            self.raised = False
-            (self.folder / "fifo").write_text("schemes are closed by now")
-            time.sleep(0.3)
-        super().close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "failure"), [("tcp", "raise"), ("rpc", "drop"), ("ray", "drop")])
-def test_an_update_that_comes_upon_a_worker_that_raised_tells_what_it_raised(family, failure, tmp_path, caplog):
-    """A call is answered when the worker has closed all that it had; the update has come upon that before."""
-    for name in ("bad", "good"):
-        (tmp_path / name).mkdir()
-        os.mkfifo(tmp_path / name / "fifo")
-    makers = [lambda: Failing(tmp_path / "bad"), lambda: Failing(tmp_path / "good")]
-    options: Any = {"frames_per_batch": 10, "sync": False, "on_worker_failure": failure}
-    with FAMILIES[family](makers, Telling(), **options) as collector:
-        next(collector)  # has both at work
-        assert (tmp_path / "bad" / "fifo").read_text()
-        if failure == "raise":
-            with pytest.raises(wsync.WorkerFailed, match="the cart fell off the table"):
-                update(collector, 2)
-            assert collector.closed
-        else:
-            update(collector, 2)
-            assert "the cart fell off the table" in caplog.text
-        assert collector.failures.failed == {0: 1}
-
-
 def until_both(collector: Any, gone: int) -> list[int]:
     for _ in range(20_000):
         batch = next(collector)
@@ -175,18 +125,6 @@ def test_the_others_go_on_without_a_worker_that_is_dropped(family):
         assert rest[-1]["told"].unique().tolist() == [2.0]
         assert collector.failures.as_dict() == {"failed": {"0": 1}, "dropped": {"0": 1}, "restarted": {}}
         assert collector.frames == 16 + 3 * 8
-
-
-def test_a_call_to_a_worker_that_was_ended_still_has_an_answer():
-    """It may come when the worker's process has been let go of: RPC calls back when it likes."""
-    with collect("rpc", "drop") as collector:
-        victim = collector.remote_workers[1]
-        os.kill(pids(next(collector))[1], signal.SIGKILL)
-        while victim in collector.remote_workers:
-            next(collector)
-        answers: SimpleQueue[Reply] = SimpleQueue()
-        victim.call("collect", 0, answers.put)
-        assert answers.get(timeout=30).kind == "died"
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import wsync
-from wsync.gate import process_gate
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -29,7 +28,7 @@ class Relay:
     def _pass_on(self, *passed: object) -> None:
         if self.policy.weight.item() == self.fails_at:
             raise ArithmeticError("the workers below are on strike")
-        self.line.send((*passed, process_gate().held_here))
+        self.line.send(passed)
 
 
 class Newest(Relay):
@@ -40,16 +39,6 @@ class Newest(Relay):
 class Keywords(Relay):
     def update_policy_weights_(self, *, weights, model_id):
         self._pass_on(weights["weight"].item(), model_id)
-
-
-class OnlyWeights(Relay):
-    def update_policy_weights_(self, weights):
-        self._pass_on(weights["weight"].item(), "policy")
-
-
-class Bare(Relay):
-    def update_policy_weights_(self):
-        self._pass_on(self.policy.weight.item(), "policy")
 
 
 class Cascade(Relay):
@@ -87,8 +76,6 @@ def started(kind, scheme, fails_at=None):
         (Newest, "multiprocess", {"strategy": "state_dict"}),
         (Newest, "distributed", {}),
         (Keywords, "shared_mem", {"strategy": "state_dict"}),
-        (OnlyWeights, "shared_mem", {}),
-        (Bare, "shared_mem", {}),
         (Cascade, "multiprocess", {}),
         (Cascade, "distributed", {"shared_memory": False}),
     ],
@@ -101,7 +88,7 @@ def test_each_installed_update_is_passed_on_before_it_is_acknowledged(kind, name
             if value > 1.0:
                 scheme.send(linear(value))
             assert mine.poll(), "acknowledged, and not passed on"
-            assert mine.recv() == (value, "policy", False)
+            assert mine.recv() == (value, "policy")
     process.join(20)
     assert process.exitcode == 0
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import threading
-import time
-from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
-from forking import ForkingTransform
 from http_engines import TOKEN, engines, refuse_next, start_engine, stop_engine, trainer, value
-from tensordict import TensorDict
 
 import wsync
 from wsync.testing import WorkerPool
@@ -59,19 +52,6 @@ def test_a_silent_engine_is_an_error_at_the_deadline(pool: WorkerPool) -> None:
         assert workers.call(value) == [("3", [3.0] * 4)] * 2
 
 
-def test_a_silent_engine_is_an_error_although_another_one_was_sent_something_meanwhile(pool: WorkerPool) -> None:
-    with engines(pool, 2) as (workers, urls), trainer(urls, timeout=1.0) as scheme:
-        workers[0].stop()
-        scheme.send_async(worker_ids=0)
-        later = time.monotonic() + 1.5  # after the deadline of the first one
-        while time.monotonic() < later:
-            scheme.send(worker_ids=1)
-        scheme.send_async(worker_ids=1)
-        with pytest.raises(wsync.SyncTimeout, match="worker 0"):
-            scheme.wait_async()
-        workers[0].resume()
-
-
 def test_what_the_engine_raises_reaches_the_trainer(pool: WorkerPool) -> None:
     with engines(pool, 2) as (workers, urls), trainer(urls) as scheme:
         workers[0].call(refuse_next)
@@ -80,110 +60,6 @@ def test_what_the_engine_raises_reaches_the_trainer(pool: WorkerPool) -> None:
         assert workers.call(value) == [("1", [1.0] * 4), ("2", [2.0] * 4)]
         scheme.send(fill(Small(), 3))
         assert workers.call(value) == [("3", [3.0] * 4)] * 2
-
-
-def disturbed(app: Any, state: dict[str, Any]) -> Callable[..., Awaitable[None]]:
-    """Return the application; in bodies with weights a bit is flipped, or an answer breaks off, as ``state`` has it."""
-
-    async def disturbing(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        async def changed() -> Mapping[str, Any]:
-            message = await receive()
-            content = bytearray(message["body"])
-            content[-1] ^= 0x40
-            return {**message, "body": bytes(content)}
-
-        hit = state and scope.get("path") == "/update_weights"
-        if hit and state.get("broken"):
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-            raise ConnectionResetError
-        await app(scope, changed if hit else receive, send)
-
-    return disturbing
-
-
-def test_a_disturbed_transfer_changes_nothing() -> None:
-    target, state = Small(), dict[str, Any]()
-    with serve(disturbed(wsync.engine_app(target, token=None), state)) as url, trainer(url) as scheme:
-        state["flipped"] = True
-        with pytest.raises(wsync.WorkerFailed, match=r"phase finish .*409: the version is corrupt"):
-            scheme.send(fill(Small(), 2))
-        assert target()[0] == 1
-        state["broken"] = True
-        with pytest.raises(wsync.WorkerDied, match="phase update"):
-            scheme.send(fill(Small(), 3))
-        assert target()[0] == 1
-        state.clear()
-        scheme.readmit(0)  # it gets what was sent last
-        assert target()[0] == 3
-
-
-def test_a_forked_child_leaves_the_engines_alone() -> None:
-    target = Small()
-    with serve(wsync.engine_app(target, token=None)) as url, trainer(url) as scheme:
-        child = multiprocessing.get_context("fork").Process(target=scheme.shutdown)
-        child.start()
-        child.join(30)
-        assert child.exitcode == 0
-        scheme.send(fill(Small(), 2))
-        assert target()[0] == 2
-
-
-def test_a_child_that_a_transform_forks_sends_nothing(pool: WorkerPool) -> None:
-    transform = ForkingTransform()
-    with engines(pool, 1) as (workers, urls), trainer(urls, send_transform=transform) as scheme:
-        assert "forked child" in transform.outcome_in_child(lambda: scheme.send(fill(Small(), 2)))
-        assert workers[0].call(value)[1][0] == 2
-
-
-def test_nothing_is_left_after_shutdown() -> None:
-    with serve(wsync.engine_app(Small(), token=None)) as url, trainer(url):
-        assert engine_threads()
-    assert not engine_threads()
-
-
-def engine_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("wsync-engine")]
-
-
-def test_nothing_is_left_of_an_abandoned_scheme() -> None:
-    with serve(wsync.engine_app(Small(), token=None)) as url:
-        scheme = wsync.HTTPWeightSyncScheme(url)
-        scheme.init_on_sender("policy", model=Small())
-        scheme.connect()
-        assert engine_threads()
-        del scheme
-        gc.collect()
-        assert not engine_threads()
-
-
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_a_scheme_may_be_collected_by_the_thread_that_sends() -> None:
-    sending, abandoned = threading.Event(), threading.Event()
-
-    class Collecting:
-        def __init__(self, client: Any, source: Any) -> None:
-            pass
-
-        def send_weights(self) -> None:
-            sending.set()
-            assert abandoned.wait(30.0)
-            gc.collect()
-
-    with serve(wsync.engine_app(Small(), token=None)) as url:
-        scheme = wsync.HTTPWeightSyncScheme(url, transfer=Collecting)
-        scheme.init_on_sender("policy", num_workers=1)
-        scheme.connect()
-        scheme.send_async(Small())
-        assert sending.wait(30.0)
-        (thread,) = engine_threads()
-        gc.disable()  # from here on only that thread collects
-        cycle: list[Any] = [scheme]
-        cycle.append(cycle)
-        del scheme, cycle
-        abandoned.set()
-        thread.join(30.0)
-        gc.enable()
-        assert not engine_threads()
 
 
 def test_weights_that_do_not_fit_are_an_error_at_connect() -> None:
@@ -200,15 +76,6 @@ def test_weights_that_do_not_fit_are_an_error_at_connect() -> None:
             scheme.connect()
             with pytest.raises(wsync.WorkerFailed, match=r"applied nowhere(?s:.)*LayoutMismatch"):
                 scheme.send(longer())
-
-
-def test_extra_state_is_refused_also_after_weights_without_any() -> None:
-    given: Any = TensorDict({"weight": torch.ones(3)})
-    with serve(wsync.engine_app(WithExtraState(), token=None)) as url, trainer(url, given) as scheme:
-        for _ in range(2):
-            with pytest.raises(wsync.LayoutMismatch, match="extra state cannot be sent over HTTP: _extra_state"):
-                scheme.send(WithExtraState())
-        scheme.send()
 
 
 @pytest.mark.parametrize("token", [None, "another"])
@@ -250,29 +117,7 @@ def test_models_cannot_be_switched_together() -> None:
         wsync.synchronize({scheme: fill(Small(), 2)})
 
 
-def test_a_refused_switch_leaves_the_update_in_flight_alone() -> None:
-    loading, go_on, loaded = threading.Event(), threading.Event(), list[float]()
-
-    def load(pairs: Any) -> None:
-        (weight,) = (tensor.clone() for _, tensor in pairs)
-        loaded.append(float(weight[0]))
-        if weight[0] == 2:
-            loading.set()
-            assert go_on.wait(30.0)
-
-    with serve(wsync.engine_app(load=load, token=None)) as url, trainer(url) as scheme:
-        scheme.send_async(fill(Small(), 2))
-        assert loading.wait(30.0)
-        with pytest.raises(wsync.WeightSyncError, match="one by one"):
-            wsync.synchronize({scheme: fill(Small(), 3)})
-        go_on.set()
-        report = scheme.wait_async()
-        assert report is not None and report.version == 2 and loaded == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_a_disconnect_ends_the_wait_for_an_engine_that_hangs(in_flight: int) -> None:
-    """Also for a version that waits behind one in flight."""
+def test_a_disconnect_ends_the_wait_for_an_engine_that_hangs() -> None:
     loading, go_on = threading.Event(), threading.Event()
 
     def load(pairs: Any) -> None:
@@ -280,19 +125,14 @@ def test_a_disconnect_ends_the_wait_for_an_engine_that_hangs(in_flight: int) -> 
             loading.set()
             go_on.wait(30.0)
 
-    with serve(wsync.engine_app(load=load, token=None)) as url, trainer(url, timeout=None) as scheme:
-        if in_flight:
-            scheme.send_async(fill(Small(), 2))
-            assert loading.wait(30.0)
-        with ThreadPoolExecutor(1) as threads:
-            sending = threads.submit(scheme.send, fill(Small(), 3 if in_flight else 2))
-            assert loading.wait(30.0)
-            while scheme.version < 2 + in_flight:  # the send has begun, and holds the sender's lock until it ends
-                pass
-            scheme.disconnect(0)
-            go_on.set()
-            with pytest.raises(wsync.WorkerDied, match=r"(?s)worker 0.*disconnect"):
-                sending.result(30.0)
+    app = wsync.engine_app(load=load, token=None)
+    with serve(app) as url, trainer(url, timeout=None) as scheme, ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(scheme.send, fill(Small(), 2))
+        assert loading.wait(30.0)
+        scheme.disconnect(0)
+        go_on.set()
+        with pytest.raises(wsync.WorkerDied, match=r"(?s)worker 0.*disconnect"):
+            sending.result(30.0)
 
 
 def test_disconnect_ends_a_connect_that_waits_for_an_engine() -> None:
@@ -313,10 +153,9 @@ def test_disconnect_ends_a_connect_that_waits_for_an_engine() -> None:
     [
         ({"urls": []}, "at least one"),
         ({"urls": ["http://a", "http://a/"]}, "each engine once"),
-        ({"urls": "ftp://a"}, "like 'http://host:8000'"),
-        ({"urls": "http://user:word@a"}, "like 'http://host:8000', not 'http://…@a'"),
-        *(({"urls": f"http://{end}"}, "like 'http://host:8000'") for end in ("a/b c", "ü", "a/?", "a#", "[::1", "a:0")),
-        ({"urls": "http://a", "pause": "stop"}, "pause is 'abort'"),
+        *(({"urls": url}, "http://host:8000") for url in ("ftp://a", "http://a/b c", "http://a/?", "http://a:0")),
+        ({"urls": "http://user:word@a"}, "http://host:8000"),
+        ({"urls": "http://a", "pause": "stop"}, "pause"),
         ({"urls": "http://a", "chunk_bytes": 0}, "chunk_bytes"),
         ({"urls": "http://a", "token": "x\r\ny"}, "printable"),
     ],

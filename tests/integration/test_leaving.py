@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -111,73 +110,3 @@ def test_a_trainer_that_multiprocessing_has_started_ends_as_well(
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, said)
     assert done.stderr.endswith("RuntimeError: the trainer's own fault\n")
-
-
-FORSAKEN = """
-import sys
-import threading
-import torch.nn as nn
-import wsync
-from wsync.control import connect
-from wsync.deadlines import deadline_in
-
-
-def come_and_go():
-    connection = connect(scheme._address, 0, deadline_in(20.0))
-    connection.receive()
-    connection.close()
-
-
-scheme = wsync.DistributedWeightSyncScheme(timeout=20.0, shared_memory="memory" in sys.argv)
-scheme.init_on_sender("policy", model=nn.Linear(4, 4), num_workers=1)
-visitor = threading.Thread(target=come_and_go)
-visitor.start()
-try:
-    scheme.connect()
-except wsync.WorkerDied:
-    print("told")
-visitor.join()
-if "shutdown" in sys.argv:
-    scheme.shutdown()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("means", ["memory", "group"])
-@pytest.mark.parametrize("end", ["shutdown", "exit"])
-def test_a_trainer_exits_cleanly_if_its_worker_died_while_connecting(tmp_path: Path, means: str, end: str) -> None:
-    """The thread that formed it was still in torch when the interpreter ended, which aborted the process."""
-    script = tmp_path / "trainer.py"
-    script.write_text(FORSAKEN, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, script, means, end], capture_output=True, text=True, timeout=250, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
-
-
-INTERRUPTED = """
-import sys
-from collectors import GymEnv, MultiSyncCollector
-from collectors.workers.group import WorkerGroup
-
-
-def interrupt(group):
-    WorkerGroup.close = close
-    raise KeyboardInterrupt
-
-
-close, WorkerGroup.close = WorkerGroup.close, interrupt
-sys.kept = collector = MultiSyncCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=8)
-try:
-    collector.shutdown()
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-
-
-def test_what_ctrl_c_has_left_of_a_collector_in_its_shutdown_ends_with_the_program(tmp_path: Path) -> None:
-    script = tmp_path / "trainer.py"
-    script.write_text(INTERRUPTED, encoding="utf-8")
-    done = run_program(script, folder=tmp_path, timeout=60.0, PYTHONPATH=str(ROOT))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")

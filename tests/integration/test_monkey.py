@@ -96,18 +96,3 @@ def test_the_limit_is_kept_and_every_worker_that_is_killed_is_replaced(
         next(collector)
     assert monkey.counts == {"kill": 3}
     assert collector.failures.failed.total() == 3
-
-
-def test_a_stopped_worker_continues_when_the_monkey_ends(ends: ExitStack) -> None:
-    collector = ends.enter_context(MultiSyncCollector([lambda: GymEnv("CartPole-v1")] * 2, frames_per_batch=32))
-    with Monkey(collector, faults=["stop"], rate=60_000, pause=3600, limit=2) as monkey:
-        pids = [worker.process.pid for worker in collector.remote_workers]
-        while monkey.counts["stop"] < 2 or any(state(pid) != "T" for pid in pids):
-            os.sched_yield()
-    assert all(state(pid) != "T" for pid in pids)
-    assert next(collector).numel() == 32
-
-
-def state(pid: int) -> str:
-    """As ps has it: T is stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]

@@ -59,17 +59,6 @@ def test_a_batch_that_became_too_old_while_it_was_collected_is_collected_anew(cl
         assert (collector.staleness.dropped_batches, collector.staleness.dropped_frames) == (1, STEPS)
 
 
-def test_the_other_shares_of_a_batch_are_kept(steps):
-    path, _ = steps
-    envs = [lambda: Counted(path)] * 2
-    with MultiSyncCollector(envs, policy(), frames_per_batch=2 * STEPS, max_staleness=0) as collector:
-        next(collector)
-        collector.update_policy_weights_(worker_ids=[0])
-        with pytest.raises(RuntimeError, match=r"11 batches of worker 1 in a row .* max_staleness=0 .* \(worker_ids\)"):
-            next(collector)
-        assert collector.staleness.dropped_batches == 11, "worker 0 has collected one, of the newest version"
-
-
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
 def test_a_version_that_no_worker_got_makes_no_frame_old(cls):
     schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "module")}
@@ -85,24 +74,6 @@ def test_a_version_that_no_worker_got_makes_no_frame_old(cls):
         assert collector.policy_version == 3 and (next(collector)["policy_version"] == 3).all()
         assert collector.staleness.dropped_batches == 0
     assert collector.policy_version == 3
-
-
-def test_a_version_number_that_is_only_continued_from_makes_no_frame_old():
-    with MultiSyncCollector([cartpole], policy_factory=policy, frames_per_batch=STEPS, max_staleness=0) as collector:
-        collector.load_state_dict({"frames": 0, "policy_version": 5})
-        assert (next(collector)["policy_version"] == 0).all()
-        assert collector.policy_version == 0 and collector.state_dict()["policy_version"] == 5
-        collector.send_weights(policy(), wait=False)
-        assert collector.policy_version == 6
-
-
-def test_random_frames_are_of_no_version():
-    with Collector(
-        lambda: GymEnv("CartPole-v1"), policy(), frames_per_batch=8, init_random_frames=8, max_staleness=0
-    ) as one:
-        one.update_policy_weights_()
-        assert (next(one)["policy_version"] == -1).all()
-        assert one.staleness.dropped_batches == 0
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])

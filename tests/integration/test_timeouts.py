@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import pickle
-import queue
 import threading
 import time
 from itertools import count
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -93,29 +90,3 @@ def test_waits_go_by_the_monotonic_clock(options: dict[str, Any], monkeypatch: p
         monkeypatch.setattr(time, "time", lambda: 0.0)  # it stands still
         assert worker.receive(0.2) is None
         worker.shutdown()
-
-
-def test_transports_and_pipes_take_an_endless_timeout(endless: float) -> None:
-    model, weights = nn.Linear(2, 2), queue.Queue()
-    wsync.MPTransport(weights, None, endless).send_weights(model_of(4))
-    assert wsync.MPTransport(weights).receive_weights(endless, model=model) is not None
-    shared = wsync.SharedMemTransport()
-    shared.register_weights(model)
-    shared.send_weights(model_of(5))
-    assert shared.receive_weights(endless, model=model) is not None and model.weight[0, 0] == 5
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    other = wsync.DistributedTransport(weights_buffer=model, store=TCPStore("127.0.0.1", store.port, is_master=False))
-    sending = threading.Thread(target=other.send_weights, args=(model_of(6),))
-    sending.start()
-    end = wsync.DistributedTransport(weights_buffer=model, store=store)
-    assert end.receive_weights(endless, model=model) is not None and model.weight[0, 0] == 6
-    sending.join()
-    ours, theirs = multiprocessing.Pipe()
-    with wsync.SharedMemWeightSyncScheme(timeout=endless) as sender, wsync.SharedMemWeightSyncScheme() as worker:
-        worker.timeout = endless
-        sender.init_on_sender("policy", pipes=[ours])
-        worker.init_on_worker("policy", pipe=theirs, model=model)
-        sending = threading.Thread(target=sender.get_sender().send, args=(model_of(7),))
-        sending.start()
-        assert worker.get_receiver().receive(endless) and torch.all(model.weight == 7)
-        sending.join()

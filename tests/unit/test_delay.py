@@ -12,10 +12,9 @@ from collectors import Collector, MultiSyncCollector
 from collectors.envs import GymEnv
 from learning import IMPALA, Policy, make_critic, make_policy
 from learning.delay import WeightDelay
-from learning.loop import Goal, Training
+from learning.loop import Goal, StopRequest, Training
 from learning.progress import Row
 from learning.reporting import Reporter
-from learning.run import StopRequest
 from wsync import SharedMemWeightSyncScheme
 
 

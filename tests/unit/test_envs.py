@@ -14,7 +14,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import nn
 
 from collectors import GymEnv, ModuleTransform
@@ -131,12 +131,6 @@ def test_arguments_for_make_apply_to_one_and_to_several_environments(
     assert batch["next", "truncated"].any() == (limit is not None)
 
 
-@pytest.mark.parametrize("num_envs", [1, 2])
-def test_an_unknown_argument_for_make_is_an_error_for_one_and_for_several(num_envs: int) -> None:
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'gravitas'.*CartPole-v1"):
-        GymEnv("CartPole-v1", num_envs, gravitas=9.8)
-
-
 def test_native_vector_environments_mask_their_reset_steps() -> None:
     env = GymEnv("CartPole-v1", 4, seed=0, vectorization_mode="auto")
     assert isinstance(env.stepper.driver.env, CartPoleVectorEnv)  # type: ignore[attr-defined]
@@ -153,18 +147,6 @@ def test_native_vector_environments_mask_their_reset_steps() -> None:
         assert frames["observation"][starts].abs().max() <= 0.05
         ongoing = ~starts[1:]
         assert torch.equal(frames["observation"][1:][ongoing], frames["next", "observation"][:-1][ongoing])
-
-
-def test_a_reward_model_gives_nothing_for_a_reset_step() -> None:
-    class One(nn.Module):
-        def forward(self, observation: torch.Tensor) -> torch.Tensor:
-            return torch.ones(len(observation))
-
-    reward_model = ModuleTransform(One(), ["observation"], [("next", "reward")])
-    env = GymEnv("CartPole-v1", 2, seed=0, vectorization_mode="vector_entry_point", transforms=[reward_model])
-    batch = env.rollout(60)
-    assert not bool(batch["mask"].all())
-    assert torch.equal(batch["next", "reward"].squeeze(-1), batch["mask"].float())
 
 
 def test_auto_chooses_a_native_vector_environment_only_where_it_does_the_same() -> None:
@@ -248,23 +230,6 @@ def test_continuous_actions_are_clipped_on_their_way_only(num_envs: int) -> None
     )
     assert torch.equal(batch["action"], action.expand(*env.batch_size, 3, 2))
     assert all(np.array_equal(scripted.seen, [[2.0, 0.5], [-1.0, -9.0], [0.25, 0.25]]) for scripted in made)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "given", "taken"),
-    [
-        (spaces.Box(0, 10, (4,), np.int64), [3.7, -0.6, 99.0, 3.2], [4, 0, 10, 3]),
-        (spaces.Box(0, 255, (2,), np.uint8), [254.6, -3.0], [255, 0]),
-        (spaces.Box(0, 1, (2,), np.bool_), [0.4, 0.8], [False, True]),
-        (spaces.Box(-np.inf, np.inf, (2,), np.int64), [-2.6, 2.0**40], [-3, 2**40]),
-    ],
-    ids=str,
-)
-def test_an_action_of_integers_is_the_nearest_one(bounds: spaces.Box, given: list[float], taken: list[Any]) -> None:
-    scripted = Scripted(actions=bounds)
-    env = GymEnv(scripted)
-    env.step(env.reset().set("action", torch.tensor(given)))
-    assert scripted.seen[0].tolist() == taken
 
 
 def test_a_huge_action_stays_in_the_range_of_its_integers() -> None:
@@ -387,20 +352,6 @@ def test_several_choices_at_once(space: spaces.Space, nvec: tuple[int, ...], num
         env.step(TensorDict({"action": torch.full((*env.batch_size, len(nvec)), 0.5)}, env.batch_size))
 
 
-def test_the_first_observation_of_an_episode_is_marked() -> None:
-    for env in (GymEnv(Scripted), GymEnv(Scripted, 2), GymEnv("CartPole-v1", 2, vectorization_mode="auto")):
-        env.reset()
-        assert env.stepper.is_init.all()
-        ended, first = False, []
-        for _ in range(60):
-            env.stepper.step(env.stepper.sample()[0])
-            done, skipped = env.stepper.done.copy(), env.stepper.reset_step
-            env.stepper.reset_ended()
-            assert (env.stepper.is_init == (done if skipped is None else done | skipped)).all()
-            ended, first = ended or bool(done.any()), [*first, env.stepper.is_init.any()]
-        assert ended and not all(first)
-
-
 def test_the_same_seed_gives_the_same_rollout() -> None:
     for env_id, num_envs in (("CartPole-v1", 1), ("CartPole-v1", 4), ("Pendulum-v1", 2)):
         rollouts = [GymEnv(env_id, num_envs, seed=seed).rollout(60) for seed in (1, 1, 2)]
@@ -503,42 +454,12 @@ def test_an_observation_outside_its_space_is_named(wrong: dict[str, Any], what: 
     env.close()
 
 
-@pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.Box(-1, 1, (2,)), spaces.MultiDiscrete([2, 2])])
-def test_an_action_with_its_dimensions_in_another_order_is_an_error(space: spaces.Space) -> None:
-    env = GymEnv(lambda: Scripted(actions=space), 3)
-    action = torch.zeros(1, 3) if isinstance(space, spaces.Discrete) else torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"not \[[12], 3\]"):
-        env.step(TensorDict({"action": action}))
-
-
 @pytest.mark.parametrize("num_envs", [1, 2])
 def test_a_continuous_action_of_nan_is_an_error(num_envs: int) -> None:
     action = torch.zeros(num_envs, 1)
     action[-1] = torch.nan
     with pytest.raises(ValueError, match=rf"the action for environment {num_envs - 1} is \[nan\]"):
         GymEnv("Pendulum-v1", num_envs).step(TensorDict({"action": action}))
-
-
-@pytest.mark.parametrize("num_envs", [1, 2])
-def test_the_action_of_a_row_that_a_step_resets_may_be_nan(num_envs: int) -> None:
-    next_step = {"autoreset_mode": AutoresetMode.NEXT_STEP}
-    made = gym.make_vec(
-        "Pendulum-v1", num_envs, vectorization_mode="sync", vector_kwargs=next_step, max_episode_steps=3
-    )
-    env = GymEnv(made, transforms=[ModuleTransform(nn.Linear(1, 1), ["action"], [("next", "reward")])])
-
-    def act(td: TensorDictBase) -> TensorDictBase:
-        ended = torch.from_numpy(env.stepper.done)
-        return td.set("action", torch.where(ended, torch.nan, 0.0).reshape(*env.batch_size, 1))
-
-    batch = env.rollout(9, act)
-    assert torch.equal(batch["action"].isnan().squeeze(-1), ~batch["mask"]) and not bool(batch["mask"].all())
-
-
-@pytest.mark.parametrize("num_envs", [1, 2])
-def test_a_seed_may_be_an_integer_of_any_type(num_envs: int) -> None:
-    one, other = (GymEnv("CartPole-v1", num_envs, seed=seed).reset()["observation"] for seed in (3, np.int64(3)))
-    assert torch.equal(one, other)
 
 
 WRONG = {
@@ -559,19 +480,3 @@ def test_an_index_out_of_range_or_scores_of_nan_are_an_error(name: str, mode: st
     env = GymEnv("CartPole-v1", 2, vectorization_mode=mode)
     with pytest.raises(ValueError, match=message):
         env.step(TensorDict({"action": torch.as_tensor(action)}, [2]))
-
-
-@pytest.mark.parametrize("action", [2, -1, 0.5, torch.nan])
-def test_an_index_out_of_range_of_one_environment_is_an_error(action: float) -> None:
-    with pytest.raises(ValueError, match=f"environment 0 is {action}, and an index is 0 to 1"):
-        GymEnv("CartPole-v1").step(TensorDict({"action": torch.tensor(action)}))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bool])
-def test_an_index_of_any_type_is_taken(dtype: torch.dtype) -> None:
-    indices = torch.tensor([[0, 1], [1, 0]])
-    one, other = (
-        [GymEnv("CartPole-v1", 2, seed=0).step(TensorDict({"action": action}, [2]))["next"] for action in actions]
-        for actions in (indices, indices.to(dtype))
-    )
-    assert all(bool((mine == yours).all()) for mine, yours in zip(one, other, strict=True))

@@ -11,10 +11,9 @@ from bandit import CHOICE, TORQUES, batch_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torch import nn
 
 from collectors.environments.specs import Spec
-from learning import PPO, CategoricalPolicy
+from learning import PPO
 from learning.actor_critic import Diverged, UnusableBatch
 from learning.ppo import Frames
 
@@ -111,19 +110,6 @@ def test_update_does_not_modify_the_batch() -> None:
     assert set(batch.keys(True, True)) == set(before.keys(True, True))
 
 
-def test_a_trunk_shared_by_policy_and_critic_is_one_parameter() -> None:
-    torch.manual_seed(0)
-    trunk = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
-    critic = nn.Sequential(trunk, nn.Linear(8, 1), nn.Flatten(0))
-    learner = PPO(CategoricalPolicy(nn.Sequential(trunk, nn.Linear(8, 3))), critic, lr=1e-3)
-    before = trunk[0].weight.detach().clone()
-    n = 32
-    observation, action = torch.randn(n, 4), torch.randint(3, (n,))
-    learner._step(Frames(observation, action, *(torch.randn(n) for _ in range(4))), 0.2)
-    moved = (trunk[0].weight.detach() - before).abs().max().item()
-    assert moved == pytest.approx(1e-3, rel=0.01)  # a first step of Adam is as long as its learning rate
-
-
 def test_schedules_fall_on_a_line_and_stay() -> None:
     schedules: dict[str, Any] = {"lr": 1e-2, "lr_end_factor": 0.0, "clip": 0.3, "clip_final": 0.1, "epochs": 3}
     learner = learner_of(**schedules, epochs_final=1, anneal_frames=64, minibatch_size=16)
@@ -138,18 +124,6 @@ def test_the_kl_stop_ends_the_passes() -> None:
     free, stopped = learner_of(**options), learner_of(**options, target_kl=0.01)
     assert free.update(batch_of(free.policy, 8, 16))["epochs"] == 10
     assert stopped.update(batch_of(stopped.policy, 8, 16))["epochs"] < 10
-
-
-def test_the_kl_stop_comes_before_the_step_that_would_follow() -> None:
-    options: dict[str, Any] = {"epochs": 10, "minibatch_size": 128, "lr": 5e-2}  # one minibatch in a pass
-    one, stopped = learner_of(**options), learner_of(**options, target_kl=1e-9)
-    one.epochs = one.epochs_final = 1
-    batch = batch_of(one.policy, 8, 16)
-    for learner in (one, stopped):
-        torch.manual_seed(7)
-        learner.update(copy.deepcopy(batch))
-    for p, q in zip(one.parameters, stopped.parameters, strict=True):
-        assert torch.equal(p, q)
 
 
 def test_invalid_counts_and_a_reward_of_nan_are_errors() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor
 from collectors import GymEnv
 from collectors.environments.specs import Spec
 from collectors.rollouts.rollout import Rollout
-from learning import PPO, RNN, RecurrentNetwork, make_actor_critic
+from learning import PPO, RNN, make_actor_critic
 from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
 
 SPEC, CHOICE = Spec(torch.Size([4]), torch.float32), Spec(torch.Size([2]), torch.int64, n=2)
@@ -41,15 +40,6 @@ def test_a_state_is_handed_back_and_starts_anew_with_each_episode(num_envs: int,
     assert bool(batch["next", "done"].any())
 
 
-def test_a_state_may_be_written_to_a_plain_dictionary() -> None:
-    def policy(td: TensorDictBase) -> dict[str, Any]:
-        before = td.get("count", torch.zeros(1))
-        return {"action": torch.tensor(0), "next": {"count": before + 1}}
-
-    rollout = Rollout(GymEnv("CartPole-v1", seed=0), policy)  # pyright: ignore[reportArgumentType]
-    assert rollout.collect(rollout.buffer(4))["count"].flatten().tolist() == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_a_policy_without_a_state_may_read_where_episodes_start(num_envs: int) -> None:
     def act(flag: Tensor) -> Tensor:
@@ -60,54 +50,6 @@ def test_a_policy_without_a_state_may_read_where_episodes_start(num_envs: int) -
     starts = batch["next", "episode_length"] == 1
     assert bool((batch["is_init"] == starts).all()) and bool((batch["action"] == starts.squeeze(-1)).all())
     assert bool(batch["next", "done"].any())
-
-
-def test_random_frames_leave_no_state() -> None:
-    rollout = Rollout(GymEnv("CartPole-v1", seed=0), counting, init_random_frames=5)
-    batch = rollout.collect(rollout.buffer(8))
-    assert batch["count"].flatten().tolist() == [0, 0, 0, 0, 0, 0, 1, 2]
-    assert batch["is_init"].flatten().tolist() == [True] * 6 + [False] * 2
-
-
-@pytest.mark.parametrize("again", [2, 4])
-def test_random_frames_that_begin_again_leave_no_state(again: int) -> None:
-    rollout = Rollout(GymEnv("Acrobot-v1", seed=0), counting, init_random_frames=again)
-    rollout.frames = again
-    assert rollout.collect(rollout.buffer(4))["count"].flatten().tolist() == [0, 1, 2, 3]
-    rollout.frames = 0  # as when a collector loads the state of a younger one
-    batch = torch.cat([rollout.collect(rollout.buffer(4)) for _ in range(2)], -1)
-    assert batch["count"].flatten().tolist() == [0] * again + [*range(8 - again)]
-    assert batch["is_init"].flatten().tolist() == [True] * (again + 1) + [False] * (7 - again)
-
-
-def test_a_policy_may_return_its_state_in_a_dictionary() -> None:
-    def policy(td: TensorDictBase) -> Any:
-        return {"action": torch.tensor(1), "next": {"count": td.get("count", torch.zeros(1)) + 1}}
-
-    rollout = Rollout(GymEnv("CartPole-v1", seed=0), policy)
-    assert rollout.collect(rollout.buffer(4))["count"].flatten().tolist() == [0, 1, 2, 3]
-
-
-class Stepwise(RecurrentNetwork):
-    """Uses the sequence that every recurrent network has, a loop."""
-
-    def __init__(self, inner: RNN) -> None:
-        super().__init__()
-        self.inner, self.state_size = inner, inner.state_size
-
-    def forward(self, observation: Any, state: Tensor) -> tuple[Tensor, Tensor]:
-        return self.inner(observation, state)
-
-
-class NoSize(Stepwise):
-    def __init__(self) -> None:
-        super().__init__(RNN(SPEC, "gru", 8))
-        del self.state_size
-
-
-def test_a_network_without_the_size_of_its_state_is_refused() -> None:
-    with pytest.raises(ValueError, match="NoSize needs the attribute state_size"):
-        make_actor_critic(lambda spec: NoSize(), SPEC, CHOICE)
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
@@ -140,30 +82,6 @@ def test_before_learning_the_probabilities_are_those_of_acting(mode: str, shared
         assert stats["kl"] == pytest.approx(0.0, abs=1e-6) and stats["clip_fraction"] == 0.0
     mask = batch.get("mask", torch.ones(4, 40, dtype=torch.bool))
     assert learner.frames <= 320 and int(mask.sum()) <= 160
-
-
-def test_experience_of_an_older_policy_is_clipped_around_the_newest_one() -> None:
-    torch.manual_seed(0)
-    policy, critic = make_actor_critic(lambda spec: RNN(spec, "lstm", 16), SPEC, CHOICE, shared=True)
-    rollout = Rollout(GymEnv("CartPole-v1", 4, seed=0, vectorization_mode="vector_entry_point"), policy)
-    batch = rollout.collect(rollout.buffer(40))
-    assert not batch["mask"].all()
-    with torch.no_grad():
-        for p in policy.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    for decoupled in (False, True):
-        networks = copy.deepcopy((policy, critic))  # together: they share parameters
-        stats = PPO(*networks, epochs=1, minibatch_size=1000, decoupled=decoupled).update(batch)
-        assert (stats["kl"] < 1e-6) == decoupled
-
-
-def test_a_sequence_without_a_frame_is_not_learnt_from() -> None:
-    policy, critic = make_actor_critic(lambda spec: RNN(spec, "lstm", 16), SPEC, CHOICE, shared=True)
-    rollout = Rollout(GymEnv("CartPole-v1", 3, seed=0), policy)
-    batch = rollout.collect(rollout.buffer(4))
-    batch["mask"] = torch.tensor([[True], [False], [True]]).expand(3, 4)
-    learner = PPO(policy, critic, epochs=1, minibatch_size=4)  # a sequence
-    assert set(learner.update(batch)) >= {"kl", "loss_policy"} and learner.frames == 8
 
 
 @pytest.mark.parametrize("shared", [True, False])
