@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,13 +90,6 @@ def test_process_groups_carry_the_weights_where_there_is_no_shared_memory(three:
             assert ray.get([actor.act.remote() for actor in three]) == [[value, value]] * 3
 
 
-def test_the_address_of_the_node(three: list[Any]) -> None:
-    with wsync.RayWeightSyncScheme(timeout=60.0, host="node") as scheme:
-        scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=three)
-        scheme.connect()
-        scheme.send()
-
-
 def test_a_second_connect_leaves_connected_actors_alone(three: list[Any]) -> None:
     model = nn.Linear(3, 2)
     with wsync.RayWeightSyncScheme(timeout=None) as scheme:
@@ -160,32 +151,6 @@ def test_an_actor_that_ray_has_started_anew(cluster: Cluster) -> None:
         assert ray.get([actor.act.remote() for actor in made]) == [[6, 6]] * 2
     for actor in made:
         ray.kill(actor)
-
-
-def test_an_actor_keeps_nothing_of_a_sender_that_has_died(cluster: Cluster) -> None:
-    def connected() -> wsync.RayWeightSyncScheme:
-        scheme = wsync.RayWeightSyncScheme(timeout=60.0)
-        scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=made)
-        scheme.connect()
-        return scheme
-
-    def joined(worker: Any) -> list[int]:
-        return [scheme.worker_idx for scheme in sys.modules["wsync.backends.ray"]._joined.values()]
-
-    def wait_for_the_end(worker: Any) -> None:
-        (scheme,) = sys.modules["wsync.backends.ray"]._joined.values()
-        with pytest.raises(wsync.NotConnected):
-            while scheme.receive() is not None:
-                pass
-
-    (actor,) = made = actors(1)
-    connected()  # it is garbage at once, which closes its connections as its death does
-    gc.collect()
-    ray.get(actor.__ray_call__.remote(wait_for_the_end))
-    with connected():
-        assert ray.get(actor.__ray_call__.remote(joined)) == [0]
-    assert ray.get(actor.__ray_call__.remote(joined)) == []
-    ray.kill(actor)
 
 
 def test_actors_that_cannot_join(cluster: Cluster) -> None:

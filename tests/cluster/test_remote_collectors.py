@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import weakref
 from pathlib import Path
 
 import cloudpickle
@@ -57,16 +54,6 @@ def collect_with(family, *, workers=2, workers_of=None, trained=None, env=cartpo
         options.setdefault("timeout", START_TIMEOUT)
     kind = FAMILIES[family] if isinstance(family, str) else family
     return kind([env] * workers, policy() if trained is None else trained, **options)
-
-
-@every_family_ray_slow
-def test_workers_end_when_their_collector_is_garbage_collected(family):
-    collector = collect_with(family)
-    next(collector)
-    left = weakref.ref(collector)
-    del collector
-    gc.collect()
-    assert left() is None and not multiprocessing.active_children()
 
 
 class Pids(gymnasium.Env):
@@ -167,18 +154,6 @@ def test_the_same_seed_collects_what_worker_processes_collect_until_ctrl_c(famil
         while True:
             next(collector)
     assert collector.closed
-
-
-@every_family_ray_slow
-def test_an_environment_that_raises_is_an_error_with_its_traceback(family):
-    with collect_with(family, env=lambda: Pids(fails_after=12), sync=False) as collector:
-        workers = set()
-        with pytest.raises(wsync.WorkerFailed, match=r"worker [01] failed:(.|\n)*the cart fell off the table"):
-            while True:
-                workers |= pids_of(next(collector))
-        assert collector.closed and all(ends(pid) for pid in workers)
-        with pytest.raises(RuntimeError, match="shut down"):
-            next(collector)
 
 
 def explode():
@@ -367,20 +342,6 @@ def test_workers_that_do_not_join_are_named(monkeypatch):
 def test_listening_on_every_interface_or_a_missing_one_is_refused(family, host, said):
     with pytest.raises(wsync.NotConnected, match=said):
         collect_with(family, host=host, timeout=20.0, weight_sync_schemes={})  # no scheme to refuse it
-
-
-@pytest.mark.slow
-def test_torchrun_makes_a_trainer_and_its_workers(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    done = subprocess.run(
-        [*command, *script(tmp_path, "tcp", options="launcher='join'")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["versions [1]", "versions [2]"]
 
 
 # --- RPC ---

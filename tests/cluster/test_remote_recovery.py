@@ -114,39 +114,6 @@ def test_a_stopped_worker_is_ended(family, patience):
         assert next(collector)["told"].unique().tolist() == [3]
 
 
-@pytest.mark.parametrize("family", ["tcp", "rpc", pytest.param("ray", marks=pytest.mark.slow)])
-def test_the_others_go_on_without_a_worker_that_is_dropped(family):
-    with collect(family, "drop", total_frames=64) as collector:
-        first = pids(next(collector))
-        os.kill(first[0], signal.SIGKILL)
-        update(collector, 2)
-        rest = [next(collector) for _ in range(3)]
-        assert [pids(batch) for batch in rest] == [first[1:]] * 3
-        assert rest[-1]["told"].unique().tolist() == [2.0]
-        assert collector.failures.as_dict() == {"failed": {"0": 1}, "dropped": {"0": 1}, "restarted": {}}
-        assert collector.frames == 16 + 3 * 8
-
-
-@pytest.mark.slow
-def test_asynchronous_workers_come_back():
-    with collect("tcp", "restart", sync=False) as collector:
-        first = next(collector)
-        seen = set(pids(first))
-        os.kill(max(seen), signal.SIGKILL)
-        while not collector.failures.restarted:
-            update(collector, 2)
-            next(collector)
-        update(collector, 3)
-        late: set[int] = set()
-        for _ in range(20_000):
-            batch = next(collector)
-            if batch["told"].unique().tolist() == [3.0]:
-                late |= set(pids(batch))
-            if len(late) == 2:
-                break
-        assert len(late) == 2 and max(seen) not in late
-
-
 def test_restart_of_workers_that_cannot_be_restarted_is_refused():
     with pytest.raises(ValueError, match="does not take a member back"):
         collect("rpc", "restart")

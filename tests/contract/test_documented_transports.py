@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from stopping import wait_until_asleep
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed import (
-    HashStore,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
 import wsync
 from wsync.testing import WorkerPool
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import fill
 
 TIMEOUT = 60.0
 """Seconds for what takes milliseconds."""
@@ -105,22 +101,6 @@ def test_a_shared_memory_transport_without_a_scheme() -> None:
     transport.send_weights(model)
     assert follow_shared(own, transport) == [True, False, [2.0, 2.0]]
     assert [list(weights["bias"]) for weights in transport.unique_weights] == [[2.0, 2.0]]
-
-
-def test_a_send_waits_for_the_asynchronous_one_before_it() -> None:
-    model, store = nn.Linear(4, 2), HashStore()
-    sender, receiver = (wsync.DistributedTransport(store=store, weights_buffer=model) for _ in range(2))
-    setting_up = threading.Thread(target=sender.setup_connection_and_weights_on_sender)
-    setting_up.start()
-    receiver.setup_connection_and_weights_on_receiver()
-    setting_up.join()
-    sender.send_weights_async(fill(model, 1.0))
-    sending = threading.Thread(target=sender.send_weights, args=(fill(model, 2.0),))
-    sending.start()
-    wait_until_asleep(sending.native_id or 0)
-    received = [receiver.receive_weights(TIMEOUT) for _ in range(2)]
-    sending.join()
-    assert [weights["bias"].tolist() for weights in received if weights is not None] == [[1.0, 1.0], [2.0, 2.0]]
 
 
 def test_a_transport_keeps_no_model_and_no_strategy() -> None:

@@ -91,17 +91,6 @@ class TestFailingTransports(BackendHooks):
     def make_scheme(self, scheme_type: type[FileScheme] = FailingScheme, **options: Any) -> FileScheme:
         return scheme_type(str(self.folder), **options)
 
-    def test_transports_that_all_fail_at_once_are_all_named(self) -> None:
-        with self.connected(3) as session:
-            scheme: Any = session.scheme
-            for transport in scheme.transports.values():
-                transport.error = OSError("no space left")
-            with pytest.raises(wsync.WorkerFailed, match="no space left") as failed:
-                session.send(2)
-            assert sorted(failed.value.workers) == [0, 1, 2]
-            session.send(3)
-            assert session.outputs() == [3, 3, 3]
-
     def test_a_transport_whose_close_raises_hides_no_death_and_stops_no_shutdown(self) -> None:
         with self.connected(3) as session:
             scheme: Any = session.scheme

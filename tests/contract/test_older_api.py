@@ -192,19 +192,6 @@ def test_the_end_of_the_sender_ends_a_receive(make: Make, late: bool) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("wsync")]
 
 
-def test_a_worker_may_shut_down_before_it_was_admitted(make: Make) -> None:
-    sender, worker, model = both_ends(make, timeout=0.3)
-    worker.shutdown()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("wsync")]
-    with sender, pickle.loads(pickle.dumps(sender)) as late:
-        with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 0 did not connect in time"):
-            sender.get_sender().send(policy_of(1.0))
-        late.init_on_worker("policy", model=model, worker_idx=0)
-        sender.get_sender().send(policy_of(2.0))
-        assert late.get_receiver().receive(TIMEOUT)
-    assert type(model) is nn.Linear
-
-
 @pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "distributed", "rpc", "ray"])
 def test_ends_do_not_exist_before_init(name: str) -> None:
     with wsync.WeightSyncScheme.from_backend(name) as scheme:

@@ -19,7 +19,7 @@ from listening import LOOPBACK, listening_tcp, own_sockets
 import wsync
 from wsync.testing import ProcessWorker, WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import EveryTensorKind, Small, digest, fill, scramble
+from wsync.testing.models import Small, fill
 
 # --- forks ---
 
@@ -29,22 +29,6 @@ class ForkedPool(WorkerPool):
 
     def start_workers(self, count: int) -> list[Any]:
         return [ProcessWorker("fork") for _ in range(count)]
-
-
-def test_forked_workers(backend: BuiltIn) -> None:
-    pool = ForkedPool()
-    with pool.group(2) as workers, backend.make_scheme(timeout=30.0) as scheme:
-        model = scramble(EveryTensorKind(), 1)
-        scheme.init_on_sender("policy", model=model, num_workers=2)
-        for index, worker in enumerate(workers):
-            worker.start(commands.join, scheme, EveryTensorKind, index, "policy")
-        scheme.connect()
-        workers.results()
-        assert workers.call(commands.digest) == [digest(model)] * 2
-        scheme.send(scramble(model, 2))
-        assert workers.call(commands.digest) == [digest(model)] * 2
-        assert workers.call(commands.shutdown) == [[], []]
-    pool.close()
 
 
 _inherited: Any = None

@@ -11,7 +11,7 @@ from backends import SharedMemory, SharedMemoryPublished
 from tensordict import TensorDict
 
 import wsync
-from wsync.testing import WorkerError, WorkerPool, commands
+from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 from wsync.testing.updates import TwoReads
@@ -38,29 +38,6 @@ def test_without_auto_register_buffers_have_to_be_registered(shared: SharedMemor
         pytest.raises(wsync.NotConnected, match="register_shared_weights"),
     ):
         session.send(2)
-
-
-@pytest.mark.parametrize("given", ["model", "weights", "params_map"])
-def test_without_auto_register_a_model_that_is_not_registered_is_an_error_at_connect(
-    shared: SharedMemory, given: str
-) -> None:
-    model = fill(Small(), 2)
-    sources = {"model": model, "weights": model.state_dict(), "params_map": {0: model.state_dict()}}
-    with shared.workers(1) as workers, shared.make_scheme(auto_register=False, timeout=20.0) as scheme:
-        assert isinstance(scheme, wsync.SharedMemWeightSyncScheme)
-        scheme.init_on_sender("policy", num_workers=1, **{given: sources[given]})
-        workers[0].start(commands.join, scheme, Small, 0, "policy")
-        with pytest.raises(wsync.NotConnected, match=r"register_shared_weights\('policy', weights\)"):
-            scheme.connect()
-        scheme.shutdown()
-        with pytest.raises(WorkerError, match="NotConnected"):
-            workers[0].result()
-        scheme.register_shared_weights("policy", TensorDict(model.state_dict()))
-        scheme.init_on_sender("policy", num_workers=1, **{given: sources[given]})
-        workers[0].start(commands.join, scheme, Small, 0, "policy")
-        scheme.connect()
-        workers[0].result()
-        assert workers[0].call(commands.output)[0] == 2
 
 
 def test_registered_buffers_are_read_and_written(shared: SharedMemory) -> None:

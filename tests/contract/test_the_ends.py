@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backends import BuiltIn
 from torch import nn
 
 import wsync
@@ -144,22 +143,6 @@ def test_a_process_id_is_refused_with_what_to_pass_instead() -> None:
             scheme.connect(processes=[pid])
         with open(os.pidfd_open(pid)) as sentinel, pytest.raises(wsync.WorkerDied, match="ended with exit code 3"):
             scheme.connect(processes=[sentinel])
-
-
-def test_every_backend_tells_the_exit_code(backend: BuiltIn) -> None:
-    with backend.make_scheme(timeout=60.0) as scheme, forked(end_with, 3) as process:
-        scheme.init_on_sender("policy", model=nn.Linear(4, 2), num_workers=2)
-        with pytest.raises(wsync.WorkerDied, match=rf"worker 1 \(process {process.pid} ended with exit code 3\)"):
-            scheme.connect(processes={1: process})
-
-
-def test_a_program_that_was_started_by_subprocess() -> None:
-    with (
-        connecting() as scheme,
-        subprocess.Popen([sys.executable, "-c", "raise SystemExit(4)"]) as program,
-        pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {program.pid} ended with exit code 4\)"),
-    ):
-        scheme.connect(processes=[program])
 
 
 def work(scheme: wsync.WeightSyncScheme, index: int) -> None:

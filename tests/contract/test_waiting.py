@@ -11,7 +11,6 @@ from itertools import count
 from typing import Any
 
 import pytest
-import torch
 from backends import BuiltIn
 
 import wsync
@@ -61,19 +60,6 @@ def test_a_send_without_waiting_raises_the_error_of_an_earlier_one(backend: Buil
         assert set(died.value.workers) == {0}
         session.scheme.wait_async()
         assert session.workers[1].call(commands.output)[0] == -2
-
-
-def test_a_death_is_not_raised_once_a_replacement_has_joined(backend: BuiltIn) -> None:
-    with backend.connected(timeout=20.0) as session:
-        session.workers[1].stop()
-        session.post(2)
-        session.workers[1].kill()
-        with pytest.raises(wsync.LayoutMismatch):  # reads the death, and sends nothing
-            session.scheme.send_async({"unknown": torch.zeros(1)})
-        assert session.restart(1) == 2
-        session.post(3)
-        session.scheme.wait_async()
-        assert session.outputs() == [3, 3]
 
 
 def test_updates_that_are_not_waited_for_are_in_the_metrics(backend: BuiltIn) -> None:
@@ -266,29 +252,3 @@ def test_a_large_message_to_a_stopped_worker_does_not_delay_the_others(backend: 
         session.model.state = "small"
         session.send(3)
         assert session.digests() == [digest(session.model)] * 2
-
-
-def test_a_send_waits_for_workers_that_have_to_map_the_first_weights(backend: BuiltIn) -> None:
-    with backend.connected(1, init={}) as session:
-        session.workers[0].stop()
-        session.scheme.timeout = 0.3
-        with pytest.raises(wsync.SyncTimeout, match="worker 0"):
-            session.send(5)
-        session.workers[0].resume()
-        session.scheme.timeout = 30.0
-        session.send(6, worker_ids=0)
-        assert session.outputs() == [6]
-
-
-def test_a_thread_that_waits_for_another_threads_send_succeeds(backend: BuiltIn) -> None:
-    with backend.connected() as session:
-        session.workers[1].stop()
-        first = threading.Thread(target=session.scheme.send, args=(fill(Small(), 2),))
-        first.start()
-        second = threading.Thread(target=session.scheme.send, args=(fill(Small(), 3),))
-        second.start()
-        session.workers[1].resume()
-        for thread in (first, second):
-            thread.join(30.0)
-            assert not thread.is_alive()
-        assert session.scheme.version == 3 and len(set(session.outputs())) == 1

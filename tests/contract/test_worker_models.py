@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -16,23 +14,9 @@ from tensordict import TensorDict
 from torch import nn
 
 import wsync
-from wsync.testing import WorkerError, WorkerPool, commands
+from wsync.testing import WorkerPool
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, WithExtraState, digest, fill, scramble
-from wsync.testing.unlike import join_with_tensors, loaded
-
-
-class Frozen(Small):
-    """Refuses every assignment to an attribute, so that it cannot be gated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = True
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "frozen" and "frozen" in vars(self):
-            raise ArithmeticError(f"{name} is frozen")
-        super().__setattr__(name, value)
 
 
 def replace_and_apply(state: WorkerState, value: float) -> None:
@@ -129,30 +113,6 @@ def test_a_functional_call_uses_its_own_weights_and_leaves_them_alone(backend: B
             assert session.outputs() == [value]
 
 
-class Product(Small):
-    """The output is a product with the parameter, so that it can be traced."""
-
-    def forward(self) -> torch.Tensor:
-        return self.weight * torch.ones(4)
-
-
-def trace(state: WorkerState) -> None:
-    """Keep a traced copy of the model, called inside the gate as the documents say."""
-    state.kept["traced"] = wsync.gated(torch.jit.trace(state.models["policy"], ()))
-
-
-def traced_output(state: WorkerState) -> float:
-    return state.kept["traced"]()[0].item()
-
-
-def test_a_traced_copy_that_is_called_inside_the_gate_uses_the_update(backend: BuiltIn) -> None:
-    with backend.connected(1, Product) as session:
-        session.workers[0].call(trace)
-        for value in range(2, 8):
-            session.send(value)
-            assert session.workers[0].call(traced_output) == value
-
-
 def convert_to_half(state: WorkerState) -> None:
     with wsync.gate():
         state.models["policy"].half()
@@ -177,16 +137,6 @@ def test_a_model_that_a_worker_has_converted_refuses_updates_and_stays_converted
             session.update(5)
         assert set(failed.value.workers) == {0, 1}
         assert all(word in str(failed.value) for word in ("'weight'", "float16", "float32", "Cast"))
-
-
-def test_a_model_that_cannot_be_gated_is_an_error_at_both_ends(backend: BuiltIn) -> None:
-    with backend.workers(1) as workers, backend.make_scheme(timeout=10.0) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
-        workers[0].start(commands.join, scheme, Frozen, 0, "policy")
-        with pytest.raises(wsync.WorkerFailed, match="__class__ is frozen"):
-            scheme.connect()
-        with pytest.raises(WorkerError, match="ArithmeticError"):
-            workers[0].result()
 
 
 def test_a_model_of_two_schemes_is_gated_until_both_have_shut_down() -> None:
@@ -247,16 +197,6 @@ def test_received_weights_are_copied_from_one_version(pool: WorkerPool, backend:
             trainer.join()
 
 
-def test_a_worker_that_names_another_model_than_the_sender_is_refused() -> None:
-    """Models of one shape could otherwise be exchanged without any error."""
-    with wsync.SharedMemWeightSyncScheme() as sender:
-        sender.init_on_sender("actor", model=Small(), num_workers=1)
-        with pickle.loads(pickle.dumps(sender)) as worker:
-            with pytest.raises(ValueError, match="sends 'actor', not 'critic'"):
-                worker.init_on_receiver("critic", model=Small(), worker_idx=0)
-            worker.init_on_receiver("actor", model=Small(), worker_idx=0)
-
-
 def test_an_update_without_extra_state_leaves_each_worker_its_own(backend: BuiltIn) -> None:
     models = [scramble(WithExtraState(), seed) for seed in (0, 1, 0)]
     with backend.connected(3, WithExtraState) as session:
@@ -272,70 +212,3 @@ def test_an_update_without_extra_state_leaves_each_worker_its_own(backend: Built
 
 
 # --- workers with a dict of tensors or a TensorDict as the model ---
-
-
-@contextmanager
-def with_mapping(backend: BuiltIn, tensors: Any) -> Iterator[tuple[wsync.WeightSyncScheme, Any, TwoWeights]]:
-    """A sender of a model, and a worker with the model ``tensors``."""
-    model = fill(TwoWeights(), 1)
-    with backend.workers(1) as workers, backend.make_scheme(timeout=30.0) as scheme:
-        scheme.init_on_sender("policy", model=model, num_workers=1)
-        workers[0].start(join_with_tensors, scheme, tensors)
-        scheme.connect()
-        workers[0].result()
-        yield scheme, workers[0], model
-
-
-def replace_entry(state: WorkerState, size: int) -> None:
-    """Put another tensor in the place of ``weight``."""
-    with wsync.gate():
-        state.kept["loaded"]["weight"] = torch.zeros(size)
-
-
-def apply_not_in_place(state: WorkerState, value: float) -> None:
-    """Apply weights to the worker's mapping: its entries are replaced by the given ones."""
-    given = {"weight": torch.full((4,), value), "other": torch.full((4,), value)}
-    state.schemes["policy"].apply_weights(given, inplace=False)
-
-
-@pytest.mark.parametrize("kind", [dict, TensorDict])
-def test_entries_that_a_worker_has_replaced_in_its_mapping_are_updated(backend: BuiltIn, kind: Any) -> None:
-    tensors = kind({"weight": torch.zeros(4), "other": torch.zeros(4)})
-
-    def values() -> set[float]:
-        return {number for tensor in worker.call(loaded).values() for number in tensor.tolist()}
-
-    with with_mapping(backend, tensors) as (scheme, worker, model):
-        worker.call(replace_entry, 4)
-        scheme.send(fill(model, 2))
-        assert values() == {2}
-        worker.call(apply_not_in_place, 9.0)
-        assert values() == {9}
-        scheme.send(fill(model, 3))
-        assert values() == {3}
-        worker.call(replace_entry, 5)
-        scheme.send_async(fill(model, 4))
-        with pytest.raises(wsync.WorkerFailed, match=r"'weight' is float32\[5\], not float32\[4\]"):
-            scheme.wait_async()
-        assert values() == {0, 3}
-        worker.call(replace_entry, 4)
-        scheme.send(fill(model, 5))
-        assert values() == {5}
-
-
-def tie_entries(state: WorkerState) -> None:
-    with wsync.gate():
-        state.kept["loaded"]["weight"] = state.kept["loaded"]["other"]
-
-
-def test_tied_entries_of_a_mapping_refuse_different_values(backend: BuiltIn) -> None:
-    tensors = {"weight": torch.zeros(4), "other": torch.zeros(4)}
-    with with_mapping(backend, tensors) as (scheme, worker, model):
-        worker.call(tie_entries)
-        scheme.send(fill(model, 2))
-        assert worker.call(loaded)["weight"].tolist() == [2.0] * 4
-        nn.init.constant_(model.other, 3.0)
-        scheme.send_async()
-        with pytest.raises(wsync.WorkerFailed, match="'weight' and 'other' are tied here, but got different values"):
-            scheme.wait_async()
-        assert worker.call(loaded)["weight"].tolist() == [2.0] * 4

@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
-import warnings
 
 import gymnasium
 import numpy as np
@@ -26,8 +24,6 @@ from collectors import (
     MultiCollector,
     MultiSyncCollector,
 )
-from collectors.workers import processes
-from wsync.testing.shutdowns import shared_memory_files
 
 SCHEMES = ["shared_mem", "multiprocess"]
 SCORED = ["action", "action_log_prob"]
@@ -118,42 +114,6 @@ def test_a_policy_that_only_the_workers_make_is_given_to_the_sender(cls, scheme)
         assert chosen(batch) == 0.0 and batch["policy_version"].unique().tolist() == [1]
 
 
-@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
-def test_buffers_of_the_user_are_the_policy_s(cls):
-    buffers = TensorDict.from_module(policy(-1.0)).data.clone()
-    scheme = wsync.SharedMemWeightSyncScheme(auto_register=False)
-    scheme.register_shared_weights("policy", buffers)
-    makers = cartpole() if cls is Collector else [cartpole()]
-    options = dict(policy_factory=lambda: policy(1.0), frames_per_batch=8, weight_sync_schemes={"policy": scheme})
-    with cls(makers, **options) as collector:
-        assert chosen(next(collector)) == 0.0
-        buffers["module", "bias"].neg_()
-        collector.update_policy_weights_()
-        assert chosen(next(collector)) == 1.0
-        collector.update_policy_weights_(policy(-1.0))
-        assert chosen(next(collector)) == 0.0 and torch.equal(buffers["module", "bias"], policy(-1.0).module.bias)
-
-
-@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
-def test_a_module_without_weights_is_a_policy_like_any_other(cls):
-    rule = TensorDictModule(lambda seen: (seen[..., 2] > 0).long(), in_keys=["observation"], out_keys=["action"])
-    with cls(cartpole(), rule, frames_per_batch=8) as collector:
-        batch = next(collector)
-        assert (batch["action"] == (batch["observation"][..., 2] > 0)).all()
-        with pytest.raises(KeyError, match="no weight sync scheme for model 'policy'"):
-            collector.update_policy_weights_()
-
-
-def test_no_scheme_means_no_update_ever():
-    trained = policy()
-    with multi(scheme="none", trained=trained) as collector:
-        with torch.no_grad():
-            trained.module.bias.neg_()
-        collector.update_policy_weights_()
-        batch = next(collector)
-        assert chosen(batch) == 1.0 and batch["policy_version"].unique().tolist() == [0]
-
-
 def test_batches_have_the_shape_that_was_asked_for():
     with multi(frames_per_batch=24) as collector:
         assert next(collector).batch_size == (2, 2, 6)
@@ -193,15 +153,6 @@ def test_asynchronous_collection_never_goes_back_in_version():
             newest = max(newest, int(versions.max()))
             collector.update_policy_weights_()
         assert newest > 10
-
-
-def test_seeds_make_collection_reproducible():
-    def run():
-        with multi() as collector:
-            collector.set_seed(7)
-            return next(collector)["observation"]
-
-    assert torch.equal(run(), run())
 
 
 def test_older_names_and_the_choosing_class():
@@ -267,11 +218,6 @@ def explode():
     raise ArithmeticError("no such table")
 
 
-def children() -> set[int]:
-    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
-        return {int(pid) for pid in file.read().split()}
-
-
 def test_an_environment_that_raises_is_an_error_with_its_traceback():
     collector = MultiSyncCollector([lambda: Broken()] * 2, policy(), frames_per_batch=16)
     pids = [worker.process.pid for worker in collector.remote_workers]
@@ -301,42 +247,6 @@ def test_a_model_of_a_gymnasium_environment_is_updated_by_its_path(cls):
         next(collector)
         collector.update_policy_weights_(weights=ours, model_id=name)
         assert next(collector)["next", "reward"].unique().tolist() == [7.0]
-
-
-class Stuck(Broken):
-    """Opens a FIFO in its first step, and returns from none; nor from being closed."""
-
-    def __init__(self, fifo):
-        self.fifo = fifo
-
-    def step(self, action):
-        open(self.fifo, "w").close()
-        time.sleep(1000)
-
-    def close(self):
-        time.sleep(1000)
-
-
-@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
-def test_a_shutdown_in_another_thread_ends_the_wait_for_a_batch(cls, tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "SHUTDOWN_GRACE", 0.1)
-    fifo = tmp_path / "started"
-    os.mkfifo(fifo)
-    collector = cls([lambda: GymEnv(Stuck(fifo))], policy(), frames_per_batch=16)
-    errors: list[str] = []
-
-    def gather():
-        try:
-            next(collector)
-        except wsync.NotConnected as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=gather)
-    thread.start()
-    open(fifo).close()  # once the worker is in the middle of the batch
-    collector.shutdown()
-    thread.join(20)
-    assert errors == ["this collector has been shut down"]
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
@@ -436,28 +346,3 @@ def test_a_killed_worker_is_named_and_no_other_one_is_left(where, scheme):
             collector.update_policy_weights_() if where == "update" else next(collector)
         assert collector.closed and collector.failures.failed == {1: 1}
         assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-
-
-def test_rounds_of_start_and_stop_leave_nothing():
-    def count():
-        return threading.active_count(), len(os.listdir("/proc/self/fd")), len(children()), shared_memory_files()
-
-    gc.collect()  # a test before this one may have left what would go within it
-
-    def round_of(scheme):
-        with multi(scheme=scheme) as collector:
-            next(collector)
-            collector.update_policy_weights_()
-
-    round_of("shared_mem")
-    before = count()
-    for number in range(6):
-        round_of(SCHEMES[number % 2])
-    assert count() == before
-
-
-def test_no_warning_where_all_is_well():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with multi() as collector:
-            next(collector)

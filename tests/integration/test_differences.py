@@ -90,14 +90,3 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def test_old_differences_are_deleted(tmp_path: Path) -> None:
-    model = Wide()
-    with wsync.StoreWeightSyncScheme(str(tmp_path), keep=2, send_transform=Delta()) as scheme:
-        scheme.init_on_sender("policy", model=model, num_workers=1)
-        scheme.connect()
-        for _ in range(5):
-            nudge(model)
-            scheme.send()
-    assert len(list((tmp_path / "policy").glob("*.delta"))) == 2

@@ -113,33 +113,6 @@ def test_an_engine_without_the_base_gets_the_full_version(pool: WorkerPool) -> N
         assert workers.call(loaded) == [expected(model)] * 2
 
 
-def test_versions_for_some_engines(pool: WorkerPool) -> None:
-    """Each engine has a base of its own."""
-    model = Policy()
-    with engines(pool, 2) as (workers, urls), sender(urls, model) as scheme:
-        for worker_ids in ([0], [0], [1], [0, 1], [1]):
-            step(model)
-            scheme.send(worker_ids=worker_ids)
-            found = workers.call(loaded)
-            assert all(found[worker] == expected(model) for worker in worker_ids)
-        for _ in range(3):
-            step(model)
-            scheme.send_async()
-        scheme.wait_async()
-        assert workers.call(loaded) == [expected(model)] * 2
-
-
-def test_engines_that_have_different_weights_of_one_version(pool: WorkerPool) -> None:
-    first, second, both = Policy(), Policy(), Policy()
-    with engines(pool, 2) as (workers, urls), sender(urls, Policy()) as scheme:
-        for model in (first, second, both):
-            step(model)
-        scheme.send({0: first, 1: second})
-        assert workers.call(loaded) == [expected(first), expected(second)]
-        scheme.send(both)
-        assert workers.call(loaded) == [expected(both)] * 2
-
-
 def test_a_damaged_difference_is_refused_and_the_full_version_follows() -> None:
     model, state, target = Policy(), dict[str, Any](), dict[str, Tensor]()
     app = wsync.engine_app(load=lambda pairs: target.update({name: one.clone() for name, one in pairs}), token=TOKEN)

@@ -135,19 +135,6 @@ def test_a_disconnect_ends_the_wait_for_an_engine_that_hangs() -> None:
             sending.result(30.0)
 
 
-def test_disconnect_ends_a_connect_that_waits_for_an_engine() -> None:
-    with (
-        ThreadPoolExecutor(1) as threads,
-        wsync.HTTPWeightSyncScheme("http://127.0.0.1:9", timeout=None) as scheme,
-    ):
-        scheme.init_on_sender("policy", model=Small())
-        connecting = threads.submit(scheme.connect)
-        while not connecting.done():  # also if it has not begun to wait yet
-            scheme.disconnect(0)
-        with pytest.raises(wsync.WorkerDied, match=r"engine\(s\) \[0\]: disconnect"):
-            connecting.result(0.0)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -163,8 +150,3 @@ def test_disconnect_ends_a_connect_that_waits_for_an_engine() -> None:
 def test_wrong_options(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         wsync.HTTPWeightSyncScheme(**options)
-
-
-def test_the_receiving_end_is_the_application() -> None:
-    with pytest.raises(RuntimeError, match="engine_app"):
-        wsync.HTTPWeightSyncScheme("http://a").init_on_receiver("policy", model=Small(), worker_idx=0)

@@ -75,24 +75,6 @@ def test_a_pause_of_a_trainer_that_was_killed_ends() -> None:
         assert ask(url, "GET", "/is_paused") == {"is_paused": False}
 
 
-@pytest.mark.parametrize("mode", ["wait", "keep"])
-def test_the_end_of_an_engine_ends_its_pause(mode: str) -> None:
-    """Whatever waits for a trainer that does not come back would keep the process from ending."""
-    app, begun, go_on = wsync.engine_app(Small(), token=None, pause_limit=None), threading.Event(), threading.Event()
-    with serve(app) as url, ThreadPoolExecutor(2) as threads:
-        running = threads.submit(generate, app, begun, go_on)
-        assert begun.wait(30)
-        pausing = threads.submit(ask, url, "POST", f"/pause?mode={mode}")
-        while not ask(url, "GET", "/is_paused")["is_paused"]:
-            pass
-        if mode == "keep":
-            go_on.set()
-        app.close()
-        assert "error" in pausing.result(30) or mode == "keep"
-        go_on.set()
-        assert running.result(30) == [("0", 0, 4)]
-
-
 def test_pause_and_resume_of_the_engine_itself() -> None:
     called = list[str]()
 
@@ -106,17 +88,6 @@ def test_pause_and_resume_of_the_engine_itself() -> None:
         assert called == ["keep", "resume"]
     with pytest.raises(ValueError, match="go together"):
         wsync.engine_app(Small(), token=None, pause=pause)
-
-
-def test_a_failed_update_leaves_no_engine_paused() -> None:
-    def refuse(pairs: Any) -> None:
-        raise ArithmeticError
-
-    with serve(wsync.engine_app(load=refuse, token=None)) as url, wsync.HTTPWeightSyncScheme(url, pause="keep") as one:
-        one.init_on_sender("policy", model=fill(Small(), 1))
-        with pytest.raises(wsync.WorkerFailed, match="ArithmeticError"):
-            one.connect()
-        assert ask(url, "GET", "/is_paused") == {"is_paused": False}
 
 
 def test_an_engine_whose_load_has_failed_half_way_serves_no_step_until_a_version_is_loaded() -> None:

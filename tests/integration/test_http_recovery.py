@@ -90,25 +90,6 @@ def test_a_resume_that_fails_is_made_again() -> None:
         assert routes[-2:] == ["/resume", "/resume"]
 
 
-def test_a_transfer_is_made_again_for_an_engine_that_was_started_again() -> None:
-    routes, made = list[str](), "/init_weight_transfer_engine"
-    with serve(engine(routes)) as url:
-        context = trainer(url, transfer=LikeVLLM)
-        scheme = context.__enter__()
-    try:
-        with pytest.raises(wsync.WorkerDied):
-            scheme.send(fill(Small(), 2))
-        with serve(engine(routes), port=int(url.rsplit(":", 1)[1])):
-            scheme.readmit(0)
-            assert routes.count(made) == 2
-            scheme.send(fill(Small(), 3))
-            assert routes.count(made) == 2
-            scheme.readmit(0)  # the trainer has not noticed, and is told
-            assert routes.count(made) == 3
-    finally:
-        context.__exit__(None, None, None)
-
-
 @contextmanager
 def dripping() -> Iterator[str]:
     """A server that answers with one byte after the other, without an end."""

@@ -72,14 +72,6 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_workers_of_two_stores_meet_each_its_own_sender(store: TCPStore) -> None:
-    with worker(store, "a") as first, worker(store, "b") as second:
-        for line in (first, second):
-            line.send(30.0)
-        with sender(PrefixStore("a", store), 1.0), sender(PrefixStore("b", store), 2.0):
-            assert [first.recv(), second.recv()] == [1.0, 2.0]
-
-
 def test_a_worker_meets_the_next_sender_and_one_that_is_started_anew_the_one_that_there_is(store: TCPStore) -> None:
     with worker(store) as line:
         for value in (1.0, 2.0):

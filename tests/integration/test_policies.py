@@ -50,19 +50,6 @@ def test_one_factory_for_each_worker(cls):
         assert chosen(batch) == 0.0 and (batch["policy_version"] == 1).all()
 
 
-@pytest.mark.parametrize("cls", EVERY)
-def test_a_list_of_factories_has_the_length_of_the_workers(cls):
-    with pytest.raises(ValueError, match=r"policy_factory has 3 functions, and there are [12] worker"):
-        collect_with(cls, policy_factory=[policy] * 3)
-    with pytest.raises(TypeError, match="policy_factory is a function that makes a policy, or a list of them, not 3"):
-        collect_with(cls, policy_factory=3)
-    with pytest.raises(TypeError, match="policy_factory is a function that makes a policy, or a list of them, not 'a'"):
-        collect_with(cls, workers=1, policy_factory=["a"])
-    if cls is Collector:
-        with collect_with(cls, policy_factory=[lambda: policy(-1.0)]) as collector:
-            assert chosen(next(collector)) == 0.0
-
-
 # --- updates of some workers ---
 
 
@@ -93,18 +80,6 @@ def test_weights_for_some_workers_go_to_these(scheme, on_worker_failure):
 
 
 # --- schemes that were initialised already ---
-
-
-@pytest.mark.parametrize("cls", EVERY)
-def test_a_scheme_that_is_initialised_already_is_an_error_that_says_which_line_to_leave_out(cls):
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_on_sender("policy", model=policy(), num_workers=2)
-        with pytest.raises(RuntimeError, match=r"leave out the line scheme.init_on_sender\('policy', …\)"):
-            collect_with(cls, policy(), weight_sync_schemes={"policy": scheme})
-        assert scheme.model_id == "policy", "it is the user's, and was shut down"
-        scheme.shutdown()
-        with collect_with(cls, policy(), weight_sync_schemes={"policy": scheme}) as collector:
-            next(collector)
 
 
 # --- updaters of the older API ---

@@ -206,19 +206,6 @@ def test_drop_continues_until_no_worker_is_left(kind, events, caplog):
                 next(collector)
 
 
-@pytest.mark.parametrize(("workers", "acting"), [(2, [{2}, {2}]), (3, [{2}, {2}, {1}])])
-def test_an_update_that_names_a_worker_that_is_being_restarted_reaches_its_replacement(workers, acting, events):
-    with collect("sync", events, workers=workers, frames_per_batch=24) as collector:
-        next(collector)
-        kill(collector, 1)
-        while not collector.failures:
-            next(collector)
-        collector.policy.module.become(2)
-        collector.update_policy_weights_(worker_ids=[0, 1])
-        batch = until_there(collector, workers, sync=True)
-        assert [told(one, "weight") for one in batch.unbind(0)] == acting
-
-
 @every_kind
 @pytest.mark.parametrize("what", ["die", "raise"])
 def test_a_worker_that_fails_within_a_batch_comes_back(kind, what, events, caplog):
@@ -281,39 +268,6 @@ def test_refused_weights_are_an_error_whatever_the_policy(events):
         assert not collector.failures and not collector.closed
         update(collector, 14)
         assert told(next(collector), "note") == {14}
-
-
-@every_kind
-def test_with_all_workers_dead_the_first_restarted_one_is_waited_for(kind, events):
-    with collect(kind, events) as collector:
-        next(collector)
-        gone = {kill(collector, worker) for worker in (0, 1)}
-        update(collector, 7)
-        assert told(next_without(gone, collector), "weight") == {7}
-        until_there(collector, 2, kind == "sync")
-        assert collector.failures.restarted == {0: 1, 1: 1}
-
-
-def test_seeds_are_never_used_twice(events):
-    class Seeds(Still):
-        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-            halves = (-1, -1) if seed is None else divmod(seed, 2**16)  # float32 has no numbers of 31 bits
-            return np.array([*halves, 0, 0], np.float32), {}
-
-        def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-            return np.zeros(4, np.float32), 0.0, True, False, {}
-
-    def seeds(batch: TensorDictBase) -> set[int]:
-        return {high * 2**16 + low for high, low in batch["observation"][..., :2].flatten(0, -2).int().tolist()} - {
-            -(2**16) - 1
-        }
-
-    with collect("sync", events, maker=lambda: GymEnv(Seeds(events))) as collector:
-        assert collector.set_seed(100) == 102
-        used = seeds(next(collector))
-        kill(collector, 1)
-        used |= seeds(until_there(collector, 2, True))
-        assert sorted(used) == list(range(min(used), min(used) + 3))
 
 
 def descriptors() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import resource
 import signal
 from pathlib import Path
@@ -18,7 +17,6 @@ import wsync
 from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, WithExtraState, fill, longer
-from wsync.testing.pull import catch_up
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,17 +51,6 @@ def test_every_version_arrives(tmp_path: Path, pool: WorkerPool) -> None:
             assert workers.call(wait_for, value) == [[float(value)] * 4] * 2
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o007])
-def test_versions_can_be_read_by_those_who_can_read_the_manifest(tmp_path: Path, umask: int) -> None:
-    before = os.umask(umask)
-    try:
-        with trainer(tmp_path):
-            pass
-    finally:
-        os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in folder(tmp_path).iterdir()} == {0o666 & ~umask}
-
-
 def test_a_reader_that_starts_late_or_first(tmp_path: Path, pool: WorkerPool) -> None:
     with pool.group(2) as workers:
         workers[0].start(read, str(tmp_path))  # there is no folder yet
@@ -96,15 +83,6 @@ def test_workers_that_pull(tmp_path: Path, pool: WorkerPool) -> None:
         assert workers[0].call(commands.output) == [3.0] * 4
 
 
-def test_a_reader_that_is_too_far_behind_installs_before_its_next_forward(tmp_path: Path, pool: WorkerPool) -> None:
-    with trainer(tmp_path) as scheme, pool.group(1) as workers:
-        workers[0].call(read, str(tmp_path), initiator="receiver", max_staleness=1)
-        scheme.send(fill(Small(), 2))
-        assert workers[0].call(commands.output) == [1.0] * 4
-        scheme.send(fill(Small(), 3))
-        assert workers[0].call(catch_up, 3) == [3.0] * 4
-
-
 def test_old_versions_are_deleted(tmp_path: Path) -> None:
     with trainer(tmp_path, keep=2) as scheme:
         for _ in range(5):
@@ -114,16 +92,6 @@ def test_old_versions_are_deleted(tmp_path: Path) -> None:
     with wsync.StoreWeightSyncScheme(str(tmp_path), keep=1) as scheme:
         scheme.init_on_sender("policy", model=Small(), num_workers=1)  # makes room
         assert [path.name[:9] for path in folder(tmp_path).glob("v*")] == ["v00000006"]
-
-
-def test_in_memory() -> None:
-    with trainer("memory://store-test") as scheme, wsync.StoreWeightSyncScheme("memory://store-test") as receiver:
-        model = Small()
-        receiver.init_on_receiver("policy", model=model, worker_idx=0)
-        receiver.connect()
-        scheme.send(fill(Small(), 2))
-        assert receiver.receive(30.0) is not None
-        assert model()[0] == 2
 
 
 # --- faults ---

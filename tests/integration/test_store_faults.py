@@ -57,16 +57,6 @@ def test_a_partial_update_after_a_version_that_was_not_stored(tmp_path: Path) ->
         scheme.send({"weight": torch.zeros(4)}, partial=True)
 
 
-def test_old_versions_are_deleted_in_a_folder_with_any_name_and_in_order(tmp_path: Path) -> None:
-    url = tmp_path / "run[1]*"
-    with trainer(url, keep=2) as scheme:
-        scheme.continue_from(99_999_997)
-        for _ in range(3):
-            scheme.send()
-    versions = sorted(int(path.name[1:].split("-")[0]) for path in (url / "policy").glob("v*"))
-    assert versions == [99_999_999, 100_000_000]
-
-
 def test_a_reader_does_not_go_back_to_the_version_of_an_obsolete_trainer(tmp_path: Path) -> None:
     manifest = tmp_path / "policy" / "manifest.json"
     with trainer(tmp_path) as scheme:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import pickle
 import threading
-import time
-from itertools import count
 from typing import Any
 
 import pytest
@@ -67,26 +65,3 @@ def test_every_call_takes_an_endless_timeout(endless: float, options: dict[str, 
         joining.join()
         assert model.weight[0, 0] == 3
         again.shutdown()
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("options", [{}, {"shared_memory": False}, {"shared_memory": False, "inline_bytes": 0}])
-def test_waits_go_by_the_monotonic_clock(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    wall_clock = count(0, 3600)
-    monkeypatch.setattr(time, "time", lambda: float(next(wall_clock)))  # it is set forward at each look
-    model = nn.Linear(2, 2)
-    with wsync.DistributedWeightSyncScheme(timeout=30.0, **options) as sender:
-        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
-        worker = pickle.loads(pickle.dumps(sender))
-        worker.init_on_receiver("policy", model=model, worker_idx=0)
-        connecting = threading.Timer(0.3, worker.connect)
-        connecting.start()
-        sender.connect()
-        connecting.join()
-        sending = threading.Timer(0.3, sender.send, [model_of(2)])
-        sending.start()
-        assert worker.receive(30.0) is not None and model.weight[0, 0] == 2
-        sending.join()
-        monkeypatch.setattr(time, "time", lambda: 0.0)  # it stands still
-        assert worker.receive(0.2) is None
-        worker.shutdown()

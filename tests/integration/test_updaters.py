@@ -6,7 +6,6 @@ from functools import partial
 from multiprocessing.connection import wait
 
 import collecting
-import numpy as np
 import pytest
 import torch
 from collecting import chosen
@@ -16,7 +15,6 @@ import wsync
 from collectors import (
     Collector,
     GymEnv,
-    MultiAsyncCollector,
     MultiProcessedWeightUpdater,
     MultiSyncCollector,
     RayWeightUpdater,
@@ -145,26 +143,6 @@ def test_weights_that_do_not_fit_are_nowhere_and_the_next_push_works():
         assert chosen(next(collector)) == 1.0 and (kept == weights(1.0)).all()
         collector.update_policy_weights_()
         assert chosen(next(collector)) == 0.0 and (kept == weights(-1.0)).all()
-
-
-def test_several_workers_and_the_weights_kept_for_each():
-    trained, device = policy(1.0), torch.device("cpu")
-    kept = {device: weights(1.0), np.int64(1): weights(1.0)}
-
-    def make():
-        return MultiProcessedWeightUpdater(
-            get_server_weights=lambda: TensorDict.from_module(trained), policy_weights=kept
-        )
-
-    with multi(make, MultiAsyncCollector, trained=trained) as collector:
-        with torch.no_grad():
-            trained.module.bias.neg_()
-        collector.update_policy_weights_(worker_ids=[0])
-        assert (kept[device] == weights(-1.0)).all() and (kept[1] == weights(1.0)).all()
-        collector.update_policy_weights_()
-        assert (kept[1] == weights(-1.0)).all()
-        batch = next(batch for batch in collector if min(versions(batch)) == 3)
-        assert chosen(batch) == 0.0
 
 
 def test_ray_leaves_workers_out_for_max_interval_pushes():

@@ -73,47 +73,12 @@ def test_policy_version_is_the_newest_that_was_sent(cls):
 
 
 @pytest.mark.parametrize("cls", EVERY)
-@pytest.mark.parametrize("num_envs", [1, 2])
-def test_the_last_dimension_is_named_time(cls, num_envs):
-    with collect_with(cls, make=lambda: Still(num_envs), storing_device="cpu") as collector:
-        batch = next(collector)
-        assert batch.names == [*[None] * (batch.ndim - 1), "time"]
-        assert batch["next"].names[-1] == "time"
-        joined = torch.cat([batch, next(collector)], dim=-1)
-        assert joined.names[-1] == "time" and joined.shape[-1] == 2 * batch.shape[-1]
-        assert len(batch.flatten()) == batch.numel()
-    if cls is MultiSyncCollector:
-        for dim in (0, "stack"):
-            with collect_with(cls, make=lambda: Still(num_envs), cat_results=dim) as collector:
-                assert next(collector).names[-1] == "time"
-
-
-@pytest.mark.parametrize("cls", EVERY)
 def test_next_returns_batches_and_then_none(cls):
     with collect_with(cls, total_frames=24) as collector:
         batches = [collector.next() for _ in range(5)]
         assert [None if batch is None else batch.numel() for batch in batches] == [8, 8, 8, None, None]
     with pytest.raises(RuntimeError, match="shut down"):
         collector.next()
-
-
-@pytest.mark.parametrize("cls", EVERY)
-def test_stats_are_plain_values_of_what_has_happened(cls):
-    with collect_with(cls) as collector:
-        for _ in range(3):
-            collector.next()
-            collector.update_policy_weights_()
-        stats = collector.stats()
-        assert stats["frames"] == 24 and stats["batches"] == 3 and stats["seconds"] > 0
-        assert stats["policy_version"] == 4 and stats["num_workers"] == collector.num_workers
-        assert stats["failures"] == {"failed": {}, "dropped": {}, "restarted": {}}
-        assert stats["weight_sync"]["policy"]["version"] == 4
-        if cls is not Collector:
-            collector.remote_workers[0].process.kill()
-            with pytest.raises(wsync.WorkerDied):
-                for _ in range(100):
-                    collector.next()
-            assert collector.stats()["failures"]["failed"] == {"0": 1}
 
 
 def saved(state):

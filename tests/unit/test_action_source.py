@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import InteractionType, TensorDictModule, set_interaction_type
+from tensordict.nn import TensorDictModule
 from torch import nn
 
 import wsync
@@ -40,31 +40,6 @@ def log_probs(policy: Policy, batch: TensorDict) -> torch.Tensor:
 
 def same(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize("env_id", ENVS)
-def test_called_or_asked_the_batches_are_alike(env_id: str, num_envs: int) -> None:
-    env = GymEnv(env_id, num_envs, seed=0)
-    policy = policy_for(env)
-    asked, called = (
-        {key: (value.shape, value.dtype) for key, value in Rollout(env, one).buffer(5).items(True, True)}
-        for one in (policy, lambda td: policy(td))
-    )
-    assert asked == called
-
-
-@pytest.mark.parametrize("env_id", ENVS)
-def test_called_or_asked_the_most_likely_action_is_the_same(env_id: str) -> None:
-    def run(called: bool) -> TensorDict:
-        env = GymEnv(env_id, 2, seed=3)
-        policy = policy_for(env)
-        with set_interaction_type(InteractionType.DETERMINISTIC):
-            return collected(Rollout(env, (lambda td: policy(td)) if called else policy), 20)
-
-    asked, called = run(called=False), run(called=True)
-    for key in ("observation", "action", "action_log_prob"):
-        same(asked[key], called[key])
 
 
 @pytest.mark.parametrize("env_id", ENVS)

@@ -107,28 +107,6 @@ def test_a_network_that_gives_no_features_is_named() -> None:
         make_actor_critic(lambda spec: torch.nn.Identity(), observation_codec(IMAGE).spec, GymEnv(Bandit).action_spec)
 
 
-def test_several_choices_are_distributed_as_torch_says_and_a_mask_is_kept() -> None:
-    env = GymEnv(lambda: ActionMask(Bandit()), 4, seed=0)
-    torch.manual_seed(0)
-    policy, critic = make_actor_critic(MLP, env.observation_spec["observation"], env.action_spec)
-    batch = env.rollout(64, policy)
-    assert batch["observation", "action_mask"].shape == (4, 64, 5)
-    assert batch["action"].shape == (4, 64, 2) and batch["next", "reward"].min() == 1.0  # the first choice is allowed
-    assert critic(batch["observation"]).shape == (4, 64)
-    distribution = policy.distribution(batch["observation"])
-    torch.testing.assert_close(distribution.log_prob(batch["action"]), batch["action_log_prob"], atol=1e-5, rtol=1e-4)
-    assert bool((distribution.entropy() < torch.tensor(2.0).log() + 1e-3).all())  # only the second is open
-    free = policy.from_parameters(torch.zeros(5))
-    assert free.entropy().item() == pytest.approx(torch.tensor(6.0).log().item())
-    share = (free.sample((20_000,)) == 0).float().mean(0)
-    torch.testing.assert_close(share, torch.tensor([1 / 3, 1 / 2]), atol=0.02, rtol=0.0)
-    assert free.mode.shape == (2,)
-    scores = torch.zeros(5, requires_grad=True)
-    uneven = policy.from_parameters(scores)  # of three options and of two
-    (uneven.entropy() + uneven.log_prob(torch.tensor([2, 1]))).backward()
-    torch.testing.assert_close(scores.grad, torch.tensor([-1 / 3, -1 / 3, 2 / 3, -1 / 2, 1 / 2]))
-
-
 @pytest.mark.parametrize("learner", [PPO, IMPALA])
 @pytest.mark.parametrize(("network", "space"), [(MLP, MIXED), (CNN, MIXED), (CNN, IMAGE)])
 def test_learners_take_images_and_observations_of_several_parts(learner: Any, network: Any, space: Any) -> None:

@@ -158,50 +158,6 @@ def test_auto_chooses_a_native_vector_environment_only_where_it_does_the_same() 
     assert not native("CartPole-v1", 2, max_frames_per_traj=9) and not native("CartPole-v1", 2, max_episode_steps=9)
 
 
-@pytest.mark.parametrize("num_envs", [1, 5])
-@pytest.mark.parametrize("mode", [None, "sync", "async"])
-def test_sums_restart_with_each_episode_and_no_row_is_idle(num_envs: int, mode: str | None) -> None:
-    env = GymEnv("CartPole-v1", num_envs, seed=3, vectorization_mode=mode)
-    batch = env.rollout(120)
-    env.close()
-    rows = batch["next"] if num_envs > 1 else batch["next"].unsqueeze(0)
-    assert bool((rows["reward"] == 1).all())  # Gymnasium's reset steps give 0
-    assert rows["done"].sum() >= 2 * num_envs
-    for row in rows.unbind(0):
-        length = 0
-        for t in range(120):
-            length += 1
-            assert (row["episode_length"][t].item(), row["episode_return"][t].item()) == (length, float(length))
-            length = 0 if row["done"][t] else length
-
-
-def test_the_contract_of_shapes_and_dtypes() -> None:
-    one, many = GymEnv("CartPole-v1").rollout(7), GymEnv("Pendulum-v1", 3).rollout(7)
-    assert one.batch_size == (7,) and many.batch_size == (3, 7)
-    assert one["action"].shape == (7,) and one["action"].dtype == torch.int64
-    assert many["action"].shape == (3, 7, 1) and many["action"].dtype == torch.float32
-    for batch, size in ((one, 4), (many, 3)):
-        assert batch["observation"].shape == (*batch.batch_size, size)
-        assert batch["policy_version"].dtype == torch.int64
-        dtypes = {key: value.dtype for key, value in batch["next"].items()}
-        flags = dict.fromkeys(("done", "terminated", "truncated"), torch.bool)
-        floats = dict.fromkeys(("observation", "reward", "episode_return"), torch.float32)
-        assert dtypes == flags | floats | {"episode_length": torch.int64}
-        assert all(batch["next", key].shape == (*batch.batch_size, 1) for key in dtypes if key != "observation")
-
-
-def test_step_and_reset_one_by_one() -> None:
-    env = GymEnv("CartPole-v1", seed=0)
-    td = env.reset(seed=5)
-    assert td.batch_size == () and td["observation"].shape == (4,)
-    assert torch.equal(td["observation"], torch.tensor(gym.make("CartPole-v1").reset(seed=5)[0]))
-    kept = td["observation"].clone()
-    stepped, following = env.step(td.set("action", torch.tensor(1))), env.observe()
-    assert torch.equal(td["observation"], kept)
-    assert torch.equal(stepped["next", "observation"], following["observation"])
-    assert stepped["next", "episode_length"].tolist() == [1]
-
-
 @pytest.mark.parametrize("num_envs", [1, 2, 3])
 def test_an_index_one_hot_and_scores_do_the_same(num_envs: int) -> None:
     env = GymEnv("Acrobot-v1", num_envs)
@@ -319,37 +275,6 @@ def test_dict_and_tuple_observations_are_nested_tensors(make: Callable[[Callable
     assert bool(ended.all())
     assert not torch.equal(batch["next", "observation", "image"][..., 3, :, :, :], batch["observation", "image"][..., 4, :, :, :])  # fmt: skip  # noqa: E501
     assert bool((batch["observation", "goal", "1"].sum(-1) == 1).all())
-
-
-@pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize(
-    ("space", "nvec"),
-    [
-        (spaces.MultiDiscrete([2, 3], start=[1, -1]), (2, 3)),
-        (spaces.MultiDiscrete([[2, 3], [4, 5]]), (2, 3, 4, 5)),
-        (spaces.MultiBinary(3), (2, 2, 2)),
-    ],
-    ids=str,
-)
-def test_several_choices_at_once(space: spaces.Space, nvec: tuple[int, ...], num_envs: int) -> None:
-    env = GymEnv(lambda: Scripted(actions=space), num_envs, seed=0)  # its step asserts that the space has the action
-    spec = env.action_spec
-    assert (spec.nvec, spec.dtype, tuple(spec.shape)) == (nvec, torch.int64, (len(nvec),))
-    batch = env.rollout(50)
-    assert batch["action"].shape == (*batch.batch_size, len(nvec))
-    taken = batch["action"].reshape(-1, len(nvec))
-    assert taken.min(0).values.tolist() == [0] * len(nvec)
-    assert taken.max(0).values.tolist() == [n - 1 for n in nvec]
-
-    def act(td: TensorDict) -> TensorDict:
-        return td.set("action", (torch.tensor(nvec) - 1).expand(*td.batch_size, len(nvec)))
-
-    assert bool((env.rollout(4, act)["action"] == torch.tensor(nvec) - 1).all())
-    env.reset()
-    with pytest.raises(ValueError, match=r"choice 0 of the action for environment 0 is 2, and an index is 0 to 1"):
-        env.step(TensorDict({"action": torch.full((*env.batch_size, len(nvec)), 2)}, env.batch_size))
-    with pytest.raises(ValueError, match=r"choice 0 of the action for environment 0 is 0.5, and an index is 0 to 1"):
-        env.step(TensorDict({"action": torch.full((*env.batch_size, len(nvec)), 0.5)}, env.batch_size))
 
 
 def test_the_same_seed_gives_the_same_rollout() -> None:

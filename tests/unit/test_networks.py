@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 
 from collectors.environments.specs import Spec
-from learning import CategoricalPolicy, GaussianPolicy, Policy, make_critic, make_policy
+from learning import Policy, make_critic, make_policy
 
 CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
 TORQUES = Spec(torch.Size([2]), torch.float32, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 10.0]))
@@ -104,29 +104,6 @@ def test_a_fresh_policy_is_nearly_indifferent() -> None:
     continuous = make_policy(4, TORQUES, initial_std=0.5).distribution(observation)
     assert (continuous.mean - torch.tensor([0.0, 5.0])).abs().max() < 0.3
     torch.testing.assert_close(continuous.stddev[0], torch.tensor([1.0, 2.5]))
-
-
-def test_kinds_bounds_and_bad_arguments() -> None:
-    assert isinstance(make_policy(4, CHOICE), CategoricalPolicy)
-    unbounded = make_policy(
-        4, Spec(torch.Size([1]), torch.float32, torch.tensor([-torch.inf]), torch.tensor([torch.inf]))
-    )
-    assert isinstance(unbounded, GaussianPolicy)
-    assert (unbounded.center.item(), unbounded.half_range.item()) == (0.0, 1.0)
-    with pytest.raises(ValueError, match="needs low and high"):
-        make_policy(4, Spec(torch.Size([1]), torch.float32))
-    with pytest.raises(ValueError, match="unknown activation 'thanh': one of tanh"):
-        make_policy(4, CHOICE, activation="thanh")
-    with pytest.raises(ValueError, match="unknown activation"):
-        make_critic(4, activation="thanh")
-
-
-def test_a_range_without_a_width_or_beyond_float32_has_a_density_all_the_same() -> None:
-    top = torch.finfo(torch.float32).max
-    low, high = torch.tensor([-1.0, 0.5, -top]), torch.tensor([1.0, 0.5, top])
-    policy = make_policy(4, Spec(torch.Size([3]), torch.float32, low, high), (8,))
-    td = policy(TensorDict({"observation": torch.randn(5, 4)}, [5]))
-    assert td["action"].isfinite().all() and td["action_log_prob"].isfinite().all()
 
 
 def test_critic_shapes_and_orthogonal_layers() -> None:

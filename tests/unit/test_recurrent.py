@@ -13,7 +13,7 @@ from torch import Tensor
 from collectors import GymEnv
 from collectors.environments.specs import Spec
 from collectors.rollouts.rollout import Rollout
-from learning import PPO, RNN, make_actor_critic
+from learning import PPO, RNN, RecurrentNetwork, make_actor_critic
 from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
 
 SPEC, CHOICE = Spec(torch.Size([4]), torch.float32), Spec(torch.Size([2]), torch.int64, n=2)
@@ -50,6 +50,17 @@ def test_a_policy_without_a_state_may_read_where_episodes_start(num_envs: int) -
     starts = batch["next", "episode_length"] == 1
     assert bool((batch["is_init"] == starts).all()) and bool((batch["action"] == starts.squeeze(-1)).all())
     assert bool(batch["next", "done"].any())
+
+
+class Stepwise(RecurrentNetwork):
+    """Uses the sequence that every recurrent network has, a loop."""
+
+    def __init__(self, inner: RNN) -> None:
+        super().__init__()
+        self.inner, self.state_size = inner, inner.state_size
+
+    def forward(self, observation: Any, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(observation, state)
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])

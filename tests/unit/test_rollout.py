@@ -76,25 +76,6 @@ def test_batches_carry_on_where_the_last_one_ended(
     assert torch.equal(rows["next", "done"], rows["next", "terminated"] | rows["next", "truncated"])
 
 
-@pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize("form", ["index", "one-hot", "scores"])
-def test_what_the_policy_writes_is_stored_as_it_wrote_it(num_envs: int, form: str) -> None:
-    env = GymEnv("Acrobot-v1", num_envs)
-    policy = Categorical(env, form)
-    batch = collected(Rollout(env, policy), 12)
-    scores = policy.linear(batch["observation"]).detach()
-    torch.testing.assert_close(batch["hidden"], scores, rtol=0.02, atol=0.02)
-    assert batch["hidden"].dtype == torch.float32  # numpy has no bfloat16
-    assert "nested" not in set(batch.keys())
-    if form == "scores":
-        torch.testing.assert_close(batch["action"], scores)
-        return
-    index = batch["action"] if form == "index" else batch["action"].argmax(-1)
-    assert batch["action"].shape == (*env.batch_size, 12, *((3,) if form == "one-hot" else ()))
-    log_probs = scores.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(batch["action_log_prob"], log_probs)
-
-
 @pytest.mark.parametrize("form", ["index", "one-hot", "scores"])
 @pytest.mark.parametrize("num_envs", [1, 2])
 def test_random_frames_come_first_and_say_so(form: str, num_envs: int) -> None:
@@ -161,18 +142,6 @@ def test_a_policy_cannot_spoil_what_is_stored(
     assert torch.equal(torch.stack(seen[1:], dim=-2), spoilt["observation"])  # and it sees the truth each time
 
 
-@pytest.mark.parametrize("num_envs", [1, 2])
-def test_an_observation_that_a_policy_keeps_stays_what_it_was(num_envs: int) -> None:
-    kept: list[torch.Tensor] = []
-
-    def remembering(td: TensorDictBase) -> TensorDictBase:
-        kept.append(td["observation"])
-        return td.set("action", torch.zeros(td.batch_size, dtype=torch.int64))
-
-    batch = collected(Rollout(GymEnv("CartPole-v1", num_envs), remembering), 12)
-    assert torch.equal(torch.stack(kept[-12:], dim=-2), batch["observation"])
-
-
 def in_parts(env: GymEnv) -> Policy:
     torch.manual_seed(0)
     return make_policy(env.observation_spec["observation"], env.action_spec, (16,))
@@ -203,25 +172,6 @@ def test_the_same_seed_gives_the_same_batch_whatever_a_policy_draws_from(draw: C
         rollout.seed(0)
         batches.append(collected(rollout, 20))
     assert bool((batches[0] == batches[1]).all())
-
-
-def test_bad_input_raises_a_clear_error() -> None:
-    env = GymEnv("CartPole-v1")
-    with pytest.raises(ValueError, match=r"the policy wrote \['logits'\]"):
-        Rollout(env, lambda td: td.set("logits", torch.zeros(2))).buffer(2)
-    with pytest.raises(ValueError, match='the policy wrote "mask"'):
-        Rollout(env, lambda td: td.set("action", torch.zeros(2)).set("mask", torch.ones(2))).buffer(2)
-    for key in ("observation", "reward", "done", "episode_return", "policy_version", "is_init"):
-        with pytest.raises(ValueError, match=rf'the policy wrote \("next", "{key}"\)'):
-            Rollout(env, lambda td, key=key: td.set("action", torch.zeros(2)).set(("next", key), torch.ones(1))).buffer(
-                2
-            )
-    with pytest.raises(TypeError, match="the policy returned a NoneType, not the TensorDict"):
-        Rollout(env, lambda td: None).buffer(2)
-    with pytest.raises(ValueError, match="at least one step"):
-        Rollout(env).buffer(0)
-    with pytest.raises(ValueError, match="max_frames_per_traj"):
-        Rollout(env, max_frames_per_traj=-1)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

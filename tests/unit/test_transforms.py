@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -102,20 +100,6 @@ def pair(num_envs: int) -> tuple[GymEnv, GymEnv]:
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_every_observation_of_a_rollout_is_encoded(num_envs: int) -> None:
-    bare, env = pair(num_envs)
-    raw, batch = bare.rollout(8), env.rollout(8)
-    for key in (("observation",), ("next", "observation")):  # final ones and those after a reset among them
-        assert torch.equal(rows(batch, *key), encoded(rows(raw, *key)))
-    ended = rows(batch, "next", "done")[..., 0]
-    assert ended.sum() == 2 * num_envs
-    assert (rows(batch, "next", "observation")[ended][:, 1] == 3).all()
-    assert (rows(batch, "observation")[:, 1:][ended[:, :-1]][:, 1] == 0).all()
-    for key in ("reward", "episode_return", "episode_length", "done"):
-        assert torch.equal(batch["next", key], raw["next", key])
-
-
-@pytest.mark.parametrize("num_envs", [1, 3])
 def test_step_by_step_it_is_the_same(num_envs: int) -> None:
     bare, env = pair(num_envs)
     raw, td = bare.reset(), env.reset()
@@ -164,12 +148,6 @@ def test_a_reward_model_reads_the_step_and_the_episode_counts_the_environments_o
     assert torch.equal(given[1], nn.functional.one_hot(rows(batch, "action"), 3).float())
     assert torch.equal(given[2], rows(batch, "next", "observation"))
     assert torch.equal(given[3][..., 0], own)
-
-
-def test_a_copy_and_a_pickle_of_an_environment_have_reward_models_of_their_own() -> None:
-    given = GymEnv(partial(Counter), 2, transforms=[ModuleTransform(Function(lambda x: 10 * x), REWARD, REWARD)])
-    for env in (given, copy.deepcopy(given), cloudpickle.loads(cloudpickle.dumps(given))):
-        assert rows(env.rollout(3), "next", "reward")[..., 0].tolist() == [[10.0, 20.0, 30.0]] * 2
 
 
 def test_transforms_are_applied_in_their_order() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import wsync
-from wsync.testing.models import WithExtraState, fill
+from wsync.testing.models import fill
 from wsync.transforms import (
     Cast,
     Chain,
@@ -58,15 +58,6 @@ def test_a_cast_leaves_quantised_weights_and_their_scales_alone(quantize: Quanti
     assert got["y_scale"].dtype is got["z"].dtype is torch.bfloat16
 
 
-def test_dequantize_leaves_float_weights_and_what_it_is_given_alone() -> None:
-    given = {"x": torch.full((2, 2), 3.0), "x_scale": torch.full((2, 1), 2.0), **QuantizeInt8()({"y": random(2, 2)})}
-    before = {name: tensor.clone() for name, tensor in given.items()}
-    got = Dequantize()(given)
-    assert got.keys() == {"x", "x_scale", "y"}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in given.items())
-    assert torch.equal(got["x"], before["x"]) and torch.equal(got["x_scale"], before["x_scale"])
-
-
 @pytest.mark.parametrize(
     ("transform", "names", "said"),
     [
@@ -81,15 +72,6 @@ def test_dequantize_leaves_float_weights_and_what_it_is_given_alone() -> None:
 def test_no_weight_is_overwritten(transform: Any, names: list[str], said: str) -> None:
     with pytest.raises(wsync.LayoutMismatch, match=said):
         transform({name: random(4, 4) for name in names})
-
-
-def test_parts_that_cannot_be_joined_or_taken_apart() -> None:
-    with pytest.raises(wsync.LayoutMismatch, match=r"'x', 'y'.*\[4, 4\].*\[4, 5\]"):
-        Fuse({"z": ["x", "y"]})({"x": random(4, 4), "y": random(4, 5)})
-    with pytest.raises(wsync.LayoutMismatch, match=r"'x' has length 4 along dimension 0"):
-        Split({"x": ["y", "z", "w"]})({"x": random(4, 4)})
-    with pytest.raises(wsync.LayoutMismatch, match=r"'x' has 1 dimension"):
-        Split({"x": ["y", "z"]}, dim=1)({"x": random(4)})
 
 
 @pytest.mark.parametrize("transform", [Cast("bfloat16", only=["x", "steps"]), QuantizeInt8(only=["x", "bias"])])
@@ -179,15 +161,6 @@ def test_a_partial_update_need_not_have_all_names_of_a_tied_weight(transform: An
             scheme.send({"b.weight": torch.ones(2, 2), "c.weight": torch.zeros(2, 2)}, partial=True)
 
 
-def test_a_state_dict_may_lack_the_buffers_that_a_transform_drops() -> None:
-    model = nn.Linear(2, 2)
-    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=Exclude("noise")) as scheme:
-        scheme.init_in_process("policy", model)
-        scheme.send(Noisy(1))
-        scheme.send(Noisy(2).state_dict())
-        assert model.weight.unique().tolist() == [2]
-
-
 class Adapter:
     """What a trainer merges into its weights."""
 
@@ -231,13 +204,6 @@ def test_options_that_mean_nothing(make: Any, error: type[Exception], said: str)
         make()
 
 
-def test_a_string_is_no_transform() -> None:
-    said = r"send_transform is a transform, such as .*Cast.*, not 'bfloat16'"
-    options: dict[str, Any] = {"send_transform": "bfloat16"}
-    with pytest.raises(TypeError, match=said), wsync.SharedMemWeightSyncScheme(**options) as scheme:
-        scheme.init_on_sender("policy", model=ActorCritic(), num_workers=1)
-
-
 @pytest.mark.parametrize("mapping", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "transform", "said"),
@@ -255,23 +221,6 @@ def test_the_error_of_a_model_that_does_not_fit_names_the_transform_that_helps(
         wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=transform) as scheme,
     ):
         scheme.init_in_process("policy", model.state_dict() if mapping else model, ActorCritic())
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("transform", [Select("0.*"), Exclude("1.*")])
-@pytest.mark.parametrize("side", ["send_transform", "receive_transform"])
-def test_a_part_of_a_model_is_taken_without_extra_state(side: str, transform: Any, size: int) -> None:
-    given, model = (nn.Sequential(*(WithExtraState() for _ in range(count))) for count in (2, size))
-    for module in fill(given, 7).children():
-        module.set_extra_state({"steps": 7})
-    options: dict[str, Any] = {side: transform}
-    with wsync.SharedMemWeightSyncScheme(timeout=10.0, **options) as scheme:
-        scheme.init_in_process("policy", model, given)
-        scheme.send()
-    assert [module.weight[0].item() for module in model.children() if isinstance(module, WithExtraState)] == [7, 0][
-        :size
-    ]
-    assert [module.get_extra_state() for module in model.children()] == [{"steps": 0}] * size
 
 
 class Noisy(nn.Linear):
