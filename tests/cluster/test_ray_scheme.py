@@ -151,23 +151,3 @@ def test_an_actor_that_ray_has_started_anew(cluster: Cluster) -> None:
         assert ray.get([actor.act.remote() for actor in made]) == [[6, 6]] * 2
     for actor in made:
         ray.kill(actor)
-
-
-def test_actors_that_cannot_join(cluster: Cluster) -> None:
-    made = actors(2, size=5)
-    problems = {"critic": "no 'critic'", "broken": "not a torch.nn.Module", "nets['policy']": r"float32\[5"}
-    for path, problem in problems.items():
-        with wsync.RayWeightSyncScheme(timeout=60.0) as scheme:
-            scheme.init_on_sender(path, model=nn.Linear(3, 2), actors=made)
-            with pytest.raises(wsync.WorkerFailed, match=problem) as failed:
-                scheme.connect()
-            assert set(failed.value.workers) <= {0, 1}
-    for actor in made:
-        ray.kill(actor)
-
-
-def test_misuse(cluster: Cluster) -> None:
-    with pytest.raises(ValueError, match="how many workers"):
-        wsync.RayWeightSyncScheme().init_on_sender("policy", model=nn.Linear(1, 1), actors=[], num_workers=2)
-    with pytest.raises(ValueError, match="context="):
-        wsync.RayModuleTransformScheme().init_on_sender("module", model=nn.Linear(1, 1))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import select
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import cloudpickle
 import pytest
-import ray
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
@@ -57,19 +54,6 @@ def scheme_for(transform: RayModuleTransform, model: nn.Module) -> wsync.RayModu
     scheme.init_on_sender("module", context=transform, model=model)
     scheme.connect()
     return scheme
-
-
-def process_of(transform: RayModuleTransform) -> int:
-    """A descriptor that is readable when the actor's process has ended."""
-    (actor,) = transform.actors
-    pid: Any = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
-    return os.pidfd_open(pid)
-
-
-def has_ended(process: int, within: float = 30.0) -> bool:
-    ready, _, _ = select.select([process], [], [], within)
-    os.close(process)
-    return bool(ready)
 
 
 def test_an_update_is_seen_by_the_next_step(rewards: RayModuleTransform) -> None:
@@ -155,22 +139,3 @@ def test_a_collector_connects_and_updates_the_module(rewards: RayModuleTransform
             collector.update_policy_weights_(weights_dict={"policy": policy(), path: scaled(4.0)}, worker_ids=[0])
         assert collector.stats()["weight_sync"][path]["updates"] == 2
     assert reward_of(GymEnv("CartPole-v1", 2, transforms=[rewards])) == [3, 3]  # the actor is not the collector's
-
-
-def test_a_dead_actor_is_named_in_every_error(cluster: None) -> None:
-    transform = RayModuleTransform(Scaled, REWARD, REWARD)
-    dead, late = f"actor {transform._name}.* is dead", cloudpickle.dumps(transform)
-    env = GymEnv("CartPole-v1", 2, transforms=[transform])
-    make = partial(GymEnv, "CartPole-v1", 2, transforms=[transform])
-    with MultiSyncCollector([make], frames_per_batch=16) as batches:
-        next(batches)
-        process = process_of(transform)
-        ray.kill(*transform.actors)
-        assert has_ended(process)
-        with pytest.raises(wsync.WorkerDied, match=dead):
-            reward_of(env)
-        with pytest.raises(wsync.WorkerDied, match=dead):
-            GymEnv("CartPole-v1", transforms=[cloudpickle.loads(late)])
-        with pytest.raises(wsync.WorkerFailed, match=dead):
-            next(batches)
-    transform.shutdown()

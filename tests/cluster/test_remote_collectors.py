@@ -19,7 +19,6 @@ import pytest
 import ray
 import torch
 from collecting import cartpole, check_calling_conventions, chosen, policy
-from listening import LOOPBACK_6, listening
 from ray_workers import START_TIMEOUT
 from stopping import ends
 from tensordict import TensorDict
@@ -34,7 +33,6 @@ from collectors.distributed import (
     RPCCollector,
     RPCWeightUpdater,
 )
-from wsync import listen_on
 
 ROOT = Path(__file__).parents[2]
 for module in (sys.modules[__name__], collecting):
@@ -154,18 +152,6 @@ def test_the_same_seed_collects_what_worker_processes_collect_until_ctrl_c(famil
         while True:
             next(collector)
     assert collector.closed
-
-
-def explode():
-    raise ArithmeticError("no such table")
-
-
-@every_family_ray_slow
-def test_a_worker_that_cannot_be_built_is_an_error_and_nothing_is_left(family):
-    with pytest.raises(TypeError, match="policy cannot be sent to a worker"):
-        collect_with(family, trained=threading.Lock().acquire)
-    with pytest.raises(wsync.WorkerFailed, match=r"worker 0 failed:(.|\n)*no such table"):
-        collect_with(family, env=explode, workers=1)
 
 
 @every_family_ray_slow
@@ -293,21 +279,6 @@ class Starter(logging.Handler):
             stranger.close()
 
 
-@pytest.mark.parametrize("family", ["tcp", "rpc"])
-@pytest.mark.parametrize("host", ["127.0.0.7", "::1"])
-def test_other_addresses(family, host):
-    try:
-        listen_on(host).close()
-    except wsync.NotConnected as error:
-        pytest.skip(f"this machine has no {host}: {error}")
-    before = listening()
-    with collect_with(family, host=host) as collector:
-        assert all(place.endswith("7F") or place == LOOPBACK_6 for place in listening() - before)
-        next(collector)
-        collector.update_policy_weights_(policy(-1.0))
-        assert chosen(next(collector)) == 0.0
-
-
 def test_workers_that_others_start_join(caplog, monkeypatch):
     monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
     with caplog.at_level("INFO", "collectors"), Starter() as starter:
@@ -318,15 +289,6 @@ def test_workers_that_others_start_join(caplog, monkeypatch):
             assert chosen(batch) == 0.0 and batch["policy_version"].unique().tolist() == [2]
         assert [worker.wait(10) for worker in starter.workers] == [0, 0]
         assert "key" in starter.refused.communicate(timeout=60)[1] and starter.refused.returncode
-
-
-def test_workers_that_do_not_join_are_named(monkeypatch):
-    monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
-    with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 0, 1 did not join within 0.2 s"):
-        collect_with("tcp", launcher="join", timeout=0.2)
-    monkeypatch.delenv("WSYNC_AUTHKEY")
-    with pytest.raises(ValueError, match="WSYNC_AUTHKEY"):
-        collect_with("tcp", launcher="join", timeout=0.2)
 
 
 @pytest.mark.parametrize("family", ["tcp", "rpc"])
@@ -357,13 +319,6 @@ def test_a_cluster_that_is_not_there_is_an_error_within_seconds(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(ConnectionError, match=f"at 127.0.0.1:{port}"):
         collect_with("ray", address=f"127.0.0.1:{port}")
-
-
-def test_actors_that_have_no_place_are_named(cluster):
-    with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 0, 1 had no place.*'num_cpus': 64"):
-        collect_with("ray", resources={"num_cpus": 64}, timeout=0.5)
-    with pytest.raises(ConnectionError, match=r"connected to the Ray cluster at .*, not at 10\.0\.0\.1:6379"):
-        collect_with("ray", address="10.0.0.1:6379")
 
 
 UPDATERS = {

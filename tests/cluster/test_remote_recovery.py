@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from multiprocessing.connection import wait
 from typing import Any
 
 import cloudpickle
@@ -18,7 +17,6 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from collectors.distributed import DistributedCollector, RayCollector, RPCCollector
-from wsync.testing.workers import stop_process
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
 
@@ -98,20 +96,6 @@ def test_a_worker_comes_back_with_the_newest_weights(family, victims, monkeypatc
             assert next(collector)["told"].unique().tolist() == [4 + victim]
             first = second
         assert collector.failures.failed == collector.failures.restarted == dict.fromkeys(victims, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "patience"), [("tcp", 8.0), ("ray", 12.0)])
-def test_a_stopped_worker_is_ended(family, patience):
-    with collect(family, "drop", worker_timeout=patience) as collector:
-        first = pids(next(collector))
-        stop_process(first[1])
-        descriptor = os.pidfd_open(first[1])
-        assert pids(next(collector)) == first[:1]
-        assert wait([descriptor], 10), "it is still there"
-        os.close(descriptor)
-        update(collector, 3)
-        assert next(collector)["told"].unique().tolist() == [3]
 
 
 def test_restart_of_workers_that_cannot_be_restarted_is_refused():

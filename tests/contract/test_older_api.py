@@ -109,47 +109,6 @@ def test_shared_memory_needs_no_receive(workers: WorkerGroup) -> None:
             worker.call(received, TIMEOUT)
 
 
-def both_ends(make: Make, **options: Any) -> tuple[Any, Any, nn.Module]:
-    """A sender's scheme and a worker's, and the worker's model, in one process."""
-    ours, theirs = multiprocessing.Pipe()
-    sender, worker, model = make(**options), make(**options), nn.Linear(4, 2)
-    sender.init_on_sender("policy", pipes=[ours])
-    worker.init_on_worker("policy", pipe=theirs, model=model)
-    return sender, worker, model
-
-
-def test_a_pipe_carries_one_message_and_belongs_to_the_user(make: Make) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    ours.send("before")
-    models = {name: policy_of(0.0) for name in ("actor", "critic")}
-    senders = {name: make() for name in models}
-    for name, sender in senders.items():
-        sender.init_on_sender(name, pipes=[ours])
-    ours.send("after")
-    assert theirs.recv() == "before"
-    with (
-        make(timeout=5.0) as wrong,
-        pytest.raises(ValueError, match=r"message is about 'actor', this worker about 'critic'"),
-    ):
-        wrong.init_on_worker("critic", pipe=theirs, model=models["critic"])
-    with make() as worker:
-        worker.init_on_worker("critic", pipe=theirs, model=models["critic"])
-        assert theirs.recv() == "after"
-        senders["critic"].get_sender().send(policy_of(2.0))
-        assert worker.get_receiver().receive(TIMEOUT) is True
-        assert torch.equal(models["critic"].weight, policy_of(2.0).weight)
-    ours.send("no invitation")
-    with make() as worker, pytest.raises(ValueError, match="not init_on_sender"):
-        worker.init_on_worker("policy", pipe=theirs, model=models["actor"])
-    ours.close()
-    with make() as worker, pytest.raises(wsync.NotConnected, match="closed this pipe"):
-        worker.init_on_worker("policy", pipe=theirs, model=models["actor"])
-    with make() as closed, pytest.raises(wsync.NotConnected, match="worker 0: its pipe is closed"):
-        closed.init_on_sender("policy", pipes=[ours])
-    for sender in senders.values():
-        sender.shutdown()
-
-
 def test_a_worker_that_does_not_connect_is_named_and_may_connect_later(make: Make) -> None:
     (ours, theirs), (other, _their_other) = multiprocessing.Pipe(), multiprocessing.Pipe()
     model = nn.Linear(4, 2)
@@ -162,34 +121,6 @@ def test_a_worker_that_does_not_connect_is_named_and_may_connect_later(make: Mak
         sender.get_sender().send(policy_of(2.0))
         assert first.get_receiver().receive(TIMEOUT) and second.get_receiver().receive(TIMEOUT)
         assert torch.equal(model.weight, policy_of(2.0).weight)
-
-
-def test_a_pipe_without_the_senders_message_is_an_error_at_the_timeout(make: Make) -> None:
-    _ours, theirs = multiprocessing.Pipe()
-    with make(timeout=0.05) as worker, pytest.raises(wsync.SyncTimeout, match="init_on_sender"):
-        worker.init_on_worker("policy", pipe=theirs, model=nn.Linear(4, 2))
-
-
-def test_weights_that_do_not_fit_are_an_error_at_the_sender(make: Make, workers: WorkerGroup) -> None:
-    ours, theirs = pipes_to(workers)
-    with make() as scheme:
-        scheme.init_on_sender("policy", pipes=ours[:1])
-        workers[0].call(follow, make, theirs[0], "policy", 5)
-        with pytest.raises(wsync.WorkerFailed, match=r"worker 0(.|\n)*LayoutMismatch"):
-            scheme.get_sender().send(policy_of(1.0))
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_the_end_of_the_sender_ends_a_receive(make: Make, late: bool) -> None:
-    sender, worker, _ = both_ends(make)
-    if late:
-        sender.get_sender().send(policy_of(1.0))
-        assert worker.get_receiver().receive(TIMEOUT)
-    sender.shutdown()
-    with pytest.raises(wsync.NotConnected, match="the sender"):
-        worker.get_receiver().receive(TIMEOUT)
-    worker.shutdown()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("wsync")]
 
 
 @pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "distributed", "rpc", "ray"])

@@ -17,47 +17,11 @@ from backends import BuiltIn
 from listening import LOOPBACK, listening_tcp, own_sockets
 
 import wsync
-from wsync.testing import ProcessWorker, WorkerError, WorkerPool, commands
+from wsync.testing import WorkerError, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 
 # --- forks ---
-
-
-class ForkedPool(WorkerPool):
-    """Workers that are forked from the test's process."""
-
-    def start_workers(self, count: int) -> list[Any]:
-        return [ProcessWorker("fork") for _ in range(count)]
-
-
-_inherited: Any = None
-
-
-def use_inherited_scheme(state: WorkerState) -> None:
-    """Take the worker's role in the scheme as the fork has copied it."""
-    state.models["policy"], state.schemes["policy"] = Small(), _inherited
-    _inherited.init_on_receiver("policy", model=state.models["policy"], worker_idx=0)
-    _inherited.connect()
-
-
-def test_a_forked_worker_can_use_the_scheme_that_it_inherits(backend: BuiltIn) -> None:
-    global _inherited
-    pool = ForkedPool()
-    with backend.make_scheme(timeout=30.0) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 3), num_workers=1)
-        _inherited = scheme
-        try:
-            with pool.group(1) as workers:
-                workers[0].start(use_inherited_scheme)
-                scheme.connect()
-                workers[0].result()
-                assert workers[0].call(commands.output)[0] == 3
-                scheme.send(fill(Small(), 4))
-                assert workers[0].call(commands.output)[0] == 4
-        finally:
-            _inherited = None
-    pool.close()
 
 
 def be_trainer(state: WorkerState, scheme: wsync.WeightSyncScheme) -> wsync.WeightSyncScheme:

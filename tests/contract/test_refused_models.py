@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 import wsync
 from wsync.testing import WorkerError, commands
 from wsync.testing.models import Small, fill
-from wsync.transforms import Rename, Select
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -238,27 +237,3 @@ def test_sharded_weights_are_refused_in_every_form_with_the_call_that_gathers_th
         other = sharded_policy()
         scheme.send(get_model_state_dict(other, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
         assert torch.equal(model.layer.weight, other.layer.weight.full_tensor())  # type: ignore
-
-
-def test_sharded_weights_are_refused_before_they_are_transformed() -> None:
-    """PyTorch might wait in the transform for the other ranks."""
-    with (
-        pytest.raises(wsync.LayoutMismatch, match="DTensor"),
-        wsync.SharedMemWeightSyncScheme(send_transform=Rename({"layer.weight": "layer.other"})) as scheme,
-    ):
-        scheme.init_in_process("policy", Policy(), sharded_policy())
-
-
-def test_a_whole_part_of_a_model_with_shards_is_carried() -> None:
-    class Adapted(Policy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.adapter = nn.Linear(2, 2)
-
-    source, model = Adapted(), Adapted()
-    sharded(source.layer)
-    with wsync.MultiProcessWeightSyncScheme(send_transform=Select("adapter")) as scheme:
-        scheme.init_in_process("policy", model, source)
-        nn.init.constant_(source.adapter.weight, 9.0)
-        scheme.send()
-        assert torch.equal(model.adapter.weight, source.adapter.weight)

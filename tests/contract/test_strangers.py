@@ -475,29 +475,6 @@ def test_6_the_text_of_an_error_is_cut_where_it_arises(pool: WorkerPool) -> None
         assert len(str(failed.value)) < 1 << 17
 
 
-@issue("59.6")
-def test_6_no_byte_renews_the_deadline_of_a_connect() -> None:
-    pytest.importorskip("aiohttp", reason="stores over http need it")
-
-    def drip(server: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                threading.Thread(target=drip_one, args=(server.accept()[0],), daemon=True).start()
-
-    def drip_one(connection: socket.socket) -> None:
-        with suppress(OSError):
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n")
-            while True:
-                connection.sendall(b"{")
-                time.sleep(0.2)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=drip, args=(server,), daemon=True).start()
-        scheme = wsync.StoreWeightSyncScheme(f"http://127.0.0.1:{server.getsockname()[1]}/run", timeout=1.0)
-        scheme.init_on_receiver("policy", model=Small(), worker_idx=0)
-        assert isinstance(in_time(scheme.connect, 8.0), wsync.WeightSyncError)
-
-
 # --- 59.8 and 59.9: signals, and calls in the wrong place ---
 
 

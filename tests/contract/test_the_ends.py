@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -124,14 +123,6 @@ def test_a_worker_that_ends_before_it_connects_ends_the_wait(form: str) -> None:
         with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {process.pid} was ended by SIGKILL\)") as died:
             scheme.connect(processes=[FORMS[form](process)])
         assert set(died.value.workers) == {0}
-
-
-def test_the_exit_code_of_a_child_that_has_ended_before_connect_is_told() -> None:
-    with connecting() as scheme, forked(end_with, 3) as process:
-        assert wait([process.sentinel], 60)
-        with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {process.pid} ended with exit code 3\)"):
-            scheme.connect(processes=[process])
-        assert process.exitcode == 3
 
 
 def test_a_process_id_is_refused_with_what_to_pass_instead() -> None:

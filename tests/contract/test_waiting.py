@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
-import threading
 from contextlib import suppress
 from itertools import count
-from typing import Any
 
 import pytest
 from backends import BuiltIn
 
 import wsync
 from wsync.testing import commands
-from wsync.testing.commands import WorkerState
-from wsync.testing.models import Small, WithExtraState, digest, fill, scramble
+from wsync.testing.models import Small, WithExtraState, digest, scramble
 
 
 def test_an_error_is_raised_by_a_later_wait(backend: BuiltIn) -> None:
@@ -88,34 +83,6 @@ def test_there_is_no_such_worker(backend: BuiltIn) -> None:
         session.send(2)
 
 
-def receive_in_two_threads(state: WorkerState) -> list[bool]:
-    received: list[bool] = []
-
-    def receive() -> None:
-        received.append(state.schemes["policy"].receive() is not None)
-
-    threads = [threading.Thread(target=receive) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return received
-
-
-def test_each_of_two_threads_in_receive_gets_a_version(backend: BuiltIn) -> None:
-    with backend.connected() as session:
-        worker, outcome = session.workers[0], list[Any]()
-        worker.start(receive_in_two_threads)
-        waiting = threading.Thread(target=lambda: outcome.append(worker.result()))
-        waiting.start()
-        for value in count(2):
-            session.send(value)
-            waiting.join(0.05)
-            if not waiting.is_alive():
-                break
-        assert outcome == [[True, True]]
-
-
 def test_nothing_is_received_before_connect() -> None:
     with wsync.SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", model=Small(), num_workers=1)
@@ -139,28 +106,6 @@ def test_a_worker_that_a_newer_send_leaves_out_is_waited_for(backend: BuiltIn) -
         session.workers[1].resume()
         assert session.scheme.wait_async() is None
         assert session.workers[0].call(commands.output)[0] == 3
-
-
-def test_an_update_is_not_waited_for_twice(backend: BuiltIn) -> None:
-    with backend.connected(timeout=20.0) as session:
-        scheme = session.scheme
-        session.post(2)
-        wsync.synchronize({scheme: fill(session.model, 3)})
-        assert scheme.wait_async() is None
-        session.post(4)
-        session.send(5, worker_ids=1)
-        report = scheme.wait_async()
-        assert report is not None and dict(report.workers) == {0: 4}
-        session.post(6)
-        session.workers[1].kill()
-        assert session.restart(1) == 6
-        report = scheme.wait_async()
-        assert report is not None and dict(report.workers) == {0: 6}
-        session.workers[1].stop()
-        session.post(7)
-        scheme.disconnect(1)
-        report = scheme.wait_async()
-        assert report is not None and dict(report.workers) == {0: 7}
 
 
 def test_a_disconnected_worker_connects_again_with_the_newest_weights(backend: BuiltIn) -> None:
@@ -192,36 +137,6 @@ def test_replacements_may_connect_in_any_order_and_before_they_are_readmitted(ba
             session.scheme.readmit(index)
             session.workers.replace(index, successor)
             successor.result()
-        session.send(3)
-        assert session.outputs() == [3, 3]
-
-
-def hold_gate(state: WorkerState) -> None:
-    """Hold the gate in a thread until SIGUSR1: nothing is installed meanwhile."""
-    held, leave = threading.Event(), threading.Event()
-    signal.signal(signal.SIGUSR1, lambda *_: leave.set())
-
-    def hold() -> None:
-        with wsync.gate():
-            held.set()
-            leave.wait()
-
-    threading.Thread(target=hold, daemon=True).start()
-    held.wait()
-
-
-def test_a_replacement_that_was_not_ready_in_time_is_kept_by_the_next_readmit(backend: BuiltIn) -> None:
-    with backend.connected(timeout=20.0) as session:
-        session.workers[1].kill()
-        second = session.workers.spare()
-        second.call(hold_gate)
-        session.begin_join(second, 1)
-        with pytest.raises(wsync.SyncTimeout):
-            session.scheme.readmit(1, timeout=1.0)
-        os.kill(second.pid, signal.SIGUSR1)
-        session.scheme.readmit(1)
-        second.result()
-        session.workers.replace(1, second)
         session.send(3)
         assert session.outputs() == [3, 3]
 

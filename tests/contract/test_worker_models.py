@@ -8,13 +8,13 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from backends import BuiltIn, Multiprocess
+from backends import BuiltIn
 from small_models import TwoWeights
 from tensordict import TensorDict
 from torch import nn
 
 import wsync
-from wsync.testing import WorkerPool
+from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, WithExtraState, digest, fill, scramble
 
@@ -30,21 +30,6 @@ def test_weights_that_a_worker_applies_stay_in_that_worker(backend: BuiltIn) -> 
         assert session.outputs() == [9, 1]
         session.send(2)
         assert session.outputs() == [2, 2]
-
-
-def train_in_place(state: WorkerState) -> None:
-    """One step, by the worker alone."""
-    with wsync.gate(), torch.no_grad():
-        state.models["policy"].weight.sub_(1.0)
-
-
-def test_workers_with_copies_may_train_them_in_place(pool: WorkerPool) -> None:
-    Multiprocess.pool = pool
-    with Multiprocess().connected() as session:
-        for value in range(2, 6):
-            session.send(value)
-            session.workers[0].call(train_in_place)
-            assert session.outputs() == [value - 1, value]
 
 
 def share_model(state: WorkerState) -> None:
@@ -129,14 +114,9 @@ def test_a_model_that_a_worker_has_converted_refuses_updates_and_stays_converted
         session.workers[1].call(convert_to_half)
         with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 1.*'weight'.*float16") as failed:
             session.update(4)
-        assert set(failed.value.workers) == {1} and failed.value.version == 4
+        assert set(failed.value.workers) == {1} and failed.value.version == 4 and "Cast" in str(failed.value)
         assert session.workers[1].call(dtype_of_weight) == "torch.float16"
-        assert session.outputs() == [4, 3]
-        session.workers[0].call(convert_to_half)
-        with pytest.raises(wsync.WorkerFailed) as failed:
-            session.update(5)
-        assert set(failed.value.workers) == {0, 1}
-        assert all(word in str(failed.value) for word in ("'weight'", "float16", "float32", "Cast"))
+        assert session.workers[0].call(commands.output)[0] == 4
 
 
 def test_a_model_of_two_schemes_is_gated_until_both_have_shut_down() -> None:

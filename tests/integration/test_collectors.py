@@ -307,11 +307,6 @@ def test_bad_arguments_are_clear_errors_and_leave_nothing(arguments, error, mess
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_what_makes_no_environment_is_named():
-    with pytest.raises(TypeError, match="or a function that makes one, not a str"):
-        Collector("CartPole-v1", policy(), frames_per_batch=8)
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_wrong_weights_are_refused_whole(scheme):
     trained = policy()

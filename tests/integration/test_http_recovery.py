@@ -2,92 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from http_engines import trainer
 
 import wsync
-from wsync.testing.asgi import serve
-from wsync.testing.models import Small, fill
-
-
-class LikeVLLM:
-    """As vLLM's trainer engine: it is made once for an engine, and sends no weights over HTTP."""
-
-    def __init__(self, client: Any, source: Any) -> None:
-        client.init_weight_transfer_engine({})
-        self.client = client
-
-    def send_weights(self) -> None:
-        self.client.start_weight_update()
-        self.client.update_weights({})
-        self.client.finish_weight_update()
-
-
-class Slow(LikeVLLM):
-    """Returns after the deadline, when the engine has loaded the version, if ``slow`` is set."""
-
-    slow = threading.Event()
-
-    def send_weights(self) -> None:
-        super().send_weights()
-        if self.slow.is_set():
-            threading.Event().wait(0.6)
-
-
-Handler = Callable[[str], Awaitable[int]]
-
-
-async def agree(route: str) -> int:
-    return 200
-
-
-def engine(routes: list[str], handle: Handler = agree) -> Callable[..., Awaitable[None]]:
-    """Return an application that notes the routes it is asked for, and answers with the status that ``handle`` says."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        while (await receive()).get("more_body"):
-            pass
-        routes.append(scope["path"])
-        content = json.dumps({"world_size": 1}).encode()
-        status = await handle(scope["path"])
-        headers = [(b"content-length", str(len(content)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
-
-    return app
-
-
-def test_an_engine_is_resumed_if_the_deadline_passes_after_finish() -> None:
-    routes = list[str]()
-    with serve(engine(routes)) as url, trainer(url, transfer=Slow, pause="keep") as scheme:
-        scheme.timeout = 0.5
-        Slow.slow.set()
-        try:
-            with pytest.raises(wsync.SyncTimeout):
-                scheme.send(fill(Small(), 2))
-        finally:
-            Slow.slow.clear()
-        scheme.shutdown()  # waits for the engine's thread
-    assert routes.count("/pause") == routes.count("/resume") == 2 and routes[-1] == "/resume"
-
-
-def test_a_resume_that_fails_is_made_again() -> None:
-    routes = list[str]()
-
-    async def fail_once(route: str) -> int:
-        return 500 if route == "/resume" and routes.count("/resume") == 2 else 200
-
-    with serve(engine(routes, fail_once)) as url, trainer(url, transfer=LikeVLLM, pause="keep") as scheme:
-        with pytest.raises(wsync.WorkerFailed, match="phase resume"):
-            scheme.send(fill(Small(), 2))
-        assert routes[-2:] == ["/resume", "/resume"]
+from wsync.testing.models import Small
 
 
 @contextmanager

@@ -72,20 +72,6 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_a_worker_meets_the_next_sender_and_one_that_is_started_anew_the_one_that_there_is(store: TCPStore) -> None:
-    with worker(store) as line:
-        for value in (1.0, 2.0):
-            line.send(30.0)
-            with sender(PrefixStore("", store), value):
-                assert line.recv() == value
-    with worker(store) as line:
-        line.send(30.0)
-        with sender(PrefixStore("", store), 3.0):
-            assert line.recv() == 3.0
-        line.send(0.5)
-        assert "no sender has announced itself" in line.recv()
-
-
 def test_transports_meet_in_a_store_as_their_schemes_do(store: TCPStore) -> None:
     with (
         worker(store, target=follow_by_its_line) as line,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
-import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from stores import reader, trainer
 
@@ -140,22 +138,6 @@ def test_a_reader_that_is_in_a_read_without_an_end_can_be_shut_down(
     while descriptors() > before and time.monotonic() < deadline:
         os.sched_yield()
     assert descriptors() == before
-
-
-def test_a_trainer_that_begins_again_in_an_emptied_folder(tmp_path: Path) -> None:
-    """Its versions have the numbers of the old ones; readers take them all the same."""
-    transport = wsync.StoreTransport(f"{tmp_path}/policy")
-    with trainer(tmp_path) as scheme, reader(tmp_path) as watching, reader(tmp_path, initiator="receiver") as pulling:
-        assert transport.receive_weights(0.0) is not None
-        scheme.shutdown()
-        shutil.rmtree(tmp_path / "policy")
-        with trainer(tmp_path, model=fill(Small(), 5)) as other:
-            assert other.version == 1
-            got = transport.receive_weights(0.0)
-            assert got is not None and torch.equal(got["weight"], torch.full((4,), 5.0))
-            assert pulling.pull() == 1 and pulling.model()[0] == 5
-            while watching.model()[0] != 5:
-                assert watching.receive(0.05) is None  # that would be a newer version
 
 
 def test_a_relative_path_is_resolved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

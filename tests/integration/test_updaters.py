@@ -7,7 +7,6 @@ from multiprocessing.connection import wait
 
 import collecting
 import pytest
-import torch
 from collecting import chosen
 from tensordict import TensorDict
 
@@ -133,16 +132,6 @@ def test_every_other_hook_is_asked():
         assert versions(next(collector)) == [3]
         updater._sync_weights_with_worker(server_weights=weights(1.0))  # by itself: at once
         assert chosen(next(collector)) == 1.0
-
-
-def test_weights_that_do_not_fit_are_nowhere_and_the_next_push_works():
-    kept = weights(1.0)
-    with single(VanillaWeightUpdater(weight_getter=lambda: weights(-1.0), policy_weights=kept)) as collector:
-        with pytest.raises(wsync.LayoutMismatch, match="bias"):
-            collector.update_policy_weights_({"module.bias": torch.zeros(3)})
-        assert chosen(next(collector)) == 1.0 and (kept == weights(1.0)).all()
-        collector.update_policy_weights_()
-        assert chosen(next(collector)) == 0.0 and (kept == weights(-1.0)).all()
 
 
 def test_ray_leaves_workers_out_for_max_interval_pushes():

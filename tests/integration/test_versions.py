@@ -114,18 +114,6 @@ def test_versions_and_weights_go_on_after_a_resume(cls):
     assert second.frames >= 40
 
 
-def test_a_version_number_is_not_used_twice():
-    with collect_with(MultiSyncCollector, policy(1.0)) as first:
-        state = first.state_dict()
-    with collect_with(MultiSyncCollector, policy(2.0)) as second:
-        second.load_state_dict(state)
-        batch = second.next()
-        assert value_of(batch) == 1.0 and (batch["policy_version"] == 2).all()
-        second.load_state_dict({**state, "policy_version": 9})
-        second.load_state_dict({**state, "policy_version": 3})
-        assert second.policy_version == 10
-
-
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
 @pytest.mark.parametrize(
     ("wrong", "error"),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import nn
 
 import wsync
-from collectors import Collector, GymEnv
+from collectors import GymEnv
 from collectors.rollouts.action_source import CalledPolicy, PolicyInParts
 from collectors.rollouts.rollout import Rollout
 from learning import CategoricalPolicy, Policy, make_policy
@@ -124,49 +121,3 @@ def test_outputs_that_are_views_of_weights_are_of_the_version_that_acted(called:
     assert batch["policy_version"].tolist() == [[0, 1, 2, 3, 4]] * 2
     assert torch.equal(batch["action_log_prob"], batch["policy_version"].float())
     assert not called or torch.equal(batch["action"][..., 0], batch["action_log_prob"])
-
-
-class Held(nn.Module):
-    """Scores, and whether the gate was held when they were asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self.held: list[bool] = []
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        self.held.append(process_gate().held_here)
-        return self.linear(observation)
-
-
-def test_a_synchronised_policy_acts_inside_the_gate() -> None:
-    policy, env = CategoricalPolicy(Held()), GymEnv("CartPole-v1", 2, seed=0)
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("policy", policy, CategoricalPolicy(Held()))
-        env.rollout(5, policy)
-        assert isinstance(Rollout(env, policy)._action_source(), PolicyInParts)
-    assert isinstance(policy.network, Held) and len(policy.network.held) >= 6 and all(policy.network.held)
-
-
-def test_a_policy_without_a_scheme_does_not_hold_the_gate() -> None:
-    """It may wait for another thread that needs the gate."""
-    held: list[bool] = []
-
-    def act(observation: TensorDictBase) -> TensorDictBase:
-        held.append(process_gate().held_here)
-        return observation.set("action", torch.zeros(observation.batch_size, dtype=torch.int64))
-
-    with Collector(lambda: GymEnv("CartPole-v1", 2), policy_factory=lambda: act, frames_per_batch=8) as collector:
-        next(collector)
-    assert held and not any(held)
-
-
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_a_module_over_tensors_acts_as_one_over_tensordicts_does(num_envs: int) -> None:
-    network = nn.Linear(4, 2)
-
-    def run(policy: Any) -> TensorDict:
-        return collected(Rollout(GymEnv("CartPole-v1", num_envs, seed=0), policy), 10)
-
-    bare, wrapped = (run(one) for one in (network, TensorDictModule(network, ["observation"], ["action"])))
-    assert (bare == wrapped).all()

@@ -18,14 +18,6 @@ def test_the_same_seed_is_the_same_schedule_and_another_is_another() -> None:
     assert {fault.kind for fault in first} == {"kill", "stop"}
 
 
-def test_gaps_are_exponential_with_the_rate_as_their_mean() -> None:
-    gaps = [fault.gap for fault in islice(schedule(["kill"], 120.0, 0), 20_000)]
-    assert sum(gaps) / len(gaps) == pytest.approx(0.5, rel=0.03)
-    assert sum(gap > 0.5 for gap in gaps) / len(gaps) == pytest.approx(0.3679, abs=0.015)  # 1/e
-    positions = [fault.position for fault in islice(schedule(["kill"], 120.0, 0), 1_000)]
-    assert all(0 <= position < 1 for position in positions)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -9,16 +9,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from tensordict import TensorDict
 
 from collectors import ActionMask, GymEnv, PartialObservation
-from collectors.environments.actions import action_codec
-from collectors.environments.specs import Spec, observation_codec
-from collectors.environments.trees import as_tensors
-from collectors.rollouts.rollout import Rollout
-from learning import CNN, IMPALA, MLP, PPO, make_actor_critic, make_policy
+from collectors.environments.specs import observation_codec
+from learning import CNN, IMPALA, MLP, PPO, make_actor_critic
 from learning.encoders import feature_size
-from learning.making import network_error
 
 IMAGE = spaces.Box(0, 255, (4, 40, 44), "uint8")
 ARM = spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Discrete(3)))
@@ -92,21 +87,6 @@ def test_uint8_is_divided_by_its_upper_bound(make: Any, shape: tuple[int, ...], 
     torch.testing.assert_close(network(observation), network(observation.float() / divisor))
 
 
-def test_an_error_of_another_class_is_one_of_the_network_only_in_a_module_of_the_users() -> None:
-    spec: Any = {"position": Spec(torch.Size([3]), torch.float32), "goal": Spec(torch.Size([2]), torch.float32)}
-    with pytest.raises(KeyError) as raised:
-        spec["pos"]
-    error = network_error(raised.value, "policy=mine", spec)
-    assert error is not None and str(error) == "policy=mine: KeyError: 'pos'"
-    assert error.__notes__[-1] == "  observation: position [3], goal [2]"
-    assert network_error(KeyError("pos"), "policy=mlp", spec) is None
-
-
-def test_a_network_that_gives_no_features_is_named() -> None:
-    with pytest.raises(ValueError, match=r"has to give one vector of features .* it gave \[2, 3, 4, 40, 44\]"):
-        make_actor_critic(lambda spec: torch.nn.Identity(), observation_codec(IMAGE).spec, GymEnv(Bandit).action_spec)
-
-
 @pytest.mark.parametrize("learner", [PPO, IMPALA])
 @pytest.mark.parametrize(("network", "space"), [(MLP, MIXED), (CNN, MIXED), (CNN, IMAGE)])
 def test_learners_take_images_and_observations_of_several_parts(learner: Any, network: Any, space: Any) -> None:
@@ -116,44 +96,6 @@ def test_learners_take_images_and_observations_of_several_parts(learner: Any, ne
     stats = learner(policy, critic, epochs=1, minibatch_size=8).update(env.rollout(16, policy))
     assert all(np.isfinite(value) for value in stats.values())
     assert all(not torch.equal(*pair) for pair in zip(before, policy.parameters(), strict=True))
-
-
-class Stuck(Bandit):
-    """Its second episode begins with a mask in which the second choice has no option."""
-
-    episodes = 0
-
-    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-        self.episodes += 1
-        observation, info = super().reset(**options)
-        return observation, info if self.episodes == 1 else {"action_mask": np.array([1, 1, 1, 0, 0])}
-
-
-@pytest.mark.parametrize("init_random_frames", [0, 1000])
-def test_a_mask_without_a_possible_action_is_an_error_that_names_environment_and_step(init_random_frames: int) -> None:
-    env = GymEnv(lambda: ActionMask(Stuck()), 2, seed=0)
-    policy, _ = make_actor_critic(MLP, env.observation_spec["observation"], env.action_spec)
-    rollout = Rollout(env, policy, init_random_frames=init_random_frames)
-    rollout.collect(rollout.buffer(1))  # the first episode
-    with pytest.raises(ValueError, match=r'the "action_mask" of environment 0 of this worker .* step 0 of its'):
-        rollout.collect(rollout.buffer(1))
-
-
-def test_a_mask_has_an_element_for_each_option() -> None:
-    env = GymEnv(lambda: ActionMask(Bandit()))
-    wrong = action_codec(spaces.Discrete(2)).spec
-    with pytest.raises(ValueError, match="action_mask has 5 elements, and the action has 2 options"):
-        make_actor_critic(MLP, env.observation_spec["observation"], wrong)
-
-
-@pytest.mark.parametrize("mask", [[1, 0], (True, False), np.array([1, 0])])
-def test_a_mask_may_be_a_list(mask: Any) -> None:
-    class Masked(gym.Wrapper):
-        def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-            return self.env.reset(**options)[0], {"action_mask": mask}
-
-    observation, _ = ActionMask(Masked(gym.make("CartPole-v1"))).reset()
-    assert observation["action_mask"].tolist() == [1, 0]
 
 
 def test_a_mask_belongs_to_choices_and_has_to_be_there() -> None:
@@ -170,11 +112,3 @@ def test_a_part_of_an_observation_may_be_hidden() -> None:
     assert env.observation_space.contains(env.reset()[0])
     with pytest.raises(TypeError, match="vector observations"):
         PartialObservation(gym.make("FrozenLake-v1"), keep=[0])
-
-
-def test_a_policy_takes_a_tree_of_observations_in_one_call() -> None:
-    env = GymEnv(Bandit)
-    policy = make_policy(env.observation_spec["observation"], env.action_spec)
-    td = policy(TensorDict({"observation": env.observe()["observation"]}, []))
-    assert td["action"].shape == (2,)
-    assert as_tensors(env.stepper.observation, 1).batch_size == (1,)

@@ -149,15 +149,6 @@ def test_native_vector_environments_mask_their_reset_steps() -> None:
         assert torch.equal(frames["observation"][1:][ongoing], frames["next", "observation"][:-1][ongoing])
 
 
-def test_auto_chooses_a_native_vector_environment_only_where_it_does_the_same() -> None:
-    def native(*args: Any, **kwargs: Any) -> bool:
-        env = GymEnv(*args, vectorization_mode="auto", **kwargs)
-        return isinstance(env.stepper.driver.env, CartPoleVectorEnv)  # type: ignore[attr-defined]
-
-    assert native("CartPole-v1", 2) and not native("CartPole-v1", 1) and not native("Acrobot-v1", 2)
-    assert not native("CartPole-v1", 2, max_frames_per_traj=9) and not native("CartPole-v1", 2, max_episode_steps=9)
-
-
 @pytest.mark.parametrize("num_envs", [1, 2, 3])
 def test_an_index_one_hot_and_scores_do_the_same(num_envs: int) -> None:
     env = GymEnv("Acrobot-v1", num_envs)
@@ -186,15 +177,6 @@ def test_continuous_actions_are_clipped_on_their_way_only(num_envs: int) -> None
     )
     assert torch.equal(batch["action"], action.expand(*env.batch_size, 3, 2))
     assert all(np.array_equal(scripted.seen, [[2.0, 0.5], [-1.0, -9.0], [0.25, 0.25]]) for scripted in made)
-
-
-def test_a_huge_action_stays_in_the_range_of_its_integers() -> None:
-    scripted = Scripted(actions=spaces.Box(-np.inf, np.inf, (2,), np.int64))
-    env = GymEnv(scripted)
-    env.step(env.reset().set("action", torch.tensor([1e30, -1e30])))
-    high, low = scripted.seen[0]
-    assert high > 2**62 and low < -(2**62)
-    assert env.action_spec.low is not None and env.action_spec.low.isneginf().all()
 
 
 @pytest.mark.parametrize("num_envs", [1, 2])
@@ -277,17 +259,6 @@ def test_dict_and_tuple_observations_are_nested_tensors(make: Callable[[Callable
     assert bool((batch["observation", "goal", "1"].sum(-1) == 1).all())
 
 
-def test_the_same_seed_gives_the_same_rollout() -> None:
-    for env_id, num_envs in (("CartPole-v1", 1), ("CartPole-v1", 4), ("Pendulum-v1", 2)):
-        rollouts = [GymEnv(env_id, num_envs, seed=seed).rollout(60) for seed in (1, 1, 2)]
-        assert bool((rollouts[0] == rollouts[1]).all())
-        assert not torch.equal(rollouts[0]["observation"], rollouts[2]["observation"])
-        env = GymEnv(env_id, num_envs)
-        env.rollout(5)
-        env.set_seed(1)
-        assert bool((env.rollout(60) == rollouts[0]).all())
-
-
 ONE = Scripted()
 REFUSED: dict[str, tuple[Callable[[], GymEnv], type[Exception], str]] = {
     "text": (lambda: GymEnv(Scripted(spaces.Text(3))), TypeError, "TransformObservation"),
@@ -338,16 +309,6 @@ def test_invalid_arguments_raise_a_clear_error(name: str) -> None:
         make()
 
 
-def test_a_wrong_action_is_an_error() -> None:
-    env = GymEnv("Acrobot-v1", 2)
-    with pytest.raises(ValueError, match=r"index \[2\] or scores \[2, 3\]"):
-        env.step(TensorDict({"action": torch.zeros(2, 4)}, [2]))
-    with pytest.raises(ValueError, match="has shape"):
-        GymEnv("Pendulum-v1").step(TensorDict({"action": torch.zeros(2)}))
-    with pytest.raises(KeyError, match="action"):
-        env.step(env.reset())
-
-
 class Wandering(Scripted):
     """Its second step gives an observation outside its space."""
 
@@ -377,14 +338,6 @@ def test_an_observation_outside_its_space_is_named(wrong: dict[str, Any], what: 
     with pytest.raises(ValueError, match=f"part 'place' of the observation: {what}"):
         env.step(TensorDict({"action": torch.zeros(2, dtype=torch.int64)}, [2]))
     env.close()
-
-
-@pytest.mark.parametrize("num_envs", [1, 2])
-def test_a_continuous_action_of_nan_is_an_error(num_envs: int) -> None:
-    action = torch.zeros(num_envs, 1)
-    action[-1] = torch.nan
-    with pytest.raises(ValueError, match=rf"the action for environment {num_envs - 1} is \[nan\]"):
-        GymEnv("Pendulum-v1", num_envs).step(TensorDict({"action": action}))
 
 
 WRONG = {

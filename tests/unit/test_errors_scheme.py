@@ -22,11 +22,6 @@ def test_one_family() -> None:
     assert issubclass(wsync.SyncTimeout, TimeoutError)
 
 
-def test_worker_errors_cross_processes() -> None:
-    error = pickle.loads(pickle.dumps(wsync.WorkerDied("worker 1 died", {1: "killed"}, 3)))
-    assert (error.workers, error.version, str(error)) == ({1: "killed"}, 3, "worker 1 died")
-
-
 @pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "distributed", "rpc", "ray", "none"])
 def test_from_backend(name: str) -> None:
     scheme = wsync.WeightSyncScheme.from_backend(name, strategy="state_dict", timeout=3.0)

@@ -68,17 +68,6 @@ def test_what_is_missing_names_its_extra(tmp_path: Path) -> None:
     ], done.stderr
 
 
-def test_train_names_all_that_is_missing_at_once(tmp_path: Path) -> None:
-    # A finder before all others, in a module that Python imports at its start.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util\nfound = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name: None if name in ('hydra', 'rich') else found(name)\n"
-    )
-    done = run(ROOT / "train.py", folder=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr == "not installed: hydra, rich: pip install -e '.[train]' installs what train.py needs\n"
-
-
 def test_a_ray_scheme_is_shut_down_where_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     scheme = wsync.RayWeightSyncScheme()

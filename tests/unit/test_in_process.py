@@ -89,12 +89,3 @@ def test_no_forward_sees_one_model_new_and_the_other_old() -> None:
         forwards.append(seen())
     assert forwards[-1] == (299.0, 299.0)
     assert [pair for pair in forwards if pair[0] != pair[1]] == []
-
-
-def test_a_send_without_weights_is_an_error_also_after_one_with_weights() -> None:
-    with in_process(policy=Pair()) as schemes:
-        for sent in (1.0, 2.0):
-            for send in (schemes["policy"].send, schemes["policy"].send_async):
-                with pytest.raises(wsync.NotConnected, match="nothing to send"):
-                    send()
-            schemes["policy"].send(Pair(sent))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -77,29 +76,6 @@ def test_a_load_that_has_changed_nothing_leaves_the_weights_as_they_were(failure
         with pytest.raises(wsync.WorkerFailed, match=str(failure)):
             sender.send(model_of(1))
         assert engine.forward() == {1.0}
-
-
-async def load_later(pairs: Iterable[Any]) -> None:
-    list(pairs)
-
-
-def load_one(pairs: Iterable[Any]) -> object:
-    return next(iter(pairs))
-
-
-@pytest.mark.filterwarnings("ignore:coroutine .load_later. was never awaited")
-@pytest.mark.parametrize("load", [load_later, load_one])
-def test_a_load_function_that_leaves_pairs_has_not_loaded_the_version(load: Any) -> None:
-    with ExitStack() as stack:
-        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT))
-        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
-        worker = stack.enter_context(make_worker(sender, 0, load=load))
-        connecting = stack.enter_context(ThreadPoolExecutor()).submit(worker.connect)
-        with pytest.raises(wsync.WorkerFailed, match=load.__name__):
-            sender.connect()
-        with pytest.raises(wsync.WeightSyncError):
-            connecting.result()
-        assert worker.version == 0
 
 
 def test_a_pull_from_a_store_loads_the_next_version_into_an_engine_that_is_refused(tmp_path: Path) -> None:

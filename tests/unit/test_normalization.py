@@ -80,10 +80,3 @@ def test_rewards_are_divided_by_the_deviation_of_the_discounted_return_as_gymnas
     resumed = RewardNormalizer("normalized", 0.9)
     resumed.load_state_dict(normalizer.state_dict())
     assert resumed.moments.var == normalizer.moments.var
-
-
-def test_rewards_may_be_raw_or_signs() -> None:
-    batch = batch_of(torch.tensor([[-5.0, 0.0, 3.0]]), torch.zeros(1, 3, dtype=torch.bool))
-    assert RewardNormalizer("raw")(batch) is batch
-    assert RewardNormalizer("sign")(batch)["next", "reward"].flatten().tolist() == [-1, 0, 1]
-    assert batch["next", "reward"].flatten().tolist() == [-5, 0, 3]

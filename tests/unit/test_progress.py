@@ -39,13 +39,6 @@ def test_solved_takes_a_hundred_episodes() -> None:
     assert not progress.solved(None)
 
 
-def test_masked_frames_do_not_count() -> None:
-    progress = Progress()
-    one = batch(torch.tensor([[NAN, 2.0, NAN]]), torch.tensor([[1, 1, 0]]))
-    progress.collected(one.set("mask", torch.tensor([[True, True, False]])), 1)
-    assert (progress.frames, progress.acted_frames, progress.staleness_mean) == (2, 2, 0.0)
-
-
 def test_staleness_is_the_mean_over_frames_in_which_a_policy_acted() -> None:
     progress = Progress()
     progress.collected(batch(torch.full((4,), NAN), torch.tensor([-1, 1, 2, 3])), 3)

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import Tensor
 
 from collectors import GymEnv
 from collectors.environments.specs import Spec
 from collectors.rollouts.rollout import Rollout
 from learning import PPO, RNN, RecurrentNetwork, make_actor_critic
-from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
 
 SPEC, CHOICE = Spec(torch.Size([4]), torch.float32), Spec(torch.Size([2]), torch.int64, n=2)
 
@@ -37,18 +35,6 @@ def test_a_state_is_handed_back_and_starts_anew_with_each_episode(num_envs: int,
     assert bool((batch["next", "count"].squeeze(-1) == expected)[mask].all())
     assert bool((batch["count"].squeeze(-1) == expected - 1)[mask].all())
     assert bool((batch["is_init"].squeeze(-1) == (expected == 1))[mask].all())
-    assert bool(batch["next", "done"].any())
-
-
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_a_policy_without_a_state_may_read_where_episodes_start(num_envs: int) -> None:
-    def act(flag: Tensor) -> Tensor:
-        return flag.squeeze(-1).long()
-
-    rollout = Rollout(GymEnv("CartPole-v1", num_envs, seed=0), TensorDictModule(act, ["is_init"], ["action"]))
-    batch = rollout.collect(rollout.buffer(60))
-    starts = batch["next", "episode_length"] == 1
-    assert bool((batch["is_init"] == starts).all()) and bool((batch["action"] == starts.squeeze(-1)).all())
     assert bool(batch["next", "done"].any())
 
 
@@ -93,21 +79,6 @@ def test_before_learning_the_probabilities_are_those_of_acting(mode: str, shared
         assert stats["kl"] == pytest.approx(0.0, abs=1e-6) and stats["clip_fraction"] == 0.0
     mask = batch.get("mask", torch.ones(4, 40, dtype=torch.bool))
     assert learner.frames <= 320 and int(mask.sum()) <= 160
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_the_loss_of_the_values_changes_the_policy_only_in_a_shared_network(shared: bool) -> None:
-    """A critic's errors are large at first: in a network of its own they leave the policy's features alone."""
-    torch.manual_seed(0)
-    policy, critic = make_actor_critic(lambda spec: RNN(spec, "lstm", 16), SPEC, CHOICE, shared=shared)
-    assert isinstance(policy, RecurrentPolicy) and isinstance(critic, RecurrentCritic)
-    state = torch.randn(3, 7, policy(TensorDict({"observation": torch.randn(3, 4)}, [3]))["next", STATE].shape[-1])
-    parameters, features = policy.sequence(torch.randn(3, 7, 4), state, torch.rand(3, 7) < 0.3)
-    wanted = [*policy.network.trunk.parameters()]
-    of_policy = torch.autograd.grad(parameters.square().sum(), wanted, retain_graph=True)
-    of_value = torch.autograd.grad(critic.of_features(features).square().sum(), wanted)
-    both = [bool(a.any()) and bool(b.any()) for a, b in zip(of_policy, of_value, strict=True)]
-    assert all(both) if shared else not any(both)
 
 
 def test_ppo_learns_to_remember() -> None:

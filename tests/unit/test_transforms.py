@@ -94,24 +94,6 @@ def rows(batch: TensorDictBase, *key: str) -> Tensor:
     return value if batch.ndim == 2 else value.unsqueeze(0)
 
 
-def pair(num_envs: int) -> tuple[GymEnv, GymEnv]:
-    """A bare environment, and one with an encoder."""
-    return GymEnv(Counter, num_envs), GymEnv(Counter, num_envs, transforms=[ModuleTransform(Sum(), *[OBSERVATION] * 2)])
-
-
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_step_by_step_it_is_the_same(num_envs: int) -> None:
-    bare, env = pair(num_envs)
-    raw, td = bare.reset(), env.reset()
-    for _ in range(7):
-        assert td["observation"].shape == (*env.batch_size, 3)
-        assert torch.equal(td["observation"], encoded(raw["observation"]))
-        action = torch.zeros(env.batch_size, dtype=torch.int64)
-        raw, td = bare.step(raw.set("action", action)), env.step(td.set("action", action))
-        assert torch.equal(td["next", "observation"], encoded(raw["next", "observation"]))
-        raw, td = bare.observe(), env.observe()
-
-
 def test_the_policy_sees_the_encoded_observation_and_the_spec_follows() -> None:
     env = GymEnv(Counter, 2)
     assert env.observation_spec["observation"].shape == (2,)
@@ -159,33 +141,6 @@ def test_transforms_are_applied_in_their_order() -> None:
     reward = env.rollout(3)["next", "reward"][0, :, 0]
     assert judge.calls[-1][0].shape == (2, 2)  # it came before the encoder
     assert reward.tolist() == [1011.0, 2021.0, 3031.0]
-
-
-WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "unknown in": (lambda: ModuleTransform(Sum(), ["obs"], REWARD), ValueError, r"unknown key 'obs'.*'observation'"),
-    "unknown out": (lambda: ModuleTransform(Sum(), OBSERVATION, ["action"]), ValueError, "are 'observation', .'next"),
-    "a string": (lambda: ModuleTransform(Sum(), "observation", OBSERVATION), ValueError, "a list of keys"),
-    "none": (lambda: ModuleTransform(Sum(), [], REWARD), ValueError, "no key"),
-    "two out": (lambda: ModuleTransform(Sum(), OBSERVATION, [*OBSERVATION, *REWARD]), ValueError, "out_keys is"),
-    "greedy encoder": (lambda: ModuleTransform(Sum(), ALL, OBSERVATION), ValueError, "a reset gives nothing else"),
-    "a module": (lambda: GymEnv(Counter, transforms=[Sum()]), TypeError, "ModuleTransform"),  # type: ignore[list-item]
-    "no tensor": (lambda: refused(lambda seen: [seen], OBSERVATION), TypeError, "gave a list, not one tensor"),
-    "encoder's rows": (lambda: refused(lambda seen: seen[:1], OBSERVATION), ValueError, r"\[1, 2\] for 2 environ"),
-    "encoder's scalar": (lambda: refused(lambda seen: seen.sum(), OBSERVATION), ValueError, r"shape \[\] for 2"),
-    "rewards": (lambda: refused(lambda seen: seen, REWARD), ValueError, r"shape \[2, 2\].*\[2\] or \[2, 1\]"),
-    "one reward": (lambda: refused(lambda seen: seen.sum(), REWARD), ValueError, r"shape \[\].*one number for each"),
-}
-
-
-def refused(function: Callable[..., Any], out_keys: list[Key]) -> GymEnv:
-    return GymEnv(Counter, 2, transforms=[ModuleTransform(Function(function), OBSERVATION, out_keys)])
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_is_said_clearly(name: str) -> None:
-    make, error, message = WRONG[name]
-    with pytest.raises(error, match=message):
-        make()
 
 
 def test_policy_and_encoder_are_updated_together_in_worker_processes() -> None:
