@@ -40,7 +40,7 @@ They are from one run, on a machine that did other things as well. `distributed-
 machines, without shared memory, and with `inline_bytes=0`: gloo carries all weights.
 
 `shared_mem-published` is `acknowledge="published"`. There `send` waits for no answer, so **it does not notice a silent
-worker, only a death**. The rows with a silent worker (stopped; acknowledgement delayed, dropped, duplicated) call
+worker, only a death**. The row with a silent worker (stopped and continued) calls
 `send_async` and then `wait_async`, which waits for answers with each backend, and raises `SyncTimeout` at the deadline.
 In the other columns `send` does the same. The deadline was set to {deadline:g} s there, which is therefore the
 time of detection. What to do with `published` is in

@@ -41,7 +41,7 @@ def test_model_has_changed_shape(cell: Cell, backend: BuiltIn) -> None:
         session.workers[VICTIM].call(reshape, 9)
         with cell.detects(wsync.WorkerFailed, r"(?s)worker 1.*LayoutMismatch.*weight"):
             session.update(2)
-        assert session.workers.call(commands.output) == [[2.0] * 4, [-1.0] * 9]
+        assert session.workers[0].call(commands.output) == [2.0] * 4
         session.workers[VICTIM].call(reshape, 4)
         with cell.recovers():
             session.update(3)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
-import signal
-import sys
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +12,9 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 from ray_workers import START_TIMEOUT
-from stopping import ends
 from torch import nn
 
 import wsync
-from wsync.testing.workers import stop_process
 
 pytestmark = pytest.mark.slow
 
@@ -97,13 +90,6 @@ def test_process_groups_carry_the_weights_where_there_is_no_shared_memory(three:
             assert ray.get([actor.act.remote() for actor in three]) == [[value, value]] * 3
 
 
-def test_the_address_of_the_node(three: list[Any]) -> None:
-    with wsync.RayWeightSyncScheme(timeout=60.0, host="node") as scheme:
-        scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=three)
-        scheme.connect()
-        scheme.send()
-
-
 def test_a_second_connect_leaves_connected_actors_alone(three: list[Any]) -> None:
     model = nn.Linear(3, 2)
     with wsync.RayWeightSyncScheme(timeout=None) as scheme:
@@ -165,187 +151,3 @@ def test_an_actor_that_ray_has_started_anew(cluster: Cluster) -> None:
         assert ray.get([actor.act.remote() for actor in made]) == [[6, 6]] * 2
     for actor in made:
         ray.kill(actor)
-
-
-def mailbox() -> Any:
-    """Return the actor by which references to weights in the object store reach the workers."""
-    (listed,) = (actor for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == "wsync")
-    return ray.get_actor(**listed)
-
-
-def test_the_object_store_after_the_end_of_its_mailbox_and_while_that_hangs(cluster: Cluster) -> None:
-    made, model = actors(2), nn.Linear(3, 2)
-    with wsync.RayWeightSyncScheme(timeout=60.0, transport="object_store") as scheme:
-        scheme.init_on_sender("nets['policy']", model=model, actors=made)
-        scheme.connect()
-        first: Any = ray.get(mailbox().__ray_call__.remote(lambda _: os.getpid()))
-        ray.kill(mailbox(), no_restart=False)
-        assert ends(first)  # until then the killed process may take an update, which is lost with it
-        nn.init.constant_(model.bias, 5)
-        scheme.send()
-        assert ray.get([actor.act.remote() for actor in made]) == [[5, 5]] * 2
-        pid: Any = ray.get(mailbox().__ray_call__.remote(lambda _: os.getpid()))
-        sending = [thread for thread in threading.enumerate() if thread.name == "wsync-transfer"]
-        stop_process(pid)
-        try:
-            scheme.timeout = 0.5
-            with pytest.raises(wsync.WorkerDied, match="did not return in time"):
-                scheme.send()
-            assert len(sending) == 2
-            for thread in sending:
-                thread.join(30.0)
-                assert not thread.is_alive()
-        finally:
-            os.kill(pid, signal.SIGCONT)
-    for actor in made:
-        ray.kill(actor)
-
-
-def test_the_object_store_reaches_actors_of_another_namespace(cluster: Cluster) -> None:
-    model = nn.Linear(3, 2)
-    ray.shutdown()
-    ray.init(address=cluster.address, namespace="rollouts", logging_level="error", log_to_driver=False)
-    actors(1, name="theirs", lifetime="detached")
-    ray.shutdown()
-    ray.init(address=cluster.address, namespace="training", logging_level="error", log_to_driver=False)
-    theirs = ray.get_actor("theirs", namespace="rollouts")
-    with wsync.RayWeightSyncScheme(timeout=60.0, transport="object_store") as scheme:
-        scheme.init_on_sender("nets['policy']", model=model, actors=[theirs])
-        scheme.connect()
-        nn.init.constant_(model.bias, 5)
-        scheme.send()
-        assert ray.get(theirs.act.remote()) == [5, 5]
-    ray.kill(theirs)
-
-
-def test_a_readmit_that_was_given_up_does_not_undo_the_next(cluster: Cluster, tmp_path: Path) -> None:
-    door = tmp_path / "door"
-    (actor,) = made = actors(1, restarts=1, door=str(door))
-    with wsync.RayWeightSyncScheme(timeout=60.0) as scheme:
-        scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=made)
-        scheme.connect()
-        os.mkfifo(door)
-        os.kill(ray.get(actor.where.remote())[1], 9)
-        with pytest.raises(wsync.WorkerDied, match="worker 0"):
-            for _ in range(100):  # Ray may take a moment to have it killed
-                scheme.send()
-        for _ in range(2):
-            with pytest.raises(wsync.SyncTimeout):
-                scheme.readmit(0, timeout=1.0)
-        with open(door, "w", encoding="utf-8"):
-            pass  # opened when the actor waits behind it
-        scheme.readmit(0, timeout=60.0)
-        for _ in range(3):
-            ray.get(actor.act.remote())  # behind whatever it is yet to do
-            scheme.send()
-    ray.kill(actor)
-
-
-def test_a_readmit_that_was_given_up_whose_actor_joined_early(cluster: Cluster, tmp_path: Path) -> None:
-    doors = [tmp_path / "first", tmp_path / "second"]
-    first, second = made = [actors(1, restarts=1, door=str(door))[0] for door in doors]
-
-    def open_the_second() -> None:  # when the first one has ended its call to join
-        ray.get(first.where.options(max_task_retries=-1).remote(), timeout=START_TIMEOUT)
-        doors[1].write_text("")
-
-    with wsync.RayWeightSyncScheme(timeout=60.0) as scheme:
-        scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=made)
-        scheme.connect()
-        for actor, door in zip(made, doors, strict=True):
-            os.mkfifo(door)
-            os.kill(ray.get(actor.where.remote())[1], 9)
-        with pytest.raises(wsync.WorkerDied):
-            for _ in range(100):  # Ray may take a moment to have them killed
-                scheme.send()
-        with pytest.raises(wsync.SyncTimeout):
-            scheme.readmit(0, timeout=1.0)
-        doors[0].write_text("")
-        opening = threading.Thread(target=open_the_second)
-        opening.start()
-        scheme.readmit(1)
-        opening.join()
-        scheme.readmit(0)
-        for _ in range(3):
-            report = scheme.send()
-            assert report is not None and set(report.workers) == {0, 1}
-    for actor in (first, second):
-        ray.kill(actor)
-
-
-def test_an_actor_that_has_another_model_by_now_joins_with_that_one(cluster: Cluster) -> None:
-    (actor,) = made = actors(1)
-    model = nn.Linear(3, 2)
-    with wsync.RayWeightSyncScheme(timeout=60.0) as scheme:
-        scheme.init_on_sender("nets['policy']", model=model, actors=made)
-        scheme.connect()
-        ray.get(actor.replace.remote())
-        scheme.readmit(0)
-        assert ray.get(actor.ordinary.remote()) == [True, False], "the one before follows no sender"
-        nn.init.constant_(model.bias, 5)
-        scheme.send()
-        assert ray.get(actor.act.remote()) == [5, 5]
-    assert ray.get(actor.ordinary.remote()) == [True, True]
-    ray.kill(actor)
-
-
-def test_an_actor_keeps_nothing_of_a_sender_that_has_died(cluster: Cluster) -> None:
-    def connected() -> wsync.RayWeightSyncScheme:
-        scheme = wsync.RayWeightSyncScheme(timeout=60.0)
-        scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=made)
-        scheme.connect()
-        return scheme
-
-    def joined(worker: Any) -> list[int]:
-        return [scheme.worker_idx for scheme in sys.modules["wsync.backends.ray"]._joined.values()]
-
-    def wait_for_the_end(worker: Any) -> None:
-        (scheme,) = sys.modules["wsync.backends.ray"]._joined.values()
-        with pytest.raises(wsync.NotConnected):
-            while scheme.receive() is not None:
-                pass
-
-    (actor,) = made = actors(1)
-    connected()  # it is garbage at once, which closes its connections as its death does
-    gc.collect()
-    ray.get(actor.__ray_call__.remote(wait_for_the_end))
-    with connected():
-        assert ray.get(actor.__ray_call__.remote(joined)) == [0]
-    assert ray.get(actor.__ray_call__.remote(joined)) == []
-    ray.kill(actor)
-
-
-def test_actors_leave_in_the_call_after_an_interrupted_shutdown(cluster: Cluster) -> None:
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
-
-    (actor,) = made = actors(1)
-    scheme = wsync.RayWeightSyncScheme(timeout=60.0)
-    scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=made)
-    scheme.connect()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("wsync.sender.Sender.close", interrupt)
-        scheme.shutdown()
-    scheme.shutdown()
-    assert ray.get(actor.ordinary.remote()) == [True]
-    ray.kill(actor)
-
-
-def test_actors_that_cannot_join(cluster: Cluster) -> None:
-    made = actors(2, size=5)
-    problems = {"critic": "no 'critic'", "broken": "not a torch.nn.Module", "nets['policy']": r"float32\[5"}
-    for path, problem in problems.items():
-        with wsync.RayWeightSyncScheme(timeout=60.0) as scheme:
-            scheme.init_on_sender(path, model=nn.Linear(3, 2), actors=made)
-            with pytest.raises(wsync.WorkerFailed, match=problem) as failed:
-                scheme.connect()
-            assert set(failed.value.workers) <= {0, 1}
-    for actor in made:
-        ray.kill(actor)
-
-
-def test_misuse(cluster: Cluster) -> None:
-    with pytest.raises(ValueError, match="how many workers"):
-        wsync.RayWeightSyncScheme().init_on_sender("policy", model=nn.Linear(1, 1), actors=[], num_workers=2)
-    with pytest.raises(ValueError, match="context="):
-        wsync.RayModuleTransformScheme().init_on_sender("module", model=nn.Linear(1, 1))

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import select
-import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import cloudpickle
 import pytest
-import ray
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 import wsync
-from collectors import Collector, GymEnv, ModuleTransform, MultiAsyncCollector, MultiSyncCollector, RayModuleTransform
+from collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector, RayModuleTransform
 from collectors.distributed import DistributedCollector
 from collectors.environments.transforms import Key
 
@@ -42,26 +37,6 @@ class Scaled(nn.Module):
         return self.weight * given
 
 
-class Broken(nn.Module):
-    def forward(self, given: Tensor) -> Tensor:
-        raise ArithmeticError("no such number")
-
-
-def broken_when_made() -> nn.Module:
-    raise ArithmeticError("no such module")
-
-
-class Stuck(nn.Module):
-    """Answers the probe and then waits for a file that is never written."""
-
-    def forward(self, given: Tensor) -> Tensor:
-        if not self.training:
-            return given
-        reading, _ = os.pipe()
-        os.read(reading, 1)
-        return given
-
-
 @pytest.fixture(scope="module")
 def rewards(cluster: None) -> Iterator[RayModuleTransform]:
     """Actors take seconds to start: the tests that do not harm this one share it."""
@@ -79,24 +54,6 @@ def scheme_for(transform: RayModuleTransform, model: nn.Module) -> wsync.RayModu
     scheme.init_on_sender("module", context=transform, model=model)
     scheme.connect()
     return scheme
-
-
-def process_of(transform: RayModuleTransform) -> int:
-    """A descriptor that is readable when the actor's process has ended."""
-    (actor,) = transform.actors
-    pid: Any = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
-    return os.pidfd_open(pid)
-
-
-def has_ended(process: int, within: float = 30.0) -> bool:
-    ready, _, _ = select.select([process], [], [], within)
-    os.close(process)
-    return bool(ready)
-
-
-def threads_and_descriptors() -> tuple[int, int]:
-    gc.collect()  # closes what earlier tests have left
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 def test_an_update_is_seen_by_the_next_step(rewards: RayModuleTransform) -> None:
@@ -182,125 +139,3 @@ def test_a_collector_connects_and_updates_the_module(rewards: RayModuleTransform
             collector.update_policy_weights_(weights_dict={"policy": policy(), path: scaled(4.0)}, worker_ids=[0])
         assert collector.stats()["weight_sync"][path]["updates"] == 2
     assert reward_of(GymEnv("CartPole-v1", 2, transforms=[rewards])) == [3, 3]  # the actor is not the collector's
-
-
-def test_transforms_of_workers_in_actors_of_their_own(rewards: RayModuleTransform, cluster: None) -> None:
-    with (
-        RayModuleTransform(Scaled, REWARD, REWARD) as other,
-        collector_with(MultiSyncCollector, "env.transform[0].module", [rewards, other]) as collector,
-    ):
-        collector.update_policy_weights_(weights=scaled(5.0), model_id="env.transform[0].module")
-        assert rewards_of(collector) == [5.0]
-        collector.update_policy_weights_({1: scaled(6.0)}, model_id="env.transform[0].module", worker_ids=[1])
-        batch = next(collector)["next", "reward"]
-        assert [batch[0].unique().tolist(), batch[1].unique().tolist()] == [[5.0], [6.0]]
-
-
-def test_a_restarted_worker_uses_the_same_actor(rewards: RayModuleTransform) -> None:
-    path = "env.transform[0].module"
-    with collector_with(MultiSyncCollector, path, [rewards] * 2, on_worker_failure="restart") as collector:
-        collector.update_policy_weights_(weights=scaled(2.0), model_id=path)
-        next(collector)
-        collector.remote_workers[1].process.kill()
-        both = next(batch for batch in collector if collector.failures.restarted[1] and len(batch) == 2)
-        assert both["next", "reward"].unique().tolist() == [2.0]
-        collector.update_policy_weights_(weights=scaled(7.0), model_id=path)
-        assert rewards_of(collector) == [7.0] and collector.failures.failed == {1: 1}
-        with pytest.raises(ValueError, match="on_worker_failure='restart', update a model in actors"):
-            collector.update_policy_weights_(weights_dict={"policy": policy(), path: scaled(8.0)})
-
-
-def test_an_update_with_the_module_ends_the_collector_of_a_dead_worker(
-    rewards: RayModuleTransform,
-) -> None:
-    path = "env.transform[0].module"
-    collector = collector_with(MultiSyncCollector, path, [rewards] * 2)
-    other, victim = (os.pidfd_open(worker.process.pid) for worker in collector.remote_workers)
-    collector.remote_workers[1].process.kill()
-    assert has_ended(victim)
-    with pytest.raises(wsync.WorkerDied, match="worker 1"):
-        collector.update_policy_weights_(weights_dict={"policy": policy(), path: scaled(2.0)})
-    assert collector.closed and has_ended(other)
-
-
-@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
-def test_a_path_without_a_transform_in_an_actor_is_an_error_that_says_so(rewards: RayModuleTransform, cls: Any) -> None:
-    own = ModuleTransform(Scaled(), REWARD, REWARD)
-    missed: Any = LookupError if cls is Collector else wsync.WorkerFailed
-    for path, transform, error, said in (
-        ("env.transform[0].module", own, TypeError, "'env.transform\\[0\\]' is a ModuleTransform"),
-        ("env.transform[1].module", rewards, missed, "env.transform has no \\[1\\]; it has \\[0\\]"),
-        ("module", rewards, ValueError, "'module' names no transform"),
-    ):
-        with pytest.raises(error, match=said):
-            collector_with(cls, path, [transform])
-
-
-def test_a_dead_actor_is_named_in_every_error(cluster: None) -> None:
-    transform = RayModuleTransform(Scaled, REWARD, REWARD)
-    dead, late = f"actor {transform._name}.* is dead", cloudpickle.dumps(transform)
-    env = GymEnv("CartPole-v1", 2, transforms=[transform])
-    make = partial(GymEnv, "CartPole-v1", 2, transforms=[transform])
-    with MultiSyncCollector([make], frames_per_batch=16) as batches:
-        next(batches)
-        process = process_of(transform)
-        ray.kill(*transform.actors)
-        assert has_ended(process)
-        with pytest.raises(wsync.WorkerDied, match=dead):
-            reward_of(env)
-        with pytest.raises(wsync.WorkerDied, match=dead):
-            GymEnv("CartPole-v1", transforms=[cloudpickle.loads(late)])
-        with pytest.raises(wsync.WorkerFailed, match=dead):
-            next(batches)
-    transform.shutdown()
-
-
-@pytest.mark.slow
-def test_a_stuck_actor_is_an_error_and_no_hang(cluster: None) -> None:
-    with RayModuleTransform(Stuck, REWARD, REWARD) as transform:
-        env = GymEnv("CartPole-v1", 2, transforms=[transform])
-        transform.timeout = 3.0
-        process = process_of(transform)
-        with pytest.raises(wsync.SyncTimeout, match=r"did not call the module within 3\.0 s"):
-            reward_of(env)
-        transform.timeout = 60.0
-    assert has_ended(process)
-
-
-@pytest.mark.slow
-def test_what_the_module_raises_arrives_with_its_traceback(cluster: None) -> None:
-    with (
-        RayModuleTransform(Broken, REWARD, REWARD) as transform,
-        pytest.raises(wsync.WorkerFailed, match="no such number"),
-    ):
-        GymEnv("CartPole-v1", 2, transforms=[transform])
-    with pytest.raises(wsync.WorkerDied, match=r"could not start(.|\n)*no such module"):
-        RayModuleTransform(broken_when_made, REWARD, REWARD)
-
-
-@pytest.mark.slow
-def test_nothing_is_left(cluster: None) -> None:
-    ours = Scaled()
-
-    def round_trip() -> int:
-        transform = RayModuleTransform(Scaled, REWARD, REWARD)
-        env = GymEnv("CartPole-v1", 2, transforms=[transform])
-        process = process_of(transform)
-        with scheme_for(transform, ours) as scheme:
-            scheme.send()
-            reward_of(env)
-        transform.shutdown()
-        transform.shutdown()
-        with pytest.raises(wsync.NotConnected, match="was shut down"):
-            reward_of(env)
-        with pytest.raises(wsync.NotConnected, match="was shut down"):
-            _ = transform.actors
-        env.close()
-        return process
-
-    assert has_ended(round_trip())  # what Ray makes once, it keeps
-    before = threads_and_descriptors()
-    for _ in range(2):
-        assert has_ended(round_trip())
-    threads, descriptors = threads_and_descriptors()
-    assert threads <= before[0] and descriptors <= before[1] + 1  # Ray's own come and go; ours would be one a round

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import cloudpickle
@@ -26,29 +19,20 @@ import pytest
 import ray
 import torch
 from collecting import cartpole, check_calling_conventions, chosen, policy
-from forking import fork_idle_child, idle_child
-from listening import LOOPBACK_6, listening
 from ray_workers import START_TIMEOUT
 from stopping import ends
 from tensordict import TensorDict
 from torch import nn
-from torch.distributed import rpc
 
 import wsync
-from collectors import GymEnv, MultiSyncCollector
+from collectors import MultiSyncCollector
 from collectors.distributed import (
     DistributedCollector,
     DistributedWeightUpdater,
     RayCollector,
     RPCCollector,
     RPCWeightUpdater,
-    tcp_worker,
-    torchrun,
 )
-from collectors.workers.pool import SHUTDOWN_GRACE
-from wsync import listen_on
-from wsync.control import Address
-from wsync.testing.workers import stop_process
 
 ROOT = Path(__file__).parents[2]
 for module in (sys.modules[__name__], collecting):
@@ -68,16 +52,6 @@ def collect_with(family, *, workers=2, workers_of=None, trained=None, env=cartpo
         options.setdefault("timeout", START_TIMEOUT)
     kind = FAMILIES[family] if isinstance(family, str) else family
     return kind([env] * workers, policy() if trained is None else trained, **options)
-
-
-@every_family_ray_slow
-def test_workers_end_when_their_collector_is_garbage_collected(family):
-    collector = collect_with(family)
-    next(collector)
-    left = weakref.ref(collector)
-    del collector
-    gc.collect()
-    assert left() is None and not multiprocessing.active_children()
 
 
 class Pids(gymnasium.Env):
@@ -181,30 +155,6 @@ def test_the_same_seed_collects_what_worker_processes_collect_until_ctrl_c(famil
 
 
 @every_family_ray_slow
-def test_an_environment_that_raises_is_an_error_with_its_traceback(family):
-    with collect_with(family, env=lambda: Pids(fails_after=12), sync=False) as collector:
-        workers = set()
-        with pytest.raises(wsync.WorkerFailed, match=r"worker [01] failed:(.|\n)*the cart fell off the table"):
-            while True:
-                workers |= pids_of(next(collector))
-        assert collector.closed and all(ends(pid) for pid in workers)
-        with pytest.raises(RuntimeError, match="shut down"):
-            next(collector)
-
-
-def explode():
-    raise ArithmeticError("no such table")
-
-
-@every_family_ray_slow
-def test_a_worker_that_cannot_be_built_is_an_error_and_nothing_is_left(family):
-    with pytest.raises(TypeError, match="policy cannot be sent to a worker"):
-        collect_with(family, trained=threading.Lock().acquire)
-    with pytest.raises(wsync.WorkerFailed, match=r"worker 0 failed:(.|\n)*no such table"):
-        collect_with(family, env=explode, workers=1)
-
-
-@every_family_ray_slow
 def test_a_killed_worker_is_named_by_the_update_and_no_other_one_is_left(family):
     with collect_with(family, env=Pids, cat_results="stack") as collector:
         workers = pids_of(next(collector))
@@ -217,29 +167,6 @@ def test_a_killed_worker_is_named_by_the_update_and_no_other_one_is_left(family)
             collector.update_policy_weights_()
         assert collector.closed
     assert all(ends(pid) for pid in workers)
-
-
-@pytest.mark.slow
-@every_family
-def test_rounds_of_start_and_stop_leave_nothing(family):
-    def count():
-        gc.collect()
-        children = len(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
-        return threading.active_count(), len(os.listdir("/proc/self/fd")), children
-
-    def round_of(sync):
-        with collect_with(family, env=Pids, workers=1, sync=sync) as collector:
-            workers = pids_of(next(collector))
-            collector.update_policy_weights_()
-            next(collector)
-        collector.shutdown()
-        assert all(ends(pid, 5) for pid in workers)
-
-    round_of(sync=True)
-    before = count()
-    for sync in (False,) if family == "ray" else (True, False):  # with an actor a round takes seconds
-        round_of(sync)
-    assert count() == before
 
 
 SCRIPT = """
@@ -327,7 +254,6 @@ class Starter(logging.Handler):
         super().__init__(logging.INFO)
         self.workers: list[subprocess.Popen] = []
         self.strangers: list[socket.socket] = []
-        self.refusals = ThreadPoolExecutor(1)
 
     def emit(self, record):
         address = record.getMessage().split()[2]
@@ -335,8 +261,9 @@ class Starter(logging.Handler):
         with socket.create_connection((host, int(port))):
             pass  # a stranger, which leaves
         self.strangers = [socket.create_connection((host, int(port))) for _ in range(6)]  # which stay, and say nothing
-        self.refused = self.refusals.submit(tcp_worker.join, Address(host, int(port), b"guessed"), -1, 5.0)
         env = environment(WSYNC_TRAINER=address)
+        stranger = {**env, "WSYNC_AUTHKEY": "guessed"}
+        self.refused = subprocess.Popen(self.COMMAND, env=stranger, stderr=subprocess.PIPE, text=True)
         self.workers = [subprocess.Popen(self.COMMAND, env=env) for _ in range(2)]
 
     def __enter__(self):
@@ -345,27 +272,11 @@ class Starter(logging.Handler):
 
     def __exit__(self, *_):
         logging.getLogger("collectors").removeHandler(self)
-        for worker in self.workers:
+        for worker in (*self.workers, self.refused):
             worker.kill()
             worker.wait()
         for stranger in self.strangers:
             stranger.close()
-        self.refusals.shutdown()
-
-
-@pytest.mark.parametrize("family", ["tcp", "rpc"])
-@pytest.mark.parametrize("host", ["127.0.0.7", "::1"])
-def test_other_addresses(family, host):
-    try:
-        listen_on(host).close()
-    except wsync.NotConnected as error:
-        pytest.skip(f"this machine has no {host}: {error}")
-    before = listening()
-    with collect_with(family, host=host) as collector:
-        assert all(place.endswith("7F") or place == LOOPBACK_6 for place in listening() - before)
-        next(collector)
-        collector.update_policy_weights_(policy(-1.0))
-        assert chosen(next(collector)) == 0.0
 
 
 def test_workers_that_others_start_join(caplog, monkeypatch):
@@ -377,127 +288,7 @@ def test_workers_that_others_start_join(caplog, monkeypatch):
             batch = next(collector)
             assert chosen(batch) == 0.0 and batch["policy_version"].unique().tolist() == [2]
         assert [worker.wait(10) for worker in starter.workers] == [0, 0]
-        with pytest.raises(wsync.NotConnected, match="another key"):
-            starter.refused.result(10)
-
-
-class Joiner(logging.Handler):
-    """Starts one worker, as another program would, as soon as the trainer says where it listens."""
-
-    def __init__(self):
-        super().__init__(logging.INFO)
-
-    def emit(self, record):
-        host, port = record.getMessage().split()[2].split(":")
-        address = Address(host, int(port), os.environ["WSYNC_AUTHKEY"].encode())
-        context = multiprocessing.get_context("forkserver")
-        self.worker = context.Process(target=tcp_worker.join, args=(address, -1, 60.0))
-        self.worker.start()
-
-
-def collect_by_joining(env):
-    """A collector and its worker, which has joined it."""
-    logger, joiner = logging.getLogger("collectors"), Joiner()
-    logger.setLevel("INFO")
-    logger.addHandler(joiner)
-    try:
-        return collect_with("tcp", workers=1, launcher="join", env=env, worker_timeout=20.0), joiner.worker
-    finally:
-        logger.removeHandler(joiner)
-        logger.setLevel("NOTSET")
-
-
-class Forking(Pids):
-    """Its first observation is the process that it has forked, which stays."""
-
-    def __init__(self):
-        super().__init__()
-        self.child = fork_idle_child()
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.full(4, self.child, np.float64), {}
-
-
-class Unending(Pids):
-    def close(self):
-        threading.Event().wait()
-
-
-def test_a_worker_that_has_joined_and_does_not_end_in_time_after_a_shutdown_has_not_failed(monkeypatch):
-    monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
-    monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 0.1)
-    collector, worker = collect_by_joining(Unending)
-    collector.shutdown()
-    worker.join(20)
-    assert worker.exitcode == 0
-
-
-def test_a_worker_that_has_joined_and_dies_is_noticed_while_its_forked_child_lives(monkeypatch):
-    monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
-    monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 0.5)  # for messages that are on their way
-    collector, worker = collect_by_joining(Forking)
-    with collector:
-        children = pids_of(next(collector)) - {worker.pid}
-        try:
-            worker.kill()
-            with pytest.raises(wsync.WorkerDied, match=rf"process {worker.pid} .*is gone"):
-                next(collector)
-        finally:
-            for child in children:
-                os.kill(child, signal.SIGKILL)
-
-
-@every_family
-def test_a_timeout_may_be_weeks(family):
-    with collect_with(family, workers=1, worker_timeout=3e6, timeout=3e6) as collector:
-        next(collector)
-
-
-def test_a_worker_that_dies_is_noticed_at_once_while_its_forked_child_lives(monkeypatch):
-    monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 600.0)
-    with MultiSyncCollector([lambda: GymEnv(Forking())], policy(), frames_per_batch=16) as collector:
-        (victim,) = [worker.process for worker in collector.remote_workers]
-        children = pids_of(next(collector)) - {victim.pid}
-        try:
-            victim.kill()
-            with pytest.raises(wsync.WorkerDied, match="died with exit code -9"):
-                next(collector)
-        finally:
-            for child in children:
-                os.kill(child, signal.SIGKILL)
-
-
-def trainer_that_is_killed(pids):
-    """A trainer that is killed while a forked child of it goes on running."""
-    os.environ["WSYNC_AUTHKEY"] = "a secret of ours"
-    collector, worker = collect_by_joining(cartpole)
-    next(collector)
-    pids.send((worker.pid, fork_idle_child()))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_worker_that_has_joined_ends_with_its_trainer_while_the_trainers_forked_child_lives():
-    reading, writing = multiprocessing.Pipe()
-    trainer = multiprocessing.get_context("forkserver").Process(target=trainer_that_is_killed, args=(writing,))
-    trainer.start()
-    pids = worker, _ = reading.recv()
-    try:
-        trainer.join()
-        assert ends(worker)
-    finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def test_workers_that_do_not_join_are_named(monkeypatch):
-    monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
-    with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 0, 1 did not join within 0.2 s"):
-        collect_with("tcp", launcher="join", timeout=0.2)
-    monkeypatch.delenv("WSYNC_AUTHKEY")
-    with pytest.raises(ValueError, match="WSYNC_AUTHKEY"):
-        collect_with("tcp", launcher="join", timeout=0.2)
+        assert "key" in starter.refused.communicate(timeout=60)[1] and starter.refused.returncode
 
 
 @pytest.mark.parametrize("family", ["tcp", "rpc"])
@@ -515,149 +306,7 @@ def test_listening_on_every_interface_or_a_missing_one_is_refused(family, host, 
         collect_with(family, host=host, timeout=20.0, weight_sync_schemes={})  # no scheme to refuse it
 
 
-class Dripper(logging.Handler):
-    """A stranger that says half a word, and never ends."""
-
-    def emit(self, record):
-        host, port = record.getMessage().split()[2].split(":")
-        self.stranger = socket.create_connection((host, int(port)))
-        self.stranger.sendall(b"\0\0\0\xff")  # so many bytes are to follow
-        threading.Thread(target=self.drip, daemon=True).start()
-
-    def drip(self):
-        pause = threading.Event()
-        with suppress(OSError), self.stranger:  # until it is hung up on
-            while not pause.wait(0.3):
-                self.stranger.sendall(b"x")
-
-
-def test_a_stranger_does_not_put_the_deadline_off(caplog, monkeypatch):
-    monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
-    dripper, log = Dripper(logging.INFO), logging.getLogger("collectors")
-    log.addHandler(dripper)
-    try:
-        with caplog.at_level("INFO", "collectors"), pytest.raises(wsync.SyncTimeout, match="did not join within 1 s"):
-            collect_with("tcp", launcher="join", timeout=1)
-    finally:
-        log.removeHandler(dripper)
-
-
-@pytest.mark.slow
-def test_torchrun_makes_a_trainer_and_its_workers(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    done = subprocess.run(
-        [*command, *script(tmp_path, "tcp", options="launcher='join'")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["versions [1]", "versions [2]"]
-
-
-def test_a_rank_0_that_is_not_there_is_an_error_that_says_where(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as released:
-        port = released.getsockname()[1]
-    said = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in said.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(wsync.NotConnected, match=rf"rank 1: the store at 127\.0\.0\.1 port {port}"):
-        torchrun.look_up(0.5)
-
-
 # --- RPC ---
-
-
-def test_workers_end_at_once_while_a_forked_child_of_their_trainer_lives():
-    collector = collect_with("rpc")
-    with idle_child():
-        began = time.monotonic()
-        collector.shutdown()
-        assert time.monotonic() - began < SHUTDOWN_GRACE
-
-
-def member(rank, path):
-    """A process of the user's own, in an RPC group of the user's own."""
-    os.environ |= {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", rpc_timeout=30)
-    rpc.init_rpc(f"mine{rank}", rank=rank, world_size=3, rpc_backend_options=options)
-    if rank:
-        threading.Event().wait()
-
-
-def still_at_work() -> int:
-    """Threads that are a collector's worker, and do not end."""
-    threads = [thread for thread in threading.enumerate() if thread.name == "collector-worker"]
-    for thread in threads:
-        while not join(thread, 5.0):
-            os.sched_yield()
-    return sum(thread.is_alive() for thread in threads)
-
-
-def join(thread: threading.Thread, timeout: float) -> bool:
-    """Join a thread; False if it is listed but not started yet (``ident`` is set before ``join`` is allowed)."""
-    try:
-        thread.join(timeout)
-    except RuntimeError:
-        return False
-    return True
-
-
-@pytest.mark.filterwarnings("ignore:You are using a Backend")
-def test_workers_of_a_group_that_there_is_already(tmp_path, monkeypatch):
-    for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "lo")
-    monkeypatch.setattr(rpc, "_init_counter", 0)  # torch puts it into every key, and the others have counted nothing
-    with pytest.raises(RuntimeError, match=r"init_rpc\(\) first"):
-        collect_with("rpc", workers_of=["mine1", "mine2"])
-    context = multiprocessing.get_context("forkserver")
-    others = [context.Process(target=member, args=(rank, tmp_path / "group"), daemon=True) for rank in (1, 2)]
-    for other in others:
-        other.start()
-    member(0, tmp_path / "group")
-    try:
-        gc.collect()  # closes what earlier tests have left
-        descriptors = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(RuntimeError, match="belongs to an RPC group already"):
-            collect_with("rpc")
-        assert len(os.listdir("/proc/self/fd")) == descriptors
-        with pytest.raises(RuntimeError, match="absent"):
-            collect_with("rpc", workers_of=["mine1", "absent"])
-        with pytest.raises(ValueError, match="one twice: mine1, mine1"):
-            collect_with("rpc", workers_of=["mine1", "mine1"])
-        assert rpc.rpc_sync("mine1", still_at_work) == 0, "a graceful rpc.shutdown() would wait for it for ever"
-        stop_process(others[1].pid)
-        with pytest.raises(wsync.SyncTimeout, match=r"^worker 1 \('mine2' of the RPC group\): did not answer") as late:
-            collect_with("rpc", workers_of=["mine1", "mine2"], timeout=0.5)
-        assert set(late.value.workers) == {1}
-        os.kill(others[1].pid, signal.SIGCONT)
-        assert [rpc.rpc_sync(name, still_at_work) for name in ("mine1", "mine2")] == [0, 0]
-        for _ in range(2):
-            with collect_with("rpc", workers_of=["mine1", "mine2"], env=Pids) as collector:
-                assert pids_of(next(collector)) == {other.pid for other in others}
-                collector.update_policy_weights_()
-                assert next(collector)["policy_version"].unique().tolist() == [2]
-        breaking = [Pids, partial(Pids, 10)]
-        names = ["mine1", "mine2"]
-        with RPCCollector(breaking, policy(), frames_per_batch=8, workers=names, on_worker_failure="drop") as collector:
-            while not collector.failures:
-                next(collector)
-            assert rpc.rpc_sync("mine2", still_at_work) == 0, "it is dropped, and keeps no rpc.shutdown() waiting"
-        assert all(other.is_alive() for other in others), "they are not ours to end"
-        with collect_with("rpc", workers_of=["mine1", "mine2"], sync=False) as collector:
-            next(collector)
-            others[1].kill()
-            with pytest.raises(wsync.WorkerDied, match=r"worker 1 \('mine2'"):
-                while True:
-                    next(collector)
-        with pytest.raises(wsync.WorkerDied, match=r"^worker 1 \('mine2' of the RPC group\)"):
-            collect_with("rpc", workers_of=["mine1", "mine2"])
-    finally:
-        for other in others:
-            other.kill()
-            other.join()
-        rpc.shutdown(graceful=False)
 
 
 # --- Ray ---
@@ -670,13 +319,6 @@ def test_a_cluster_that_is_not_there_is_an_error_within_seconds(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(ConnectionError, match=f"at 127.0.0.1:{port}"):
         collect_with("ray", address=f"127.0.0.1:{port}")
-
-
-def test_actors_that_have_no_place_are_named(cluster):
-    with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 0, 1 had no place.*'num_cpus': 64"):
-        collect_with("ray", resources={"num_cpus": 64}, timeout=0.5)
-    with pytest.raises(ConnectionError, match=r"connected to the Ray cluster at .*, not at 10\.0\.0\.1:6379"):
-        collect_with("ray", address="10.0.0.1:6379")
 
 
 UPDATERS = {

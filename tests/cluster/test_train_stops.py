@@ -31,29 +31,3 @@ def test_a_signal_stops_it_cleanly(tmp_path: Path, long_path: Path) -> None:
     assert "Interrupted" in out and "Traceback" not in err
     told = json.loads((tmp_path / "summary.json").read_text())
     assert told["status"] == "interrupted" and (tmp_path / "checkpoint.pt").exists()
-
-
-def raylets(trainer: int) -> list[int]:
-    """Return the processes of Ray that place actors, of a cluster that the process `trainer` has started."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,comm="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split() for line in listed.splitlines()]
-    return [int(pid) for pid, parent, name in (row[:3] for row in rows) if (int(parent), name) == (trainer, "raylet")]
-
-
-@pytest.mark.slow
-def test_a_lost_cluster_ends_a_run_with_restarts_within_the_timeout(tmp_path: Path) -> None:
-    options = ["weight_sync=ray", "logger=none", "total_frames=100_000_000", "stop_when_solved=false", "num_workers=1"]
-    restart = ["collector.on_worker_failure=restart", "collector.timeout=60", f"hydra.run.dir={tmp_path}"]
-    with subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *options, *restart],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "COLUMNS": "100"},
-    ) as process:  # fmt: skip
-        assert process.stdout is not None and process.stderr is not None
-        assert any(line.startswith("frames ") for line in process.stdout), process.stderr.read()
-        (raylet,) = raylets(process.pid)
-        os.kill(raylet, signal.SIGKILL)
-        _, err = process.communicate(timeout=250)
-    assert process.returncode == 1, err
-    assert "train.py: worker 0 (a Ray actor) had no place in the Ray cluster, or did not start, within 60 s: " in err
-    told = json.loads((tmp_path / "summary.json").read_text())
-    assert told["status"] == "failed" and told["worker_failures"]["restarted"] == {}

@@ -114,21 +114,6 @@ def test_init_communicates_nothing_and_the_scheme_can_be_pickled_after_it(backen
         assert [output[0] for output in workers.call(commands.output)] == [5, 5]
 
 
-def initialise_without_a_sender(state: WorkerState, scheme: wsync.WeightSyncScheme) -> None:
-    """``init_on_receiver`` where the sender has ended: only ``connect`` notices that."""
-    scheme.init_on_receiver("policy", model=Small(), worker_idx=0)
-    with pytest.raises(wsync.NotConnected):
-        scheme.connect()
-
-
-def test_init_on_a_receiver_does_not_call_the_sender(backend: BuiltIn) -> None:
-    with backend.workers(1) as workers:
-        with backend.make_scheme(timeout=TIMEOUT) as scheme:
-            scheme.init_on_sender("policy", model=Small(), num_workers=1)
-            copy = pickle.loads(pickle.dumps(scheme))
-        workers[0].call(initialise_without_a_sender, copy)
-
-
 class TensorOperations(TorchDispatchMode):
     """Records the operations on tensors that this thread runs."""
 

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import queue
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from stopping import wait_until_asleep
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed import (
-    HashStore,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
 import wsync
 from wsync.testing import WorkerPool
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import fill
 
 TIMEOUT = 60.0
 """Seconds for what takes milliseconds."""
@@ -109,74 +101,6 @@ def test_a_shared_memory_transport_without_a_scheme() -> None:
     transport.send_weights(model)
     assert follow_shared(own, transport) == [True, False, [2.0, 2.0]]
     assert [list(weights["bias"]) for weights in transport.unique_weights] == [[2.0, 2.0]]
-
-
-def test_a_send_waits_for_the_asynchronous_one_before_it() -> None:
-    model, store = nn.Linear(4, 2), HashStore()
-    sender, receiver = (wsync.DistributedTransport(store=store, weights_buffer=model) for _ in range(2))
-    setting_up = threading.Thread(target=sender.setup_connection_and_weights_on_sender)
-    setting_up.start()
-    receiver.setup_connection_and_weights_on_receiver()
-    setting_up.join()
-    sender.send_weights_async(fill(model, 1.0))
-    sending = threading.Thread(target=sender.send_weights, args=(fill(model, 2.0),))
-    sending.start()
-    wait_until_asleep(sending.native_id or 0)
-    received = [receiver.receive_weights(TIMEOUT) for _ in range(2)]
-    sending.join()
-    assert [weights["bias"].tolist() for weights in received if weights is not None] == [[1.0, 1.0], [2.0, 2.0]]
-
-
-def test_a_copy_that_fails_is_made_again_by_the_next_receive(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise MemoryError
-
-    transport = wsync.SharedMemTransport()
-    transport.register_weights(nn.Linear(4, 2))
-    transport.send_weights(fill(nn.Linear(4, 2), 1.0))
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(TensorDict, "clone", fail)
-        transport.receive_weights(0)
-    received = transport.receive_weights(0)
-    assert received is not None and received["bias"].tolist() == [1.0, 1.0]
-
-
-def report_versions(transport: wsync.SharedMemTransport, reports: Connection) -> None:
-    """Be a worker: receive each version, and report its value."""
-    while (received := transport.receive_weights(timeout=TIMEOUT)) is not None:
-        reports.send(received["bias"].tolist())
-
-
-def is_asleep(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
-
-
-def test_the_death_of_a_worker_that_waits_in_a_shared_memory_transport_blocks_no_other_process() -> None:
-    context, model, transport = multiprocessing.get_context("forkserver"), nn.Linear(4, 2), wsync.SharedMemTransport()
-    transport.register_weights(model)
-    pipes = [context.Pipe(duplex=False) for _ in range(2)]
-    workers = [context.Process(target=report_versions, args=(transport, writing)) for _, writing in pipes]
-
-    def send(value: float) -> None:
-        nn.init.constant_(model.bias, value)
-        transport.send_weights(model)
-
-    try:
-        for worker in workers:
-            worker.start()
-        send(1.0)
-        assert [reading.recv() for reading, _ in pipes] == [[1.0, 1.0], [1.0, 1.0]]
-        while not is_asleep(workers[0].pid or 0):
-            os.sched_yield()
-        workers[0].kill()
-        workers[0].join()
-        for value in (2.0, 3.0):
-            send(value)
-            assert pipes[1][0].recv() == [value, value]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.join()
 
 
 def test_a_transport_keeps_no_model_and_no_strategy() -> None:

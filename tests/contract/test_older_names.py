@@ -70,31 +70,6 @@ def test_workers_that_register_one_by_one(make: Callable[..., Any], workers: Wor
             workers[0].call(register_again)
 
 
-def test_what_cannot_be_registered_is_refused(make: Callable[..., Any]) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    with make(timeout=1.0) as scheme:
-        with pytest.raises(TypeError, match="worker 0 needs a pipe"):
-            scheme.create_sender().register_worker(0, "pipe")
-        with pytest.raises(TypeError, match="end of a pipe"):
-            scheme.create_receiver().register_worker_transport("pipe")
-        sender = scheme.create_sender()
-        sender.register_worker(1, ours)
-        with pytest.raises(ValueError, match="numbered from 0"):
-            sender.send(policy_of(1.0))
-    with make(timeout=1.0) as scheme:
-        receiver, model = scheme.create_receiver(), nn.Linear(4, 2)
-        with pytest.raises(wsync.NotConnected):
-            receiver.apply_weights(policy_of(1.0))
-        receiver.register_model(model)
-        receiver.apply_weights(policy_of(1.0))
-        assert model.bias[0] == 1.0
-        receiver.register_worker_transport(theirs)
-        assert receiver.receive(timeout=0.01) is False
-        ours.close()
-        with pytest.raises(wsync.NotConnected, match="closed"):
-            receiver.receive(timeout=5.0)
-
-
 def hold_gate(entered: threading.Event, leave: threading.Event) -> None:
     """Be in a forward, which delays an installation."""
     with wsync.gate():

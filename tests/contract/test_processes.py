@@ -5,12 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
-import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,131 +17,11 @@ from backends import BuiltIn
 from listening import LOOPBACK, listening_tcp, own_sockets
 
 import wsync
-from wsync.testing import ProcessWorker, WorkerError, WorkerPool, commands
+from wsync.testing import WorkerError, commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import EveryTensorKind, Small, digest, fill, scramble
+from wsync.testing.models import Small, fill
 
 # --- forks ---
-
-
-class ForkedPool(WorkerPool):
-    """Workers that are forked from the test's process."""
-
-    def start_workers(self, count: int) -> list[Any]:
-        return [ProcessWorker("fork") for _ in range(count)]
-
-
-def test_forked_workers(backend: BuiltIn) -> None:
-    pool = ForkedPool()
-    with pool.group(2) as workers, backend.make_scheme(timeout=30.0) as scheme:
-        model = scramble(EveryTensorKind(), 1)
-        scheme.init_on_sender("policy", model=model, num_workers=2)
-        for index, worker in enumerate(workers):
-            worker.start(commands.join, scheme, EveryTensorKind, index, "policy")
-        scheme.connect()
-        workers.results()
-        assert workers.call(commands.digest) == [digest(model)] * 2
-        scheme.send(scramble(model, 2))
-        assert workers.call(commands.digest) == [digest(model)] * 2
-        assert workers.call(commands.shutdown) == [[], []]
-    pool.close()
-
-
-class EndsWithAnError:
-    def shutdown(self) -> None:
-        raise OSError("the disk is full")
-
-
-def add_one_that_ends_with_an_error(state: WorkerState) -> None:
-    state.schemes["policy"] = EndsWithAnError()  # pyright: ignore[reportArgumentType]
-
-
-def test_no_worker_is_left_whose_shutdown_raises() -> None:
-    pool = WorkerPool()
-    with pytest.raises(WorkerError, match="the disk is full"), pool.group(2) as workers:
-        pids = [worker.pid for worker in workers]
-        workers[0].call(add_one_that_ends_with_an_error)
-    pool.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-_inherited: Any = None
-
-
-def use_inherited_scheme(state: WorkerState) -> None:
-    """Take the worker's role in the scheme as the fork has copied it."""
-    state.models["policy"], state.schemes["policy"] = Small(), _inherited
-    _inherited.init_on_receiver("policy", model=state.models["policy"], worker_idx=0)
-    _inherited.connect()
-
-
-def test_a_forked_worker_can_use_the_scheme_that_it_inherits(backend: BuiltIn) -> None:
-    global _inherited
-    pool = ForkedPool()
-    with backend.make_scheme(timeout=30.0) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 3), num_workers=1)
-        _inherited = scheme
-        try:
-            with pool.group(1) as workers:
-                workers[0].start(use_inherited_scheme)
-                scheme.connect()
-                workers[0].result()
-                assert workers[0].call(commands.output)[0] == 3
-                scheme.send(fill(Small(), 4))
-                assert workers[0].call(commands.output)[0] == 4
-        finally:
-            _inherited = None
-    pool.close()
-
-
-@contextmanager
-def forked(function: Callable[[], Any] = lambda: None) -> Iterator[None]:
-    """A forked child that has called ``function``, and lives."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        function()
-        os.write(writing, b".")
-        signal.pause()
-        os._exit(0)
-    try:
-        assert os.read(reading, 1) == b"."
-        yield
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(reading)
-        os.close(writing)
-
-
-def test_a_childs_shutdown_ends_no_connection_of_the_trainer_and_the_trainers_ends_all(backend: BuiltIn) -> None:
-    with backend.connected(1) as session, forked(session.scheme.shutdown):
-        session.send(2)
-        assert session.workers[0].call(commands.receive, 20.0)
-        with forked():
-            session.workers[0].start(commands.receive, 20.0)
-            session.scheme.shutdown()
-            assert session.workers[0].result() is None
-            assert session.workers[0].call(commands.finished)
-
-
-def shut_down_in_child(state: WorkerState) -> None:
-    """Fork a child inside the gate, which shuts its copies of the schemes down."""
-    with wsync.gate():
-        child = os.fork()
-        if child == 0:
-            commands.shutdown(state)
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-
-
-def test_a_childs_shutdown_does_not_disconnect_its_parent(backend: BuiltIn) -> None:
-    with backend.connected(1) as session:
-        session.workers[0].call(shut_down_in_child)
-        for value in range(2, 6):
-            session.send(value)
-            assert session.outputs() == [value]
 
 
 def be_trainer(state: WorkerState, scheme: wsync.WeightSyncScheme) -> wsync.WeightSyncScheme:
@@ -204,19 +81,6 @@ def test_a_worker_that_connected_and_left_is_not_waited_for(backend: BuiltIn) ->
         workers[1].start(commands.join, scheme, Small, 0, "policy")
         scheme.connect()
         assert workers[1].result() == 1
-
-
-def test_a_shutdown_refuses_workers_that_wait_to_join(backend: BuiltIn) -> None:
-    before = listening_sockets()
-    with backend.workers(1) as workers, backend.make_scheme(timeout=20.0) as scheme:
-        scheme.init_on_sender("policy", model=Small(), num_workers=2)
-        listening = [fd for fd, _, _ in listening_sockets() - before]
-        workers[0].start(commands.join, scheme, Small, 0, "policy")
-        assert select.select(listening, [], [], 20.0)[0], "the worker does not connect"
-        with forked():
-            scheme.shutdown()
-            with pytest.raises(WorkerError, match="NotConnected"):
-                workers[0].result()
 
 
 def listening_sockets() -> set[tuple[int, int, Any]]:

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import suppress
 from itertools import count
-from multiprocessing.connection import wait
-from typing import Any
 
 import pytest
-import torch
 from backends import BuiltIn
-from striking import struck_at
 
 import wsync
-from wsync.testing import ProcessWorker, WorkerError, commands
-from wsync.testing.commands import WorkerState
-from wsync.testing.models import OtherName, Small, WithExtraState, digest, fill, scramble
-from wsync.testing.session import Session
+from wsync.testing import commands
+from wsync.testing.models import Small, WithExtraState, digest, scramble
 
 
 def test_an_error_is_raised_by_a_later_wait(backend: BuiltIn) -> None:
@@ -69,54 +57,6 @@ def test_a_send_without_waiting_raises_the_error_of_an_earlier_one(backend: Buil
         assert session.workers[1].call(commands.output)[0] == -2
 
 
-def test_an_error_is_not_lost_with_a_later_update_that_does_not_fit(backend: BuiltIn) -> None:
-    with backend.connected(1, make=WithExtraState) as session:
-        session.model.state = "refuse 0"
-        session.scheme.send_async()
-        session.digests()
-        session.model.state = "accepted"
-        with pytest.raises(wsync.LayoutMismatch):
-            session.scheme.send_async({"unknown": torch.zeros(1)})
-        with pytest.raises(wsync.WorkerFailed, match="ArithmeticError"):
-            session.scheme.wait_async()
-        session.send(2)
-
-
-def test_a_death_is_not_raised_once_a_replacement_has_joined(backend: BuiltIn) -> None:
-    with backend.connected(timeout=20.0) as session:
-        session.workers[1].stop()
-        session.post(2)
-        session.workers[1].kill()
-        with pytest.raises(wsync.LayoutMismatch):  # reads the death, and sends nothing
-            session.scheme.send_async({"unknown": torch.zeros(1)})
-        assert session.restart(1) == 2
-        session.post(3)
-        session.scheme.wait_async()
-        assert session.outputs() == [3, 3]
-
-
-def test_an_update_that_no_worker_is_left_for_is_not_said_to_be_sent(backend: BuiltIn) -> None:
-    with backend.connected(1, timeout=20.0, sync=False) as session:
-        session.send(2)
-        session.workers[0].kill()
-        with pytest.raises(wsync.WorkerDied) as died:
-            for _ in count():
-                session.send(3)
-        if died.value.version is not None:  # the death was noticed while that version was sent
-            assert died.value.version < session.scheme.version
-        with pytest.raises(wsync.WeightSyncError, match="every worker has died or left") as none_left:
-            session.send(4)
-        assert getattr(none_left.value, "version", None) is None
-        with pytest.raises(wsync.WorkerDied, match="died or left earlier; present: none") as named:
-            session.scheme.send(worker_ids=0)
-        for error in (none_left.value, named.value):  # says why it is absent
-            assert died.value.workers[0].strip() in str(error)
-        session.restart(0)
-        session.send(5)
-        session.scheme.wait_async()
-        assert session.outputs() == [5]
-
-
 def test_updates_that_are_not_waited_for_are_in_the_metrics(backend: BuiltIn) -> None:
     with backend.connected(sync=False) as session:
         before = session.scheme.metrics.updates
@@ -134,16 +74,6 @@ def test_updates_that_are_not_waited_for_are_in_the_metrics(backend: BuiltIn) ->
         assert sum(report.phases.values()) == pytest.approx(report.seconds) and report.phases["acknowledge"] == 0.0
 
 
-def test_a_transaction_raises_the_error_of_an_update_that_was_not_waited_for(backend: BuiltIn) -> None:
-    with backend.connected(make=WithExtraState) as session:
-        session.model.state = "refuse 0"
-        session.scheme.send_async(worker_ids=0)
-        session.model.state = "accepted"
-        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 0.*ArithmeticError"):
-            wsync.synchronize({session.scheme: session.model})
-        wsync.synchronize({session.scheme: session.model})
-
-
 def test_there_is_no_such_worker(backend: BuiltIn) -> None:
     with backend.connected() as session:
         for worker in (2, -1):
@@ -151,44 +81,6 @@ def test_there_is_no_such_worker(backend: BuiltIn) -> None:
                 with pytest.raises(ValueError, match="there are workers 0 to 1"):
                     method(worker)
         session.send(2)
-
-
-def test_a_part_follows_a_refused_update_and_a_transaction(backend: BuiltIn) -> None:
-    with backend.connected() as session:
-        name, first = next(iter(session.model.named_parameters()))
-        wsync.synchronize({session.scheme: fill(session.model, 2)})
-        session.scheme.send({name: torch.full_like(first, 3.0)}, partial=True)
-        with pytest.raises(wsync.LayoutMismatch):
-            session.scheme.send({"unknown": torch.zeros(1)})
-        session.scheme.send({name: torch.full_like(first, 4.0)}, partial=True)
-
-
-def receive_in_two_threads(state: WorkerState) -> list[bool]:
-    received: list[bool] = []
-
-    def receive() -> None:
-        received.append(state.schemes["policy"].receive() is not None)
-
-    threads = [threading.Thread(target=receive) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return received
-
-
-def test_each_of_two_threads_in_receive_gets_a_version(backend: BuiltIn) -> None:
-    with backend.connected() as session:
-        worker, outcome = session.workers[0], list[Any]()
-        worker.start(receive_in_two_threads)
-        waiting = threading.Thread(target=lambda: outcome.append(worker.result()))
-        waiting.start()
-        for value in count(2):
-            session.send(value)
-            waiting.join(0.05)
-            if not waiting.is_alive():
-                break
-        assert outcome == [[True, True]]
 
 
 def test_nothing_is_received_before_connect() -> None:
@@ -200,24 +92,6 @@ def test_nothing_is_received_before_connect() -> None:
             with pytest.raises(wsync.NotConnected, match="call connect"):
                 method()
         worker.shutdown()
-
-
-def test_receive_returns_none_once_after_a_pull_has_raised() -> None:
-    """The trainer shuts down before its first version."""
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_on_sender("policy", num_workers=1)
-        worker = pickle.loads(pickle.dumps(scheme))
-        worker.init_on_receiver("policy", model=Small(), worker_idx=0)
-        connecting = threading.Thread(target=worker.connect)
-        connecting.start()
-        scheme.connect()
-        connecting.join()
-    with pytest.raises(wsync.NotConnected):
-        worker.pull()
-    assert worker.receive() is None
-    with pytest.raises(wsync.NotConnected):
-        worker.receive()
-    worker.shutdown()
 
 
 def test_a_worker_that_a_newer_send_leaves_out_is_waited_for(backend: BuiltIn) -> None:
@@ -232,28 +106,6 @@ def test_a_worker_that_a_newer_send_leaves_out_is_waited_for(backend: BuiltIn) -
         session.workers[1].resume()
         assert session.scheme.wait_async() is None
         assert session.workers[0].call(commands.output)[0] == 3
-
-
-def test_an_update_is_not_waited_for_twice(backend: BuiltIn) -> None:
-    with backend.connected(timeout=20.0) as session:
-        scheme = session.scheme
-        session.post(2)
-        wsync.synchronize({scheme: fill(session.model, 3)})
-        assert scheme.wait_async() is None
-        session.post(4)
-        session.send(5, worker_ids=1)
-        report = scheme.wait_async()
-        assert report is not None and dict(report.workers) == {0: 4}
-        session.post(6)
-        session.workers[1].kill()
-        assert session.restart(1) == 6
-        report = scheme.wait_async()
-        assert report is not None and dict(report.workers) == {0: 6}
-        session.workers[1].stop()
-        session.post(7)
-        scheme.disconnect(1)
-        report = scheme.wait_async()
-        assert report is not None and dict(report.workers) == {0: 7}
 
 
 def test_a_disconnected_worker_connects_again_with_the_newest_weights(backend: BuiltIn) -> None:
@@ -274,122 +126,19 @@ def test_a_disconnected_worker_connects_again_with_the_newest_weights(backend: B
                 assert session.outputs() == [later, later]
 
 
-@contextmanager
-def joined_early(backend: BuiltIn) -> Iterator[Session]:
-    """Both workers have been replaced; the replacement of worker 1 has connected during ``readmit(0)``."""
+def test_replacements_may_connect_in_any_order_and_before_they_are_readmitted(backend: BuiltIn) -> None:
     with backend.connected(timeout=20.0) as session:
         for worker in session.workers:
             worker.kill()
-        first, second = (session.workers.spare() for _ in range(2))
-        readmitting = threading.Thread(target=session.scheme.readmit, args=(0,))
-        readmitting.start()
-        session.begin_join(second, 1)
-        second.result()  # accepted, although worker 0 is awaited
-        session.begin_join(first, 0)
-        readmitting.join()
-        first.result()
-        session.workers.replace(0, first)
-        session.workers.replace(1, second)
-        yield session
-
-
-def test_a_worker_that_joined_early_is_replaced_after_a_second_connect(backend: BuiltIn) -> None:
-    with joined_early(backend) as session:
-        session.scheme.connect()
-        second, third = session.workers[1], session.workers.spare()
-        second.stop()
-        session.begin_join(third, 1)
-        session.scheme.readmit(1)
-        third.result()
-        session.workers.replace(1, third)
-        second.resume()
+        successors = [session.workers.spare() for _ in range(2)]
+        for index in (1, 0):
+            session.begin_join(successors[index], index)
+        for index, successor in enumerate(successors):
+            session.scheme.readmit(index)
+            session.workers.replace(index, successor)
+            successor.result()
         session.send(3)
         assert session.outputs() == [3, 3]
-
-
-def test_a_process_that_was_started_after_an_early_join_replaces_the_worker_that_joined(backend: BuiltIn) -> None:
-    with joined_early(backend) as session:
-        for value in (2, 3, 4):
-            session.send(value)
-        session.workers[1].stop()
-        tick = time.clock_gettime(time.CLOCK_BOOTTIME) + 0.02  # /proc has start times in hundredths of a second
-        while time.clock_gettime(time.CLOCK_BOOTTIME) < tick:
-            os.sched_yield()
-        third = ProcessWorker()
-        try:
-            session.begin_join(third, 1)
-            session.scheme.readmit(1, third.sentinel)
-            assert third.result() == 4
-            session.send(5)
-            assert third.call(commands.output)[0] == session.workers[0].call(commands.output)[0] == 5
-        finally:
-            third.close()
-
-
-def test_a_worker_that_joined_early_is_kept_if_readmit_is_given_its_process(backend: BuiltIn) -> None:
-    with joined_early(backend) as session:
-        session.send(2)
-        session.scheme.readmit(1, session.workers[1].sentinel)
-        session.send(3)
-        assert session.outputs() == [3, 3]
-
-
-def test_a_process_that_has_ended_is_not_the_worker_that_joined_early(backend: BuiltIn) -> None:
-    with joined_early(backend) as session:
-        third = ProcessWorker()
-        third.kill()
-        assert wait([third.sentinel], 60)  # after a join, the fork server may still have it open for a moment
-        with pytest.raises(wsync.WorkerDied, match=r"worker\(s\) 1 died before they had connected"):
-            session.scheme.readmit(1, third.sentinel)
-        third.close()
-        session.send(2, worker_ids=0)
-
-
-def hold_gate(state: WorkerState) -> None:
-    """Hold the gate in a thread until SIGUSR1: nothing is installed meanwhile."""
-    held, leave = threading.Event(), threading.Event()
-    signal.signal(signal.SIGUSR1, lambda *_: leave.set())
-
-    def hold() -> None:
-        with wsync.gate():
-            held.set()
-            leave.wait()
-
-    threading.Thread(target=hold, daemon=True).start()
-    held.wait()
-
-
-def test_a_replacement_that_was_not_ready_in_time_is_kept_by_the_next_readmit(backend: BuiltIn) -> None:
-    with backend.connected(timeout=20.0) as session:
-        session.workers[1].kill()
-        second = session.workers.spare()
-        second.call(hold_gate)
-        session.begin_join(second, 1)
-        with pytest.raises(wsync.SyncTimeout):
-            session.scheme.readmit(1, timeout=1.0)
-        os.kill(second.pid, signal.SIGUSR1)
-        session.scheme.readmit(1)
-        second.result()
-        session.workers.replace(1, second)
-        session.send(3)
-        assert session.outputs() == [3, 3]
-
-
-def test_weights_that_were_sent_before_the_disconnection_are_not_installed_after_it(backend: BuiltIn) -> None:
-    with backend.connected(timeout=20.0) as session:
-        session.workers[1].stop()
-        session.post(2)
-        session.scheme.disconnect(1)
-        for value in range(3, 8):  # may be written where version 2 was
-            session.send(value, worker_ids=0)
-        session.workers[1].resume()
-        with pytest.raises(Exception, match="NotConnected"):
-            session.workers[1].call(commands.receive, 20.0)
-            session.workers[1].call(commands.receive, 20.0)
-        try:
-            assert set(session.workers[1].call(commands.output)) in ({1.0}, {2.0})
-        except WorkerError as error:  # version 1 was in shared memory, and was overwritten
-            assert "NotConnected" in str(error) and "two versions" in str(error)
 
 
 def test_a_slow_worker_installs_its_version_whole_after_newer_ones_to_others(backend: BuiltIn) -> None:
@@ -418,91 +167,3 @@ def test_a_large_message_to_a_stopped_worker_does_not_delay_the_others(backend: 
         session.model.state = "small"
         session.send(3)
         assert session.digests() == [digest(session.model)] * 2
-
-
-def test_a_send_waits_for_workers_that_have_to_map_the_first_weights(backend: BuiltIn) -> None:
-    with backend.connected(1, init={}) as session:
-        session.workers[0].stop()
-        session.scheme.timeout = 0.3
-        with pytest.raises(wsync.SyncTimeout, match="worker 0"):
-            session.send(5)
-        session.workers[0].resume()
-        session.scheme.timeout = 30.0
-        session.send(6, worker_ids=0)
-        assert session.outputs() == [6]
-
-
-def test_a_late_answer_about_first_weights_is_not_taken_for_one_about_others(backend: BuiltIn) -> None:
-    with backend.connected(init={}) as session:
-        session.workers[1].stop()
-        session.scheme.timeout = 1.0
-        with pytest.raises(wsync.SyncTimeout, match="worker 1"):
-            session.send(1)
-        session.workers[1].resume()
-        session.scheme.timeout = 60.0
-        with pytest.raises(wsync.WorkerFailed):
-            session.scheme.send(OtherName())
-        session.send(2)
-        assert session.outputs() == [2, 2]
-
-
-# --- signals ---
-
-
-class Interrupted(Exception):
-    """Raised by a signal handler."""
-
-
-@contextmanager
-def interrupted_by(number: signal.Signals) -> Iterator[None]:
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
-def test_an_acknowledgement_of_an_interrupted_update_does_not_count_for_the_next(backend: BuiltIn) -> None:
-    with interrupted_by(signal.SIGUSR1), backend.connected() as session:
-        for value in (2, 4):
-            session.workers[1].stop()
-            timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
-            timer.start()
-            with pytest.raises(Interrupted):
-                session.update(value)
-                threading.Event().wait(10.0)  # where the update did not wait for the worker
-            timer.join()
-            session.workers[1].resume()
-            session.update(value + 1)
-            assert session.outputs() == [value + 1] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised as a generator was closed
-@pytest.mark.parametrize("worker_ids", [None, [0, 1]], ids=["all", "list"])
-def test_wherever_a_send_is_interrupted_the_next_one_arrives(backend: BuiltIn, worker_ids: Any) -> None:
-    with backend.connected(timeout=10.0) as session:
-        for point in count(1):
-            session.scheme.send()
-            finished = struck_at(point, partial(session.scheme.send, scramble(session.model, 2 * point), worker_ids))
-            session.scheme.send(scramble(session.model, 2 * point + 1))
-            assert session.digests() == [digest(session.model)] * 2
-            if finished:
-                break
-
-
-def test_a_thread_that_waits_for_another_threads_send_succeeds(backend: BuiltIn) -> None:
-    with backend.connected() as session:
-        session.workers[1].stop()
-        first = threading.Thread(target=session.scheme.send, args=(fill(Small(), 2),))
-        first.start()
-        second = threading.Thread(target=session.scheme.send, args=(fill(Small(), 3),))
-        second.start()
-        session.workers[1].resume()
-        for thread in (first, second):
-            thread.join(30.0)
-            assert not thread.is_alive()
-        assert session.scheme.version == 3 and len(set(session.outputs())) == 1

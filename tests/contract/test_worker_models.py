@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import pickle
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack
 
 import pytest
 import torch
-from backends import BuiltIn, Multiprocess
+from backends import BuiltIn
 from small_models import TwoWeights
 from tensordict import TensorDict
 from torch import nn
 
 import wsync
-from wsync.testing import WorkerError, WorkerPool, commands
+from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, WithExtraState, digest, fill, scramble
-from wsync.testing.unlike import join_with_tensors, loaded
-
-
-class Frozen(Small):
-    """Refuses every assignment to an attribute, so that it cannot be gated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = True
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "frozen" and "frozen" in vars(self):
-            raise ArithmeticError(f"{name} is frozen")
-        super().__setattr__(name, value)
-
-
-def large() -> Small:
-    """A model of 4 MiB: its memory is unmapped when it moves."""
-    return Small(2**20)
 
 
 def replace_and_apply(state: WorkerState, value: float) -> None:
@@ -55,72 +32,13 @@ def test_weights_that_a_worker_applies_stay_in_that_worker(backend: BuiltIn) -> 
         assert session.outputs() == [2, 2]
 
 
-def train_in_place(state: WorkerState) -> None:
-    """One step, by the worker alone."""
-    with wsync.gate(), torch.no_grad():
-        state.models["policy"].weight.sub_(1.0)
-
-
-def test_workers_with_copies_may_train_them_in_place(pool: WorkerPool) -> None:
-    Multiprocess.pool = pool
-    with Multiprocess().connected() as session:
-        for value in range(2, 6):
-            session.send(value)
-            session.workers[0].call(train_in_place)
-            assert session.outputs() == [value - 1, value]
-
-
-def replace_parameter(state: WorkerState) -> None:
-    state.kept["replaced"] = state.models["policy"].other
-    state.models["policy"].other = nn.Parameter(torch.zeros(4))
-
-
-def replaced_value(state: WorkerState) -> float:
-    return state.kept["replaced"][0].item()
-
-
-def test_a_parameter_that_a_worker_has_replaced_keeps_its_value(backend: BuiltIn) -> None:
-    with backend.connected(make=TwoWeights) as session:
-        session.workers[0].call(replace_parameter)
-        for value in range(2, 9):
-            session.update(value)
-            assert session.workers[0].call(replaced_value) == 1
-
-
-def fork_child(state: WorkerState) -> None:
-    """Fork a child that reports its model's output when it is asked."""
-    state.kept["line"], line = multiprocessing.Pipe()
-    state.kept["child"] = os.fork()
-    if state.kept["child"] == 0:
-        line.recv()
-        line.send(commands.output(state))
-        os._exit(0)
-
-
-def ask_child(state: WorkerState) -> list[float]:
-    state.kept["line"].send("output")
-    output = state.kept["line"].recv()
-    os.waitpid(state.kept["child"], 0)
-    return output
-
-
-def test_a_forked_child_of_a_worker_keeps_the_weights_of_the_fork(backend: BuiltIn) -> None:
-    with backend.connected(1) as session:
-        session.workers[0].call(fork_child)
-        for value in range(2, 8):
-            session.send(value)
-            assert session.outputs() == [value]
-        assert session.workers[0].call(ask_child) == [1.0] * 4
-
-
 def share_model(state: WorkerState) -> None:
     """As ``torch.multiprocessing`` does with a model that is sent to a process: the storage moves."""
     state.models["policy"].share_memory()
 
 
-@pytest.mark.parametrize("make", [Small, large])
-def test_a_worker_that_shares_its_model_is_updated(backend: BuiltIn, make: Any) -> None:
-    with backend.connected(1, make) as session:
+def test_a_worker_that_shares_its_model_is_updated(backend: BuiltIn) -> None:
+    with backend.connected(1) as session:
         for value in range(2, 10):
             session.workers[0].call(share_model)
             session.send(value)
@@ -180,30 +98,6 @@ def test_a_functional_call_uses_its_own_weights_and_leaves_them_alone(backend: B
             assert session.outputs() == [value]
 
 
-class Product(Small):
-    """The output is a product with the parameter, so that it can be traced."""
-
-    def forward(self) -> torch.Tensor:
-        return self.weight * torch.ones(4)
-
-
-def trace(state: WorkerState) -> None:
-    """Keep a traced copy of the model, called inside the gate as the documents say."""
-    state.kept["traced"] = wsync.gated(torch.jit.trace(state.models["policy"], ()))
-
-
-def traced_output(state: WorkerState) -> float:
-    return state.kept["traced"]()[0].item()
-
-
-def test_a_traced_copy_that_is_called_inside_the_gate_uses_the_update(backend: BuiltIn) -> None:
-    with backend.connected(1, Product) as session:
-        session.workers[0].call(trace)
-        for value in range(2, 8):
-            session.send(value)
-            assert session.workers[0].call(traced_output) == value
-
-
 def convert_to_half(state: WorkerState) -> None:
     with wsync.gate():
         state.models["policy"].half()
@@ -220,35 +114,17 @@ def test_a_model_that_a_worker_has_converted_refuses_updates_and_stays_converted
         session.workers[1].call(convert_to_half)
         with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 1.*'weight'.*float16") as failed:
             session.update(4)
-        assert set(failed.value.workers) == {1} and failed.value.version == 4
+        assert set(failed.value.workers) == {1} and failed.value.version == 4 and "Cast" in str(failed.value)
         assert session.workers[1].call(dtype_of_weight) == "torch.float16"
-        assert session.outputs() == [4, 3]
-        session.workers[0].call(convert_to_half)
-        with pytest.raises(wsync.WorkerFailed) as failed:
-            session.update(5)
-        first, second, *_ = str(failed.value).splitlines()
-        assert first.startswith("version 5 is missing on workers 0, 1: wsync.errors.LayoutMismatch: the worker's model")
-        assert "'weight' is float16[4], not float32[4] (send_transform=wsync.transforms.Cast('float16')" in first
-        assert second == "workers that have it: none" and set(failed.value.workers) == {0, 1}
+        assert session.workers[0].call(commands.output)[0] == 4
 
 
-def test_a_model_that_cannot_be_gated_is_an_error_at_both_ends(backend: BuiltIn) -> None:
-    with backend.workers(1) as workers, backend.make_scheme(timeout=10.0) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
-        workers[0].start(commands.join, scheme, Frozen, 0, "policy")
-        with pytest.raises(wsync.WorkerFailed, match="__class__ is frozen"):
-            scheme.connect()
-        with pytest.raises(WorkerError, match="ArithmeticError"):
-            workers[0].result()
-
-
-@pytest.mark.parametrize("kind", [wsync.SharedMemWeightSyncScheme, wsync.DistributedWeightSyncScheme])
-def test_a_model_of_two_schemes_is_gated_until_both_have_shut_down(kind: Any) -> None:
+def test_a_model_of_two_schemes_is_gated_until_both_have_shut_down() -> None:
     model = Small()
     with ExitStack() as senders:
         receivers = []
         for name in ("one", "other"):
-            sender = senders.enter_context(kind())
+            sender = senders.enter_context(wsync.SharedMemWeightSyncScheme())
             sender.init_on_sender(name, model=fill(Small(), 1), num_workers=1)
             receiver = pickle.loads(pickle.dumps(sender))
             receiver.init_on_receiver(name, model=model, worker_idx=0)
@@ -301,16 +177,6 @@ def test_received_weights_are_copied_from_one_version(pool: WorkerPool, backend:
             trainer.join()
 
 
-def test_a_worker_that_names_another_model_than_the_sender_is_refused() -> None:
-    """Models of one shape could otherwise be exchanged without any error."""
-    with wsync.SharedMemWeightSyncScheme() as sender:
-        sender.init_on_sender("actor", model=Small(), num_workers=1)
-        with pickle.loads(pickle.dumps(sender)) as worker:
-            with pytest.raises(ValueError, match="sends 'actor', not 'critic'"):
-                worker.init_on_receiver("critic", model=Small(), worker_idx=0)
-            worker.init_on_receiver("actor", model=Small(), worker_idx=0)
-
-
 def test_an_update_without_extra_state_leaves_each_worker_its_own(backend: BuiltIn) -> None:
     models = [scramble(WithExtraState(), seed) for seed in (0, 1, 0)]
     with backend.connected(3, WithExtraState) as session:
@@ -326,85 +192,3 @@ def test_an_update_without_extra_state_leaves_each_worker_its_own(backend: Built
 
 
 # --- workers with a dict of tensors or a TensorDict as the model ---
-
-
-@contextmanager
-def with_mapping(backend: BuiltIn, tensors: Any) -> Iterator[tuple[wsync.WeightSyncScheme, Any, TwoWeights]]:
-    """A sender of a model, and a worker with the model ``tensors``."""
-    model = fill(TwoWeights(), 1)
-    with backend.workers(1) as workers, backend.make_scheme(timeout=30.0) as scheme:
-        scheme.init_on_sender("policy", model=model, num_workers=1)
-        workers[0].start(join_with_tensors, scheme, tensors)
-        scheme.connect()
-        workers[0].result()
-        yield scheme, workers[0], model
-
-
-def replace_entry(state: WorkerState, size: int) -> None:
-    """Put another tensor in the place of ``weight``."""
-    with wsync.gate():
-        state.kept["loaded"]["weight"] = torch.zeros(size)
-
-
-def apply_not_in_place(state: WorkerState, value: float) -> None:
-    """Apply weights to the worker's mapping: its entries are replaced by the given ones."""
-    given = {"weight": torch.full((4,), value), "other": torch.full((4,), value)}
-    state.schemes["policy"].apply_weights(given, inplace=False)
-
-
-@pytest.mark.parametrize("kind", [dict, TensorDict])
-def test_entries_that_a_worker_has_replaced_in_its_mapping_are_updated(backend: BuiltIn, kind: Any) -> None:
-    tensors = kind({"weight": torch.zeros(4), "other": torch.zeros(4)})
-
-    def values() -> set[float]:
-        return {number for tensor in worker.call(loaded).values() for number in tensor.tolist()}
-
-    with with_mapping(backend, tensors) as (scheme, worker, model):
-        worker.call(replace_entry, 4)
-        scheme.send(fill(model, 2))
-        assert values() == {2}
-        worker.call(apply_not_in_place, 9.0)
-        assert values() == {9}
-        scheme.send(fill(model, 3))
-        assert values() == {3}
-        worker.call(replace_entry, 5)
-        scheme.send_async(fill(model, 4))
-        with pytest.raises(wsync.WorkerFailed, match=r"'weight' is float32\[5\], not float32\[4\]"):
-            scheme.wait_async()
-        assert values() == {0, 3}
-        worker.call(replace_entry, 4)
-        scheme.send(fill(model, 5))
-        assert values() == {5}
-
-
-def tie_entries(state: WorkerState) -> None:
-    with wsync.gate():
-        state.kept["loaded"]["weight"] = state.kept["loaded"]["other"]
-
-
-def expand_entry(state: WorkerState) -> None:
-    with wsync.gate():
-        state.kept["loaded"]["other"] = torch.zeros(1).expand(4)
-
-
-def test_an_expanded_entry_of_a_mapping_is_refused_and_nothing_is_copied(backend: BuiltIn) -> None:
-    tensors = {"weight": torch.zeros(4), "other": torch.zeros(4)}
-    with with_mapping(backend, tensors) as (scheme, worker, model):
-        worker.call(expand_entry)
-        scheme.send_async(fill(model, 2))
-        with pytest.raises(wsync.WorkerFailed, match="share memory: clone other"):
-            scheme.wait_async()
-        assert worker.call(loaded)["weight"].tolist() == [1.0] * 4
-
-
-def test_tied_entries_of_a_mapping_refuse_different_values(backend: BuiltIn) -> None:
-    tensors = {"weight": torch.zeros(4), "other": torch.zeros(4)}
-    with with_mapping(backend, tensors) as (scheme, worker, model):
-        worker.call(tie_entries)
-        scheme.send(fill(model, 2))
-        assert worker.call(loaded)["weight"].tolist() == [2.0] * 4
-        nn.init.constant_(model.other, 3.0)
-        scheme.send_async()
-        with pytest.raises(wsync.WorkerFailed, match="'weight' and 'other' are tied here, but got different values"):
-            scheme.wait_async()
-        assert worker.call(loaded)["weight"].tolist() == [2.0] * 4

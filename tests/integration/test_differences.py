@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,44 +90,3 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def test_damage_between_the_tensors_does_not_outlive_its_version(tmp_path: Path) -> None:
-    model, copy = nn.Linear(4, 2), nn.Linear(4, 2)  # 128 bytes with the padding after each tensor
-    trainer, reader = opened(tmp_path, model, copy)
-    with trainer, reader:
-        for value in range(2, 5):
-            nn.init.constant_(model.weight, value)
-            version = trainer.send().version
-            (newest,) = (tmp_path / "policy").glob(f"v{version:08d}-*.delta")
-            before, after = torch.zeros(2, 128, dtype=torch.uint8)
-            damaged = Delta().difference(before, version - 1, after.fill_(value), 4)
-            assert damaged is not None
-            newest.write_bytes(damaged)
-            assert reader.pull() == version and torch.equal(copy.weight, model.weight)
-
-
-def test_a_reader_without_zstandard_reads_full_versions_and_logs_that_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, copy = Wide(), Wide()
-    trainer, reader = opened(tmp_path, model, copy)
-    with trainer, reader:
-        for version in range(2, 5):
-            nudge(model)
-            trainer.send()
-            with monkeypatch.context() as patch:
-                patch.setitem(sys.modules, "zstandard", None)
-                assert reader.pull() == version and torch.equal(copy.weight, model.weight)
-    assert caplog.text.count("pip install zstandard") == 1
-
-
-def test_old_differences_are_deleted(tmp_path: Path) -> None:
-    model = Wide()
-    with wsync.StoreWeightSyncScheme(str(tmp_path), keep=2, send_transform=Delta()) as scheme:
-        scheme.init_on_sender("policy", model=model, num_workers=1)
-        scheme.connect()
-        for _ in range(5):
-            nudge(model)
-            scheme.send()
-    assert len(list((tmp_path / "policy").glob("*.delta"))) == 2

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -78,40 +73,6 @@ def test_sharded_trainer(tmp_path: Path) -> None:
     lines = printed.splitlines()
     assert [line.split(" →")[0] for line in lines[:-1]] == [f"version {version}" for version in range(2, 7)]
     assert re.fullmatch(r"version 6, \d+ bytes: both workers have the gathered weights", lines[-1])
-
-
-def processes_of(marker: str) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield the id, the parent's id and the environment of each process that has ``MARKER=…`` in its environment."""
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            environment = (path / "environ").read_text().split("\0")
-            if f"MARKER={marker}" in environment:
-                parent = (path / "stat").read_text().rpartition(") ")[2].split()[1]
-                yield int(path.name), int(parent), environment
-
-
-@pytest.mark.parametrize("struck", ["torchrun", "rank 0", "rank 1"])
-def test_nothing_is_left_of_a_sharded_trainer_that_was_struck(tmp_path: Path, struck: str) -> None:
-    """Ctrl-C goes to torchrun, which signals the ranks; a rank is killed."""
-    program, marker = tmp_path / "long.py", uuid.uuid4().hex
-    text = (FOLDER / "sharded_trainer.py").read_text()
-    program.write_text(text.replace("UPDATES, STEPS, WORKERS = 5,", "UPDATES, STEPS, WORKERS = 1_000_000,"))
-    process = subprocess.Popen(
-        [*TORCHRUN, program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MARKER": marker},
-    )  # fmt: skip
-    assert process.stdout is not None and any(line.startswith("version 5") for line in process.stdout)
-    if struck == "torchrun":
-        process.send_signal(signal.SIGINT)
-    else:
-        variable = struck.upper().replace(" ", "=")
-        ranks = [pid for pid, parent, found in processes_of(marker) if parent == process.pid and variable in found]
-        os.kill(min(ranks), signal.SIGKILL)
-    process.communicate(timeout=120)
-    assert process.returncode != 0
-    deadline = time.monotonic() + 30.0
-    while left := [*processes_of(marker)]:
-        assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_text() for pid, *_ in left]
 
 
 def test_dqn_learns_from_what_workers_collect(tmp_path: Path) -> None:

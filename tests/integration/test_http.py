@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 from http_engines import engines, trainer, value
-from torch import Tensor, nn
+from torch import Tensor
 
 import wsync
-from wsync.engine.client import EngineClient
-from wsync.engine.transfers import VersionSource
 from wsync.testing import WorkerPool
 from wsync.testing.asgi import serve
 from wsync.testing.models import EveryTensorKind, Small, fill, scramble
-from wsync.transforms import Cast, Dequantize, Exclude, QuantizeInt8
 
 
 @pytest.mark.parametrize("pause", [None, "abort", "wait", "keep"])
@@ -54,19 +51,6 @@ def test_every_kind_of_tensor_in_bounded_bodies() -> None:
         torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0, equal_nan=True)
 
 
-def test_many_small_tensors_with_a_long_header() -> None:
-    """The names alone take more than a body may have besides its tensors."""
-    weights = {f"{index:0700}": torch.full((1,), float(index)) for index in range(2000)}
-    loaded = dict[str, Tensor]()
-    app = wsync.engine_app(load=lambda pairs: loaded.update({name: one.clone() for name, one in pairs}), token=None)
-    with serve(app) as url:
-        transport = wsync.HTTPWeightSyncScheme(url).create_transport()
-        transport.setup_connection_and_weights_on_sender()
-        transport.send_weights(weights)
-        transport.close()
-    assert len(loaded) == 2000 and all(torch.equal(loaded[name], weights[name]) for name in weights)
-
-
 def count_bodies(app: Any, sizes: list[int]) -> Callable[..., Awaitable[None]]:
     """Return the application, and note the sizes of bodies with weights."""
 
@@ -76,26 +60,6 @@ def count_bodies(app: Any, sizes: list[int]) -> Callable[..., Awaitable[None]]:
         await app(scope, receive, send)
 
     return counted
-
-
-def test_models_and_transforms_at_both_ends() -> None:
-    """A module is gated and updated in place; int8 travels, at a quarter of the bytes."""
-    model, target = nn.Linear(256, 64), nn.Linear(256, 64, dtype=torch.bfloat16)
-    app = wsync.engine_app(target, token=None, receive_transform=[Dequantize(), Cast("bfloat16")])
-    with serve(app) as url, trainer(url, model, send_transform=QuantizeInt8()) as scheme:
-        report = scheme.send()
-        assert report is not None and report.bytes < 0.3 * model.weight.nbytes
-        step = model.weight.detach().abs().amax(1, keepdim=True) / 127
-        assert ((target.weight.float() - model.weight).abs() <= 0.51 * step + 0.004 * model.weight.abs()).all()
-
-
-def test_a_pattern_has_to_match_the_weights_of_the_next_trainer_too() -> None:
-    app = wsync.engine_app(load=dict, token=None, receive_transform=Exclude("1"))
-    with serve(app) as url:
-        with trainer(url, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) as scheme:
-            scheme.send()
-        with pytest.raises(wsync.WeightSyncError, match="no weight matches '1'"), trainer(url, nn.Linear(2, 2)):
-            pass
 
 
 class Extremes(Small):
@@ -132,7 +96,7 @@ def test_a_transfer_of_ones_own_drives_the_documented_routes() -> None:
     asked, passed = list[tuple[str, Any]](), list[dict[str, Tensor]]()
 
     class Trainer:  # as vLLM's TrainerWeightTransferEngine, with its VLLMWeightSyncClient and WeightSource
-        def __init__(self, client: EngineClient, source: VersionSource) -> None:
+        def __init__(self, client: Any, source: Any) -> None:
             self.client, self.source = client, source
             client.init_weight_transfer_engine({"world_size": 1 + client.get_world_size()})
 

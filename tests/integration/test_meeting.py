@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
-import socket
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from torch import nn
 from torch.distributed import (
-    HashStore,  # pyright: ignore[reportPrivateImportUsage]
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
 import wsync
-from wsync.control import Listener
-from wsync.rendezvous import TorchStoreRendezvous
-from wsync.testing.models import fill
 
 
 def follow(port: int, prefix: str, line: Any) -> None:
@@ -79,28 +72,6 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_workers_of_two_stores_meet_each_its_own_sender(store: TCPStore) -> None:
-    with worker(store, "a") as first, worker(store, "b") as second:
-        for line in (first, second):
-            line.send(30.0)
-        with sender(PrefixStore("a", store), 1.0), sender(PrefixStore("b", store), 2.0):
-            assert [first.recv(), second.recv()] == [1.0, 2.0]
-
-
-def test_a_worker_meets_the_next_sender_and_one_that_is_started_anew_the_one_that_there_is(store: TCPStore) -> None:
-    with worker(store) as line:
-        for value in (1.0, 2.0):
-            line.send(30.0)
-            with sender(PrefixStore("", store), value):
-                assert line.recv() == value
-    with worker(store) as line:
-        line.send(30.0)
-        with sender(PrefixStore("", store), 3.0):
-            assert line.recv() == 3.0
-        line.send(0.5)
-        assert "no sender has announced itself" in line.recv()
-
-
 def test_transports_meet_in_a_store_as_their_schemes_do(store: TCPStore) -> None:
     with (
         worker(store, target=follow_by_its_line) as line,
@@ -112,58 +83,3 @@ def test_transports_meet_in_a_store_as_their_schemes_do(store: TCPStore) -> None
         scheme.init_on_sender("policy", model=model, num_workers=1)
         scheme.sender_transports[0].setup_connection_and_weights_on_sender()
         assert line.recv() == 4.0
-
-
-def test_a_sender_whose_machine_does_not_answer_is_passed_over(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full queue of connections drops the packets of further ones, as a machine that has gone does."""
-    monkeypatch.setattr("wsync.rendezvous._PATIENCE", 0.3, raising=False)
-    with ExitStack() as stack:
-        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        while True:
-            other = stack.enter_context(socket.socket())
-            other.settimeout(0.3)
-            try:
-                other.connect(silent.getsockname())
-            except TimeoutError:
-                break
-        gone = Listener("127.0.0.1")
-        address = dataclasses.replace(gone.address, port=silent.getsockname()[1])
-        gone.close()
-        TorchStoreRendezvous("127.0.0.1", store).announce(address, "policy", None)
-        scheme = stack.enter_context(wsync.DistributedWeightSyncScheme(store=store, timeout=20.0))
-        scheme.init_on_sender("policy", model=nn.Linear(1, 1), num_workers=1)
-        connecting = threading.Thread(target=scheme.connect)
-        connecting.start()
-        reader = stack.enter_context(wsync.DistributedWeightSyncScheme(store=store, timeout=20.0))
-        reader.init_on_receiver("policy", model=nn.Linear(1, 1), worker_idx=0)
-        reader.connect()
-        connecting.join()
-
-
-def test_a_connect_that_is_made_again_does_not_announce_another_sender() -> None:
-    store = HashStore()
-    with wsync.DistributedWeightSyncScheme(store=store, timeout=0.1) as scheme:
-        scheme.init_on_sender("policy", model=nn.Linear(1, 1), num_workers=1)
-        for _ in range(2):
-            with pytest.raises(wsync.SyncTimeout):
-                scheme.connect()
-    assert store.num_keys() == 1
-
-
-def test_a_scheme_that_is_used_for_another_model_finds_the_sender_of_that_one() -> None:
-    store = HashStore()
-    model = fill(nn.Linear(1, 1), 0.0)
-    with ExitStack() as stack:
-        worker = wsync.DistributedWeightSyncScheme(store=store, timeout=20.0)
-        for value, model_id in enumerate(("actor", "critic"), 1):
-            sender = stack.enter_context(wsync.DistributedWeightSyncScheme(store=store, timeout=20.0))
-            sender.init_on_sender(model_id, model=fill(nn.Linear(1, 1), value), num_workers=1)
-            connecting = threading.Thread(target=sender.connect)
-            connecting.start()
-            worker.init_on_receiver(model_id, model=model, worker_idx=0)
-            worker.connect()
-            connecting.join()
-            worker.shutdown()
-            assert model.bias.tolist() == [value]

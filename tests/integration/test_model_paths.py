@@ -1,7 +1,5 @@
 """A model id is a path in the collector, in its policy or in its environment; a miss says what there is."""
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
 from stepping import policy
@@ -9,7 +7,6 @@ from torch import nn
 
 import wsync
 from collectors import Collector, GymEnv, ModuleTransform, MultiAsyncCollector, MultiSyncCollector
-from collectors.distributed import DistributedCollector
 
 REWARD = [("next", "reward")]
 
@@ -72,48 +69,3 @@ def test_a_miss_says_what_there_is_at_that_level(model_id, said):
     with pytest.raises(LookupError, match=said) as missed:
         collector_of(Collector, model_id)
     assert "Namespace" not in str(missed.value)
-
-
-def test_a_miss_in_a_worker_says_so_too():
-    model_id, said = MISSES[0]
-    with pytest.raises(wsync.WorkerFailed, match=f"(?m){said}") as missed:
-        collector_of(MultiSyncCollector, model_id)
-    assert "Namespace" not in str(missed.value)
-    with pytest.raises(wsync.WorkerFailed, match=f"(?m){said}"):
-        collector_of(DistributedCollector, model_id)
-
-
-def test_what_is_there_and_no_module_is_named_by_its_type():
-    with pytest.raises(TypeError, match=r"'transform\[0\]' in GymEnv is a ModuleTransform, not a torch.nn.Module"):
-        collector_of(Collector, "transform[0]")
-
-
-class Judged(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self):
-        self.value_net = nn.Linear(1, 1)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.zeros(4, np.float32), {}
-
-
-def test_a_miss_in_a_gymnasium_environment_names_the_attributes_of_its_wrappers():
-    def make():
-        return GymEnv(gymnasium.wrappers.TimeLimit(Judged(), 9))
-
-    with pytest.raises(LookupError, match=r"env has no value_nut; it has .*\bvalue_net\b"):
-        collector_of(Collector, "env.value_nut", make=make)
-
-
-def test_the_trainer_says_what_it_has():
-    with collector_of(Collector, "policy") as single:
-        assert single.get_model("module") is single.policy.module
-        with pytest.raises(LookupError, match="has no value_net"):
-            single.get_model("value_net")
-    with collector_of(MultiSyncCollector, "policy") as several:
-        said = "the trainer has no value_net; it has policy; its policy has no value_net; it has module"
-        with pytest.raises(LookupError, match=said):
-            several.get_model("value_net")

@@ -35,14 +35,12 @@ def test_torchrun() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.7", "localhost", "::1"])
-@pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
-def test_other_addresses(host: str, inline_bytes: int) -> None:
+def test_other_addresses(pool: WorkerPool, host: str) -> None:
     try:
-        wsync.control.listen_on(host).close()
+        wsync.listen_on(host).close()
     except wsync.NotConnected as error:
         pytest.skip(f"this machine has no {host}: {error}")
-    pool, options = WorkerPool(), {"shared_memory": False, "inline_bytes": inline_bytes}
-    scheme = wsync.DistributedWeightSyncScheme(host=host, timeout=30.0, **options)
+    scheme = wsync.DistributedWeightSyncScheme(host=host, timeout=30.0, shared_memory=False, inline_bytes=0)
     with pool.group(1) as workers, scheme:
         model = fill(Small(), 1)
         scheme.init_on_sender("policy", model=model, num_workers=1)
@@ -52,7 +50,6 @@ def test_other_addresses(host: str, inline_bytes: int) -> None:
         for value in range(2, 5):
             scheme.send(fill(model, value))
             assert workers[0].call(commands.output)[0] == value
-    pool.close()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import threading
-import time
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,12 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 import wsync
 from collectors import GymEnv, MultiAsyncCollector, MultiSyncCollector
-from collectors.distributed import DistributedCollector
-from wsync.sending.transactions import Transaction
 from wsync.testing.shutdowns import shared_memory_files
 from wsync.testing.workers import stop_process
 
@@ -209,41 +206,6 @@ def test_drop_continues_until_no_worker_is_left(kind, events, caplog):
                 next(collector)
 
 
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("index", [int, np.int64, torch.tensor])
-def test_weights_of_its_own_reach_each_worker_that_is_left(index, several, events):
-    schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "module.critic")[: 1 + several]}
-    with collect("sync", events, "drop", weight_sync_schemes=schemes) as collector:
-        next(collector)
-        for value in (2, 3):  # the first finds worker 1 dead, the second knows it
-            if value == 2:
-                kill(collector, 1)
-            mine = policy()
-            mine.module.become(value)
-            weights = {index(0): mine, index(1): policy()}
-            if several:
-                critics = {index(worker): nn.Linear(4, 1) for worker in (0, 1)}
-                both = {"policy": weights, "module.critic": critics}
-                collector.update_policy_weights_(weights_dict=both, worker_ids=[0, 1])
-            else:
-                collector.update_policy_weights_(weights, worker_ids=[0, 1])
-            assert told(next(collector), "weight") == {value}
-        assert collector.failures.dropped == {1: 1}
-
-
-@pytest.mark.parametrize(("workers", "acting"), [(2, [{2}, {2}]), (3, [{2}, {2}, {1}])])
-def test_an_update_that_names_a_worker_that_is_being_restarted_reaches_its_replacement(workers, acting, events):
-    with collect("sync", events, workers=workers, frames_per_batch=24) as collector:
-        next(collector)
-        kill(collector, 1)
-        while not collector.failures:
-            next(collector)
-        collector.policy.module.become(2)
-        collector.update_policy_weights_(worker_ids=[0, 1])
-        batch = until_there(collector, workers, sync=True)
-        assert [told(one, "weight") for one in batch.unbind(0)] == acting
-
-
 @every_kind
 @pytest.mark.parametrize("what", ["die", "raise"])
 def test_a_worker_that_fails_within_a_batch_comes_back(kind, what, events, caplog):
@@ -266,79 +228,6 @@ def test_a_worker_that_fails_within_a_batch_comes_back(kind, what, events, caplo
         assert ("the cart fell off the table" in caplog.text) == (what == "raise")
 
 
-class Doomed(Still):
-    """Looks into the folder at its 25th step only."""
-
-    steps = 0
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        self.steps += 1
-        return super().step(action) if self.steps == 25 else (np.zeros(4, np.float32), 0.0, False, False, {})
-
-
-@pytest.mark.parametrize("failure", ["raise", "drop", "restart"])
-def test_an_update_that_comes_upon_a_worker_that_raised_tells_what_it_raised(failure, events, caplog):
-    (events / "raise").touch()
-    (quiet := events.with_name("quiet")).mkdir()
-    makers = [lambda: GymEnv(Doomed(events)), lambda: GymEnv(Still(quiet))]
-    with MultiAsyncCollector(makers, policy(), frames_per_batch=10, on_worker_failure=failure) as collector:
-        (victim, _) = collector.remote_workers
-        pid = victim.process.pid
-        while told(next(collector), "pid") != {pid}:
-            pass
-        assert wait([victim.sentinel], 10)  # it has finished another batch, and raised in the next one
-        if failure == "raise":
-            with pytest.raises(wsync.WorkerFailed, match="the cart fell off the table"):
-                update(collector, 2)
-            assert collector.closed
-        else:
-            update(collector, 2)
-            assert "the cart fell off the table" in caplog.text
-            assert [told(next(collector), "pid") for _ in range(4)].count({pid}) == 1
-        assert collector.failures.failed == {0: 1}
-
-
-class Costly(Still):
-    """Says when it is closed, which takes a while: a simulator is to be ended, say."""
-
-    def close(self) -> None:
-        time.sleep(0.2)  # longer than it takes the trainer to let a worker go
-        self.folder.with_name("closed").touch()
-
-
-@every_kind
-@pytest.mark.parametrize("failure", ["drop", "restart"])
-def test_the_environment_of_a_worker_that_raised_is_closed(kind, failure, events):
-    (events / "raise").touch()
-    (quiet := events.with_name("quiet")).mkdir()
-    makers = [lambda: GymEnv(Costly(events)), lambda: GymEnv(Still(quiet))]
-    with KINDS[kind](makers, policy(), frames_per_batch=16, on_worker_failure=failure) as collector:
-        while not collector.failures:
-            next(collector)
-        assert events.with_name("closed").exists()
-
-
-class Stuck(Still):
-    """Raises, and then closing it takes for ever."""
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        try:
-            return super().step(action)
-        except ArithmeticError:
-            self.close = threading.Event().wait
-            raise
-
-
-@every_kind
-def test_what_a_worker_raised_is_told_before_anything_is_closed(kind, events, caplog, monkeypatch):
-    monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 0.5)  # it waits that long for the end
-    (events / "raise").touch()
-    with collect(kind, events, "drop", maker=lambda: GymEnv(Stuck(events)), worker_timeout=20.0) as collector:
-        while not collector.failures:
-            next(collector)
-        assert "the cart fell off the table" in caplog.text
-
-
 @every_kind
 def test_a_successor_has_every_model_from_its_first_frame_on(kind, events):
     schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "module.critic")}
@@ -359,28 +248,6 @@ def test_a_successor_has_every_model_from_its_first_frame_on(kind, events):
         assert collector.failures.restarted == {1: 1}
 
 
-def test_an_update_that_was_decided_is_not_reported_as_undone(events, monkeypatch):
-    """The worker dies between its yes and the switch: the others have the update, and the call returns."""
-    schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "module.critic")}
-    with collect("sync", events, weight_sync_schemes=schemes) as collector:
-        next(collector)
-
-        commit, killed = Transaction.commit, list[int]()
-
-        def die_first(transaction: Transaction) -> None:
-            if not killed:
-                killed.append(kill(collector, 1))
-            commit(transaction)
-
-        monkeypatch.setattr(Transaction, "commit", die_first)  # where the death comes, nothing else
-        collector.policy.module.become(5)
-        collector.update_policy_weights_(weights_dict={"policy": collector.policy, "module.critic": nn.Linear(4, 1)})
-        assert collector.failures.failed == {1: 1}
-        assert told(next(collector), "weight") == {5}
-        assert told(until_there(collector, 2, True), "weight") == {5}
-        assert [scheme.version for scheme in schemes.values()] == [2, 2]
-
-
 @every_kind
 def test_a_stopped_worker_is_ended_and_replaced(kind, events):
     with collect(kind, events, worker_timeout=3.0) as collector:
@@ -392,113 +259,6 @@ def test_a_stopped_worker_is_ended_and_replaced(kind, events):
         assert collector.failures.failed.total() == 1
 
 
-def test_a_stopped_worker_is_an_error_in_the_end(events, monkeypatch):
-    monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 0.5)  # a stopped worker does not end within it
-    (events / "stop").touch()
-    with collect("sync", events, "raise", worker_timeout=2.0) as collector:
-        with pytest.raises(wsync.SyncTimeout, match="did not answer within 2 s"):
-            next(collector)
-        assert collector.closed
-
-
-class Wide(Still):
-    """A batch of 16 frames is 64 MiB, more than sockets hold."""
-
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1 << 19,), np.float32)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-        return np.zeros(1 << 19, np.float32), {}
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        return np.zeros(1 << 19, np.float32), 0.0, False, False, {}
-
-
-def stopped_within_a_batch(failure: str, events: Path, worker_timeout: float) -> Any:
-    """A collector over TCP with one worker, which is stopped when it has sent a part of its second batch."""
-    collector = DistributedCollector(
-        [lambda: GymEnv(Wide(events))],
-        policy(),
-        sync=False,
-        frames_per_batch=16,
-        on_worker_failure=failure,
-        worker_timeout=worker_timeout,
-    )
-    next(collector)
-    (worker,) = collector.remote_workers
-    assert wait([worker.connection], 20)
-    kill(collector, 0, signal.SIGSTOP)
-    return collector
-
-
-@pytest.mark.parametrize("failure", ["raise", "restart"])
-def test_a_worker_that_is_stopped_while_it_sends_a_batch_is_late(failure, events, monkeypatch):
-    monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 0.5)
-    with stopped_within_a_batch(failure, events, worker_timeout=4.0) as collector:
-        if failure == "raise":
-            with pytest.raises(wsync.SyncTimeout, match="worker 0 did not answer within 4 s"):
-                next(collector)
-        else:
-            assert next(collector).numel() == 16
-            assert collector.failures.failed == collector.failures.restarted == {0: 1}
-
-
-def test_an_interrupt_does_not_wait_for_a_worker_that_is_stopped_while_it_sends_a_batch(events, monkeypatch):
-    monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 0.5)
-    with stopped_within_a_batch("raise", events, worker_timeout=600.0) as collector:
-        collector.interrupt()
-        with pytest.raises(wsync.SyncTimeout, match="asked to stop"):
-            next(collector)
-
-
-def test_a_stopped_worker_does_not_hold_up_an_update_for_ever(events):
-    scheme = wsync.SharedMemWeightSyncScheme(timeout=3.0)  # waits until the weights are installed
-    with collect("sync", events, weight_sync_schemes={"policy": scheme}) as collector:
-        next(collector)
-        kill(collector, 0, signal.SIGSTOP)
-        update(collector, 2)
-        assert collector.failures.failed == {0: 1}
-        assert told(next(collector), "weight") == {2}
-        assert told(until_there(collector, 2, True), "weight") == {2}
-
-
-@pytest.mark.parametrize("failure", ["drop", "raise"])
-def test_an_update_without_a_stopped_worker_ends_while_the_death_of_another_one_is_not_handled(failure, events):
-    scheme = wsync.SharedMemWeightSyncScheme(timeout=3.0)
-    with collect("sync", events, failure, workers=3, weight_sync_schemes={"policy": scheme}) as collector:
-        next(collector)
-        kill(collector, 0, signal.SIGSTOP)
-        kill(collector, 1)
-        if failure == "raise":
-            with pytest.raises(wsync.WeightSyncError, match="worker"):
-                update(collector, 2)
-        else:
-            update(collector, 2)
-            assert told(next(collector), "weight") == {2}
-        assert collector.failures.failed == {0: 1, 1: 1}
-
-
-@pytest.mark.parametrize("failure", ["drop", "raise"])
-def test_an_interrupted_update_ends_the_collector(failure, events):
-    def interrupt() -> int:
-        raise KeyboardInterrupt
-
-    with collect("sync", events, failure) as collector:
-        next(collector)
-        collector.policy.module.get_extra_state = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            collector.update_policy_weights_()
-        assert collector.closed
-
-
-def test_a_replacement_may_have_a_sentinel_that_is_equal_to_the_id_of_a_child(events, monkeypatch):
-    with collect("sync", events) as collector:
-        next(collector)
-        monkeypatch.setattr("wsync.control.processes._is_child", lambda number: True)  # ids are small in a container
-        kill(collector, 1)
-        until_there(collector, 2, True)
-        assert collector.failures.restarted == {1: 1}
-
-
 def test_refused_weights_are_an_error_whatever_the_policy(events):
     scheme = wsync.SharedMemWeightSyncScheme()
     with collect("sync", events, weight_sync_schemes={"policy": scheme}) as collector:
@@ -508,144 +268,6 @@ def test_refused_weights_are_an_error_whatever_the_policy(events):
         assert not collector.failures and not collector.closed
         update(collector, 14)
         assert told(next(collector), "note") == {14}
-
-
-def fails_at(folder: Path, builds: set[int]):
-    """Makes an environment, but not at these builds (counted over all workers)."""
-
-    def make() -> GymEnv:
-        for number in range(99):
-            try:
-                os.close(os.open(folder.with_suffix(f".build{number}"), os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                continue
-            if number in builds:
-                raise ArithmeticError(f"no such table ({number})")
-            return GymEnv(Still(folder))
-        raise AssertionError("built 99 times")
-
-    return make
-
-
-@pytest.mark.parametrize("failure", ["raise", "restart"])
-def test_weights_that_are_sent_without_waiting_and_refused_are_an_error(failure, events):
-    schemes = {"policy": wsync.SharedMemWeightSyncScheme(sync=False)}
-    with collect("sync", events, failure, weight_sync_schemes=schemes) as collector:
-        next(collector)
-        with pytest.raises(wsync.WorkerFailed, match="-13 is refused"):
-            for _ in range(10):  # each batch ends after an answer to the update before it
-                update(collector, -13)
-                next(collector)
-
-
-def test_a_worker_that_dies_after_an_update_that_is_not_waited_for_is_replaced(events):
-    schemes = {"policy": wsync.SharedMemWeightSyncScheme(sync=False)}
-    with collect("sync", events, weight_sync_schemes=schemes) as collector:
-        next(collector)
-        update(collector, 2)
-        gone = kill(collector, 0)
-        update(collector, 3)
-        update(collector, 4)
-        batch = until_there(collector, 2, sync=True)
-        assert gone not in told(batch, "pid") and collector.failures.failed == {0: 1}
-        assert schemes["policy"].metrics.updates > 0
-
-
-def test_one_that_cannot_be_built_is_tried_again(events):
-    with collect("sync", events, maker=fails_at(events, {2, 3})) as collector:
-        next(collector)
-        kill(collector, 1)
-        assert told(until_there(collector, 2, True), "weight") == {1}
-        assert (collector.failures.failed, collector.failures.restarted) == ({1: 3}, {1: 1})  # one has joined
-
-
-def test_a_worker_that_is_restarted_while_a_state_is_loaded_repeats_no_random_frames(events):
-    line = events.with_suffix(".line")
-    os.mkfifo(line)
-    make, third = fails_at(events, set()), events.with_suffix(".build2")
-
-    def maker() -> GymEnv:
-        env = make()
-        if third.exists():
-            line.read_text()  # until the state is loaded
-        return env
-
-    with collect("sync", events, maker=maker, init_random_frames=10**6) as collector:
-        next(collector)
-        kill(collector, 1)
-        while not third.exists():
-            next(collector)
-        collector.load_state_dict({"frames": 2 * 10**6})
-        line.write_text("loaded")
-        assert (until_there(collector, 2, True)["policy_version"] >= 0).all()
-
-
-def test_one_that_fails_too_often_is_an_error_with_the_last_cause(events):
-    options = {"max_restarts": 2, "restart_window": 30.0, "maker": fails_at(events, set(range(2, 99)))}
-    with collect("async", events, **options) as collector:
-        next(collector)
-        kill(collector, 1)
-        with pytest.raises(wsync.WorkerFailed, match=r"(?s)more than 2 times within 30 s or .*no such table \(3\)"):
-            for _ in range(10**6):
-                next(collector)
-        assert collector.closed and not collector.failures.restarted  # none has joined
-
-
-@every_kind
-def test_with_all_workers_dead_the_first_restarted_one_is_waited_for(kind, events):
-    with collect(kind, events) as collector:
-        next(collector)
-        gone = {kill(collector, worker) for worker in (0, 1)}
-        update(collector, 7)
-        assert told(next_without(gone, collector), "weight") == {7}
-        until_there(collector, 2, kind == "sync")
-        assert collector.failures.restarted == {0: 1, 1: 1}
-
-
-def test_seeds_are_never_used_twice(events):
-    class Seeds(Still):
-        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-            halves = (-1, -1) if seed is None else divmod(seed, 2**16)  # float32 has no numbers of 31 bits
-            return np.array([*halves, 0, 0], np.float32), {}
-
-        def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-            return np.zeros(4, np.float32), 0.0, True, False, {}
-
-    def seeds(batch: TensorDictBase) -> set[int]:
-        return {high * 2**16 + low for high, low in batch["observation"][..., :2].flatten(0, -2).int().tolist()} - {
-            -(2**16) - 1
-        }
-
-    with collect("sync", events, maker=lambda: GymEnv(Seeds(events))) as collector:
-        assert collector.set_seed(100) == 102
-        used = seeds(next(collector))
-        kill(collector, 1)
-        used |= seeds(until_there(collector, 2, True))
-        assert sorted(used) == list(range(min(used), min(used) + 3))
-
-
-def test_interrupt_ends_a_wait_for_workers_that_do_not_come_back(events):
-    with collect("sync", events, maker=fails_at(events, set(range(2, 99))), max_restarts=98) as collector:
-        next(collector)
-        for worker in (0, 1):
-            kill(collector, worker)
-        timer = threading.Timer(0.5, collector.interrupt)
-        timer.start()
-        with pytest.raises(wsync.SyncTimeout, match="asked to stop"):
-            next(collector)
-        assert collector.closed
-        timer.join()
-
-
-@every_kind
-def test_a_collector_that_got_its_batch_after_an_interrupt_may_continue(kind, events, monkeypatch):
-    monkeypatch.setattr("collectors.workers.group._STOP_GRACE", 0.5)
-    with collect(kind, events) as collector:
-        collector.interrupt()
-        next(collector)
-        over = time.monotonic() + 1.0
-        while time.monotonic() < over:
-            next(collector)
 
 
 def descriptors() -> int:
@@ -684,42 +306,6 @@ def test_many_kills_leave_nothing_and_versions_never_go_back(kind, events, caplo
         assert count() == before
 
 
-@pytest.mark.slow
-@every_kind
-def test_a_learner_in_another_thread_updates_while_workers_die(kind, events, caplog):
-    versions, over = {}, threading.Event()
-    caplog.set_level(logging.ERROR)
-    errors: list[BaseException] = []
-
-    def learn(collector: Any) -> None:
-        try:
-            while not over.is_set():
-                update(collector, collector.weight_sync_schemes["policy"].version + 1)
-        except BaseException as error:
-            errors.append(error)
-            raise
-
-    with collect(kind, events) as collector:
-        learner = threading.Thread(target=learn, args=[collector])
-        learner.start()
-        try:
-            for number in range(3):
-                for pid in [worker.process.pid for worker in collector.remote_workers]:
-                    os.kill(pid, signal.SIGKILL)  # all: then both threads wait for a successor
-                while collector.failures.restarted.total() < 2 * number + 2 and not errors:
-                    note(next(collector), versions)
-                until_there(collector, 2, kind == "sync", versions)
-        finally:
-            over.set()
-            learner.join()
-        assert not errors
-        version = collector.weight_sync_schemes["policy"].version
-        update(collector, version + 1)
-        for _ in range(8):  # workers with older batches have two at the most
-            note(next(collector), versions)
-        assert {versions[worker.process.pid] for worker in collector.remote_workers} == {version + 1}
-
-
 def test_nonsense_is_refused(events):
     for options, message in (
         ({"failure": "ignore"}, "raise, drop, restart"),
@@ -728,13 +314,3 @@ def test_nonsense_is_refused(events):
     ):
         with pytest.raises(ValueError, match=message):
             collect("sync", events, **options)
-
-
-def test_weights_per_worker_reach_the_remaining_workers(events):
-    with collect("sync", events, "drop", workers=3) as collector:
-        next(collector)
-        kill(collector, 0)
-        weights = {w: TensorDict.from_module(policy()).data.clone().apply_(lambda t, w=w: t.fill_(w)) for w in range(3)}
-        collector.update_policy_weights_(weights)
-        collector.update_policy_weights_(weights)
-        assert told(next(collector), "weight") == {1, 2}

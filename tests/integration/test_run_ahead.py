@@ -46,17 +46,6 @@ def test_a_worker_begins_as_many_batches_as_it_may_and_its_frames_say_how_old_th
         assert (first["policy_version"] == 1).all()
 
 
-def test_the_default_is_one_and_is_that_of_each_worker(steps):
-    path, reading = steps
-    with MultiAsyncCollector([lambda: Counted(path)] * 2, policy(), frames_per_batch=STEPS) as collector:
-        next(collector)
-        wait_for(reading, STEPS * (1 + 2 * 2))
-        assert not more_come(reading)
-        collector.update_policy_weights_()
-        versions = [next(collector)["policy_version"].unique().tolist() for _ in range(5)]
-        assert versions == [[1]] * 4 + [[2]]
-
-
 def test_new_weights_are_used_within_a_batch_and_each_frame_says_so(steps, gate):
     """The worker is held within a step of its batch until it has been sent new weights."""
     (path, reading), (held, passes) = steps, gate
@@ -83,12 +72,6 @@ def test_new_weights_are_used_within_a_batch_and_each_frame_says_so(steps, gate)
 def test_a_synchronous_collector_never_runs_ahead(cls, options):
     with pytest.raises(ValueError, match="run_ahead=0 is for asynchronous collection"):
         cls([lambda: None], policy(), frames_per_batch=STEPS, run_ahead=0, **options)
-
-
-def test_an_asynchronous_collector_joins_no_batches():
-    for cls, options in ((MultiAsyncCollector, {}), (MultiCollector, {"sync": False})):
-        with pytest.raises(ValueError, match="cat_results=0 is for synchronous collection"):
-            cls([lambda: None], policy(), frames_per_batch=STEPS, cat_results=0, **options)
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("1", TypeError)])

@@ -5,16 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from stepping import STEPS, Counted, Held, policy, wait_for
-from torch import nn
 
-import wsync
-from collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
+from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from collectors.distributed import DistributedCollector, RPCCollector
-
-
-def cartpole() -> GymEnv:
-    return GymEnv("CartPole-v1")
-
 
 FAMILIES = {
     "processes": (MultiAsyncCollector, {}),
@@ -57,52 +50,6 @@ def test_a_batch_that_became_too_old_while_it_was_collected_is_collected_anew(cl
         os.write(passes, b"*" * (STEPS - 3 + STEPS))
         assert (first.result()["policy_version"] == 3).all()
         assert (collector.staleness.dropped_batches, collector.staleness.dropped_frames) == (1, STEPS)
-
-
-def test_the_other_shares_of_a_batch_are_kept(steps):
-    path, _ = steps
-    envs = [lambda: Counted(path)] * 2
-    with MultiSyncCollector(envs, policy(), frames_per_batch=2 * STEPS, max_staleness=0) as collector:
-        next(collector)
-        collector.update_policy_weights_(worker_ids=[0])
-        with pytest.raises(RuntimeError, match=r"11 batches of worker 1 in a row .* max_staleness=0 .* \(worker_ids\)"):
-            next(collector)
-        assert collector.staleness.dropped_batches == 11, "worker 0 has collected one, of the newest version"
-
-
-@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
-def test_a_version_that_no_worker_got_makes_no_frame_old(cls):
-    schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "module")}
-    options = {"frames_per_batch": STEPS, "max_staleness": 0}
-    with cls([cartpole], policy(), weight_sync_schemes=schemes, **options) as collector:
-        with pytest.raises(wsync.LayoutMismatch):
-            collector.update_policy_weights_(weights_dict={"policy": policy(), "module": nn.Linear(7, 2)})
-        assert collector.policy_version == 1 < schemes["policy"].version == collector.state_dict()["policy_version"]
-        assert (next(collector)["policy_version"] == 1).all()
-        collector.update_policy_weights_(model_id="module")
-        assert collector.policy_version == 1
-        schemes["policy"].send()  # not by the collector
-        assert collector.policy_version == 3 and (next(collector)["policy_version"] == 3).all()
-        assert collector.staleness.dropped_batches == 0
-    assert collector.policy_version == 3
-
-
-def test_a_version_number_that_is_only_continued_from_makes_no_frame_old():
-    with MultiSyncCollector([cartpole], policy_factory=policy, frames_per_batch=STEPS, max_staleness=0) as collector:
-        collector.load_state_dict({"frames": 0, "policy_version": 5})
-        assert (next(collector)["policy_version"] == 0).all()
-        assert collector.policy_version == 0 and collector.state_dict()["policy_version"] == 5
-        collector.send_weights(policy(), wait=False)
-        assert collector.policy_version == 6
-
-
-def test_random_frames_are_of_no_version():
-    with Collector(
-        lambda: GymEnv("CartPole-v1"), policy(), frames_per_batch=8, init_random_frames=8, max_staleness=0
-    ) as one:
-        one.update_policy_weights_()
-        assert (next(one)["policy_version"] == -1).all()
-        assert one.staleness.dropped_batches == 0
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])

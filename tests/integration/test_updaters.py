@@ -2,15 +2,11 @@
 
 import os
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import wait
 
 import collecting
-import numpy as np
 import pytest
-import torch
 from collecting import chosen
 from tensordict import TensorDict
 
@@ -18,7 +14,6 @@ import wsync
 from collectors import (
     Collector,
     GymEnv,
-    MultiAsyncCollector,
     MultiProcessedWeightUpdater,
     MultiSyncCollector,
     RayWeightUpdater,
@@ -108,28 +103,6 @@ def test_a_users_own_updater_chooses_the_weights_of_each_worker_in_one_version()
         assert versions(batch) == [4] and chosen(batch) == 0.0 and collector.failures.dropped == {0: 1}
 
 
-class Told:
-    """In place of a collector: remembers what it is told to send, and to which workers."""
-
-    num_workers, default_model_id = 2, "policy"
-
-    def __init__(self):
-        self.weight_sync_schemes = {"policy": wsync.MultiProcessWeightSyncScheme()}
-        self.sent = []
-
-    def send_weights(self, weights, worker_ids, *, wait):
-        self.sent.append((type(weights), worker_ids, wait))
-
-
-@pytest.mark.parametrize(("updater", "sort"), [(MultiProcessedWeightUpdater, TensorDict), (Mirrored, dict)])
-def test_what_a_push_delivers_is_one_update(updater, sort):
-    updater, told = updater(), Told()
-    updater.register_collector(told)
-    updater.push_weights(policy())
-    updater.push_weights(policy(), worker_ids=[1])
-    assert told.sent == [(sort, [0, 1], True), (TensorDict, [1], True)]
-
-
 class Hooked(WeightUpdaterBase):
     """Every hook but the delivery."""
 
@@ -161,57 +134,6 @@ def test_every_other_hook_is_asked():
         assert chosen(next(collector)) == 1.0
 
 
-def test_an_updater_without_hooks_sends_the_policy_as_it_is_now():
-    trained = policy(1.0)
-    with single(WeightUpdaterBase, trained) as collector:
-        with torch.no_grad():
-            trained.module.bias.neg_()
-        assert chosen(next(collector)) == 1.0
-        collector.update_policy_weights_()
-        assert chosen(next(collector)) == 0.0
-
-
-def test_weights_that_do_not_fit_are_nowhere_and_the_next_push_works():
-    kept = weights(1.0)
-    with single(VanillaWeightUpdater(weight_getter=lambda: weights(-1.0), policy_weights=kept)) as collector:
-        with pytest.raises(wsync.LayoutMismatch, match="bias"):
-            collector.update_policy_weights_({"module.bias": torch.zeros(3)})
-        assert chosen(next(collector)) == 1.0 and (kept == weights(1.0)).all()
-        collector.update_policy_weights_()
-        assert chosen(next(collector)) == 0.0 and (kept == weights(-1.0)).all()
-
-
-def test_a_resumed_run_and_a_relay_leave_no_worker_out():
-    with single(RayWeightUpdater(policy_weights=weights(1.0), max_interval=2), scheme="distributed") as collector:
-        collector.load_state_dict({"frames": 4, "policy_version": 5, "policy_state_dict": policy(-1.0).state_dict()})
-        batch = next(collector)
-        assert chosen(batch) == 0.0 and versions(batch) == [5]
-        collector.policy.load_state_dict(policy(1.0).state_dict())
-        collector.cascade_weights("policy")
-        batch = next(collector)
-        assert chosen(batch) == 1.0 and versions(batch) == [6]
-
-
-def test_several_workers_and_the_weights_kept_for_each():
-    trained, device = policy(1.0), torch.device("cpu")
-    kept = {device: weights(1.0), np.int64(1): weights(1.0)}
-
-    def make():
-        return MultiProcessedWeightUpdater(
-            get_server_weights=lambda: TensorDict.from_module(trained), policy_weights=kept
-        )
-
-    with multi(make, MultiAsyncCollector, trained=trained) as collector:
-        with torch.no_grad():
-            trained.module.bias.neg_()
-        collector.update_policy_weights_(worker_ids=[0])
-        assert (kept[device] == weights(-1.0)).all() and (kept[1] == weights(1.0)).all()
-        collector.update_policy_weights_()
-        assert (kept[1] == weights(-1.0)).all()
-        batch = next(batch for batch in collector if min(versions(batch)) == 3)
-        assert chosen(batch) == 0.0
-
-
 def test_ray_leaves_workers_out_for_max_interval_pushes():
     with single(RayWeightUpdater(weights(-1.0), [object()], max_interval=2), scheme="distributed") as collector:
         seen = []
@@ -241,19 +163,6 @@ def test_an_updater_that_the_scheme_contradicts_is_an_error(updater, scheme, sai
         single(updater, scheme=scheme)
 
 
-def test_no_scheme_is_a_contradiction_too_and_numbers_have_to_agree():
-    with pytest.raises(ValueError, match="the scheme of 'policy' is none at all"):
-        single(VanillaWeightUpdater, weight_sync_schemes={})
-    with pytest.raises(ValueError, match="how many workers"):
-        RPCWeightUpdater([1, 2], None, [1, 2, 3])
-
-
-@pytest.mark.parametrize("nothing", [3, lambda: "an updater"])
-def test_what_is_no_updater_is_refused(nothing):
-    with pytest.raises(TypeError, match="weight_updater is a WeightUpdaterBase or makes one"):
-        single(nothing)
-
-
 def test_an_updater_is_one_collectors_and_one_update_at_a_time():
     class Loop(WeightUpdaterBase):
         def _sync_weights_with_worker(self, *, worker_id, server_weights):
@@ -270,20 +179,3 @@ def test_an_updater_is_one_collectors_and_one_update_at_a_time():
             collector.update_policy_weights_(worker_ids=[])
     with pytest.raises(RuntimeError, match="has no collector"):
         VanillaWeightUpdater().push_weights(policy())
-
-
-def test_two_threads_may_update_at_once():
-    versions: list[int] = []
-
-    class Overtaken(WeightUpdaterBase):
-        def _skip_update(self, worker_id):
-            if threading.current_thread() is threading.main_thread():
-                with ThreadPoolExecutor(1) as other:
-                    other.submit(self.collector.update_policy_weights_).result(20)
-                versions.append(self.collector.policy_version)
-            return False
-
-    with single(Overtaken()) as collector:
-        before = collector.policy_version
-        collector.update_policy_weights_()
-        assert [*versions, collector.policy_version] == [before + 1, before + 2]

@@ -72,33 +72,6 @@ def test_policy_version_is_the_newest_that_was_sent(cls):
     assert collector.policy_version == 5, "it is kept when the collector is shut down"
 
 
-def test_policy_version_without_weights_that_are_sent():
-    for schemes in ({}, {"policy": wsync.NoWeightSyncScheme()}):
-        with collect_with(MultiSyncCollector, weight_sync_schemes=schemes) as collector:
-            next(collector)
-            assert collector.policy_version == 0
-    with collect_with(MultiSyncCollector, track_policy_version=False) as collector:
-        batch = next(collector)
-        assert batch.get("policy_version", None) is batch.get(("next", "policy_version"), None) is None
-        assert collector.policy_version == 1
-
-
-@pytest.mark.parametrize("cls", EVERY)
-@pytest.mark.parametrize("num_envs", [1, 2])
-def test_the_last_dimension_is_named_time(cls, num_envs):
-    with collect_with(cls, make=lambda: Still(num_envs), storing_device="cpu") as collector:
-        batch = next(collector)
-        assert batch.names == [*[None] * (batch.ndim - 1), "time"]
-        assert batch["next"].names[-1] == "time"
-        joined = torch.cat([batch, next(collector)], dim=-1)
-        assert joined.names[-1] == "time" and joined.shape[-1] == 2 * batch.shape[-1]
-        assert len(batch.flatten()) == batch.numel()
-    if cls is MultiSyncCollector:
-        for dim in (0, "stack"):
-            with collect_with(cls, make=lambda: Still(num_envs), cat_results=dim) as collector:
-                assert next(collector).names[-1] == "time"
-
-
 @pytest.mark.parametrize("cls", EVERY)
 def test_next_returns_batches_and_then_none(cls):
     with collect_with(cls, total_frames=24) as collector:
@@ -106,25 +79,6 @@ def test_next_returns_batches_and_then_none(cls):
         assert [None if batch is None else batch.numel() for batch in batches] == [8, 8, 8, None, None]
     with pytest.raises(RuntimeError, match="shut down"):
         collector.next()
-
-
-@pytest.mark.parametrize("cls", EVERY)
-def test_stats_are_plain_values_of_what_has_happened(cls):
-    with collect_with(cls) as collector:
-        for _ in range(3):
-            collector.next()
-            collector.update_policy_weights_()
-        stats = collector.stats()
-        assert stats["frames"] == 24 and stats["batches"] == 3 and stats["seconds"] > 0
-        assert stats["policy_version"] == 4 and stats["num_workers"] == collector.num_workers
-        assert stats["failures"] == {"failed": {}, "dropped": {}, "restarted": {}}
-        assert stats["weight_sync"]["policy"]["version"] == 4
-        if cls is not Collector:
-            collector.remote_workers[0].process.kill()
-            with pytest.raises(wsync.WorkerDied):
-                for _ in range(100):
-                    collector.next()
-            assert collector.stats()["failures"]["failed"] == {"0": 1}
 
 
 def saved(state):
@@ -160,63 +114,6 @@ def test_versions_and_weights_go_on_after_a_resume(cls):
     assert second.frames >= 40
 
 
-def test_a_version_number_is_not_used_twice():
-    with collect_with(MultiSyncCollector, policy(1.0)) as first:
-        state = first.state_dict()
-    with collect_with(MultiSyncCollector, policy(2.0)) as second:
-        second.load_state_dict(state)
-        batch = second.next()
-        assert value_of(batch) == 1.0 and (batch["policy_version"] == 2).all()
-        second.load_state_dict({**state, "policy_version": 9})
-        second.load_state_dict({**state, "policy_version": 3})
-        assert second.policy_version == 10
-
-
-def test_a_state_is_a_copy():
-    with collect_with(MultiSyncCollector, policy(1.0)) as collector:
-        state = collector.state_dict()
-        nn.init.constant_(collector.policy.module.bias, 7.0)
-        assert state["policy_state_dict"]["module.bias"].tolist() == [1.0, 1.0]
-
-
-def test_a_state_with_only_frames_or_only_a_version():
-    with collect_with(MultiSyncCollector, policy(1.0)) as collector:
-        collector.load_state_dict({"frames": 16})
-        assert collector.frames == 16 and collector.policy_version == 1
-        collector.load_state_dict({"frames": 16, "policy_version": 1})
-        assert collector.policy_version == 1
-        nn.init.constant_(collector.policy.module.bias, 2.0)
-        nn.init.constant_(collector.policy.module.weight, 2.0)
-        collector.load_state_dict({"frames": 16, "policy_version": 7})
-        batch = collector.next()
-        assert value_of(batch) == 2.0 and (batch["policy_version"] == 7).all()
-
-
-@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
-def test_a_policy_that_only_a_factory_makes_is_resumed_too(cls):
-    """The process of a collector with workers has no policy then, and its state no weights."""
-    options = dict(make=Still, policy_factory=lambda: policy(1.0), frames_per_batch=8)
-    makers = [options.pop("make")] * (1 if cls is Collector else 2)
-    with cls(makers, **options) as first:
-        first.update_policy_weights_(policy(2.0))
-        first.update_policy_weights_(policy(3.0))
-        state = saved(first.state_dict())
-    assert state["policy_version"] == 2 and ("policy_state_dict" in state) == (cls is Collector)
-    with cls(makers, **options) as second:
-        second.load_state_dict(state)
-        assert second.policy_version == (2 if cls is Collector else 0)
-        assert second.state_dict()["policy_version"] == 2
-        batch = second.next()
-        acted = (value_of(batch), batch["policy_version"].max().item())
-        assert acted == ((3.0, 2) if cls is Collector else (1.0, 0))
-        second.update_policy_weights_(policy(4.0))
-        batch = second.next()
-        assert value_of(batch) == 4.0 and (batch["policy_version"] == 3).all()
-    with cls(makers, **options) as third:
-        third.load_state_dict({**state, "policy_state_dict": policy(8.0).state_dict()})
-        assert value_of(third.next()) == 8.0 and third.policy_version == 2
-
-
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
 @pytest.mark.parametrize(
     ("wrong", "error"),
@@ -242,12 +139,3 @@ def test_a_state_that_does_not_fit_changes_nothing(cls, wrong, error):
         assert before == after and all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
         batch = collector.next()
         assert value_of(batch) == 1.0 and (batch["policy_version"] == 1).all()
-
-
-def test_weights_that_nothing_could_send_are_refused():
-    for schemes in ({}, {"policy": wsync.NoWeightSyncScheme()}):
-        collector = collect_with(Collector, weight_sync_schemes=schemes)
-        state = collector.state_dict()
-        assert state == {"frames": 0, "policy_version": 0}
-        with collector, pytest.raises(ValueError, match="there is no scheme to send them by"):
-            collector.load_state_dict({**state, "policy_state_dict": policy(3.0).state_dict()})

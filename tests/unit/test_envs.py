@@ -14,7 +14,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import nn
 
 from collectors import GymEnv, ModuleTransform
@@ -131,12 +131,6 @@ def test_arguments_for_make_apply_to_one_and_to_several_environments(
     assert batch["next", "truncated"].any() == (limit is not None)
 
 
-@pytest.mark.parametrize("num_envs", [1, 2])
-def test_an_unknown_argument_for_make_is_an_error_for_one_and_for_several(num_envs: int) -> None:
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'gravitas'.*CartPole-v1"):
-        GymEnv("CartPole-v1", num_envs, gravitas=9.8)
-
-
 def test_native_vector_environments_mask_their_reset_steps() -> None:
     env = GymEnv("CartPole-v1", 4, seed=0, vectorization_mode="auto")
     assert isinstance(env.stepper.driver.env, CartPoleVectorEnv)  # type: ignore[attr-defined]
@@ -153,71 +147,6 @@ def test_native_vector_environments_mask_their_reset_steps() -> None:
         assert frames["observation"][starts].abs().max() <= 0.05
         ongoing = ~starts[1:]
         assert torch.equal(frames["observation"][1:][ongoing], frames["next", "observation"][:-1][ongoing])
-
-
-def test_a_reward_model_gives_nothing_for_a_reset_step() -> None:
-    class One(nn.Module):
-        def forward(self, observation: torch.Tensor) -> torch.Tensor:
-            return torch.ones(len(observation))
-
-    reward_model = ModuleTransform(One(), ["observation"], [("next", "reward")])
-    env = GymEnv("CartPole-v1", 2, seed=0, vectorization_mode="vector_entry_point", transforms=[reward_model])
-    batch = env.rollout(60)
-    assert not bool(batch["mask"].all())
-    assert torch.equal(batch["next", "reward"].squeeze(-1), batch["mask"].float())
-
-
-def test_auto_chooses_a_native_vector_environment_only_where_it_does_the_same() -> None:
-    def native(*args: Any, **kwargs: Any) -> bool:
-        env = GymEnv(*args, vectorization_mode="auto", **kwargs)
-        return isinstance(env.stepper.driver.env, CartPoleVectorEnv)  # type: ignore[attr-defined]
-
-    assert native("CartPole-v1", 2) and not native("CartPole-v1", 1) and not native("Acrobot-v1", 2)
-    assert not native("CartPole-v1", 2, max_frames_per_traj=9) and not native("CartPole-v1", 2, max_episode_steps=9)
-
-
-@pytest.mark.parametrize("num_envs", [1, 5])
-@pytest.mark.parametrize("mode", [None, "sync", "async"])
-def test_sums_restart_with_each_episode_and_no_row_is_idle(num_envs: int, mode: str | None) -> None:
-    env = GymEnv("CartPole-v1", num_envs, seed=3, vectorization_mode=mode)
-    batch = env.rollout(120)
-    env.close()
-    rows = batch["next"] if num_envs > 1 else batch["next"].unsqueeze(0)
-    assert bool((rows["reward"] == 1).all())  # Gymnasium's reset steps give 0
-    assert rows["done"].sum() >= 2 * num_envs
-    for row in rows.unbind(0):
-        length = 0
-        for t in range(120):
-            length += 1
-            assert (row["episode_length"][t].item(), row["episode_return"][t].item()) == (length, float(length))
-            length = 0 if row["done"][t] else length
-
-
-def test_the_contract_of_shapes_and_dtypes() -> None:
-    one, many = GymEnv("CartPole-v1").rollout(7), GymEnv("Pendulum-v1", 3).rollout(7)
-    assert one.batch_size == (7,) and many.batch_size == (3, 7)
-    assert one["action"].shape == (7,) and one["action"].dtype == torch.int64
-    assert many["action"].shape == (3, 7, 1) and many["action"].dtype == torch.float32
-    for batch, size in ((one, 4), (many, 3)):
-        assert batch["observation"].shape == (*batch.batch_size, size)
-        assert batch["policy_version"].dtype == torch.int64
-        dtypes = {key: value.dtype for key, value in batch["next"].items()}
-        flags = dict.fromkeys(("done", "terminated", "truncated"), torch.bool)
-        floats = dict.fromkeys(("observation", "reward", "episode_return"), torch.float32)
-        assert dtypes == flags | floats | {"episode_length": torch.int64}
-        assert all(batch["next", key].shape == (*batch.batch_size, 1) for key in dtypes if key != "observation")
-
-
-def test_step_and_reset_one_by_one() -> None:
-    env = GymEnv("CartPole-v1", seed=0)
-    td = env.reset(seed=5)
-    assert td.batch_size == () and td["observation"].shape == (4,)
-    assert torch.equal(td["observation"], torch.tensor(gym.make("CartPole-v1").reset(seed=5)[0]))
-    kept = td["observation"].clone()
-    stepped, following = env.step(td.set("action", torch.tensor(1))), env.observe()
-    assert torch.equal(td["observation"], kept)
-    assert torch.equal(stepped["next", "observation"], following["observation"])
-    assert stepped["next", "episode_length"].tolist() == [1]
 
 
 @pytest.mark.parametrize("num_envs", [1, 2, 3])
@@ -248,32 +177,6 @@ def test_continuous_actions_are_clipped_on_their_way_only(num_envs: int) -> None
     )
     assert torch.equal(batch["action"], action.expand(*env.batch_size, 3, 2))
     assert all(np.array_equal(scripted.seen, [[2.0, 0.5], [-1.0, -9.0], [0.25, 0.25]]) for scripted in made)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "given", "taken"),
-    [
-        (spaces.Box(0, 10, (4,), np.int64), [3.7, -0.6, 99.0, 3.2], [4, 0, 10, 3]),
-        (spaces.Box(0, 255, (2,), np.uint8), [254.6, -3.0], [255, 0]),
-        (spaces.Box(0, 1, (2,), np.bool_), [0.4, 0.8], [False, True]),
-        (spaces.Box(-np.inf, np.inf, (2,), np.int64), [-2.6, 2.0**40], [-3, 2**40]),
-    ],
-    ids=str,
-)
-def test_an_action_of_integers_is_the_nearest_one(bounds: spaces.Box, given: list[float], taken: list[Any]) -> None:
-    scripted = Scripted(actions=bounds)
-    env = GymEnv(scripted)
-    env.step(env.reset().set("action", torch.tensor(given)))
-    assert scripted.seen[0].tolist() == taken
-
-
-def test_a_huge_action_stays_in_the_range_of_its_integers() -> None:
-    scripted = Scripted(actions=spaces.Box(-np.inf, np.inf, (2,), np.int64))
-    env = GymEnv(scripted)
-    env.step(env.reset().set("action", torch.tensor([1e30, -1e30])))
-    high, low = scripted.seen[0]
-    assert high > 2**62 and low < -(2**62)
-    assert env.action_spec.low is not None and env.action_spec.low.isneginf().all()
 
 
 @pytest.mark.parametrize("num_envs", [1, 2])
@@ -356,62 +259,6 @@ def test_dict_and_tuple_observations_are_nested_tensors(make: Callable[[Callable
     assert bool((batch["observation", "goal", "1"].sum(-1) == 1).all())
 
 
-@pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize(
-    ("space", "nvec"),
-    [
-        (spaces.MultiDiscrete([2, 3], start=[1, -1]), (2, 3)),
-        (spaces.MultiDiscrete([[2, 3], [4, 5]]), (2, 3, 4, 5)),
-        (spaces.MultiBinary(3), (2, 2, 2)),
-    ],
-    ids=str,
-)
-def test_several_choices_at_once(space: spaces.Space, nvec: tuple[int, ...], num_envs: int) -> None:
-    env = GymEnv(lambda: Scripted(actions=space), num_envs, seed=0)  # its step asserts that the space has the action
-    spec = env.action_spec
-    assert (spec.nvec, spec.dtype, tuple(spec.shape)) == (nvec, torch.int64, (len(nvec),))
-    batch = env.rollout(50)
-    assert batch["action"].shape == (*batch.batch_size, len(nvec))
-    taken = batch["action"].reshape(-1, len(nvec))
-    assert taken.min(0).values.tolist() == [0] * len(nvec)
-    assert taken.max(0).values.tolist() == [n - 1 for n in nvec]
-
-    def act(td: TensorDict) -> TensorDict:
-        return td.set("action", (torch.tensor(nvec) - 1).expand(*td.batch_size, len(nvec)))
-
-    assert bool((env.rollout(4, act)["action"] == torch.tensor(nvec) - 1).all())
-    env.reset()
-    with pytest.raises(ValueError, match=r"choice 0 of the action for environment 0 is 2, and an index is 0 to 1"):
-        env.step(TensorDict({"action": torch.full((*env.batch_size, len(nvec)), 2)}, env.batch_size))
-    with pytest.raises(ValueError, match=r"choice 0 of the action for environment 0 is 0.5, and an index is 0 to 1"):
-        env.step(TensorDict({"action": torch.full((*env.batch_size, len(nvec)), 0.5)}, env.batch_size))
-
-
-def test_the_first_observation_of_an_episode_is_marked() -> None:
-    for env in (GymEnv(Scripted), GymEnv(Scripted, 2), GymEnv("CartPole-v1", 2, vectorization_mode="auto")):
-        env.reset()
-        assert env.stepper.is_init.all()
-        ended, first = False, []
-        for _ in range(60):
-            env.stepper.step(env.stepper.sample()[0])
-            done, skipped = env.stepper.done.copy(), env.stepper.reset_step
-            env.stepper.reset_ended()
-            assert (env.stepper.is_init == (done if skipped is None else done | skipped)).all()
-            ended, first = ended or bool(done.any()), [*first, env.stepper.is_init.any()]
-        assert ended and not all(first)
-
-
-def test_the_same_seed_gives_the_same_rollout() -> None:
-    for env_id, num_envs in (("CartPole-v1", 1), ("CartPole-v1", 4), ("Pendulum-v1", 2)):
-        rollouts = [GymEnv(env_id, num_envs, seed=seed).rollout(60) for seed in (1, 1, 2)]
-        assert bool((rollouts[0] == rollouts[1]).all())
-        assert not torch.equal(rollouts[0]["observation"], rollouts[2]["observation"])
-        env = GymEnv(env_id, num_envs)
-        env.rollout(5)
-        env.set_seed(1)
-        assert bool((env.rollout(60) == rollouts[0]).all())
-
-
 ONE = Scripted()
 REFUSED: dict[str, tuple[Callable[[], GymEnv], type[Exception], str]] = {
     "text": (lambda: GymEnv(Scripted(spaces.Text(3))), TypeError, "TransformObservation"),
@@ -462,16 +309,6 @@ def test_invalid_arguments_raise_a_clear_error(name: str) -> None:
         make()
 
 
-def test_a_wrong_action_is_an_error() -> None:
-    env = GymEnv("Acrobot-v1", 2)
-    with pytest.raises(ValueError, match=r"index \[2\] or scores \[2, 3\]"):
-        env.step(TensorDict({"action": torch.zeros(2, 4)}, [2]))
-    with pytest.raises(ValueError, match="has shape"):
-        GymEnv("Pendulum-v1").step(TensorDict({"action": torch.zeros(2)}))
-    with pytest.raises(KeyError, match="action"):
-        env.step(env.reset())
-
-
 class Wandering(Scripted):
     """Its second step gives an observation outside its space."""
 
@@ -503,44 +340,6 @@ def test_an_observation_outside_its_space_is_named(wrong: dict[str, Any], what: 
     env.close()
 
 
-@pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.Box(-1, 1, (2,)), spaces.MultiDiscrete([2, 2])])
-def test_an_action_with_its_dimensions_in_another_order_is_an_error(space: spaces.Space) -> None:
-    env = GymEnv(lambda: Scripted(actions=space), 3)
-    action = torch.zeros(1, 3) if isinstance(space, spaces.Discrete) else torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"not \[[12], 3\]"):
-        env.step(TensorDict({"action": action}))
-
-
-@pytest.mark.parametrize("num_envs", [1, 2])
-def test_a_continuous_action_of_nan_is_an_error(num_envs: int) -> None:
-    action = torch.zeros(num_envs, 1)
-    action[-1] = torch.nan
-    with pytest.raises(ValueError, match=rf"the action for environment {num_envs - 1} is \[nan\]"):
-        GymEnv("Pendulum-v1", num_envs).step(TensorDict({"action": action}))
-
-
-@pytest.mark.parametrize("num_envs", [1, 2])
-def test_the_action_of_a_row_that_a_step_resets_may_be_nan(num_envs: int) -> None:
-    next_step = {"autoreset_mode": AutoresetMode.NEXT_STEP}
-    made = gym.make_vec(
-        "Pendulum-v1", num_envs, vectorization_mode="sync", vector_kwargs=next_step, max_episode_steps=3
-    )
-    env = GymEnv(made, transforms=[ModuleTransform(nn.Linear(1, 1), ["action"], [("next", "reward")])])
-
-    def act(td: TensorDictBase) -> TensorDictBase:
-        ended = torch.from_numpy(env.stepper.done)
-        return td.set("action", torch.where(ended, torch.nan, 0.0).reshape(*env.batch_size, 1))
-
-    batch = env.rollout(9, act)
-    assert torch.equal(batch["action"].isnan().squeeze(-1), ~batch["mask"]) and not bool(batch["mask"].all())
-
-
-@pytest.mark.parametrize("num_envs", [1, 2])
-def test_a_seed_may_be_an_integer_of_any_type(num_envs: int) -> None:
-    one, other = (GymEnv("CartPole-v1", num_envs, seed=seed).reset()["observation"] for seed in (3, np.int64(3)))
-    assert torch.equal(one, other)
-
-
 WRONG = {
     "too great": ([0, 2], "environment 1 is 2, and an index is 0 to 1"),
     "negative": ([-1, 0], "environment 0 is -1, and an index is 0 to 1"),
@@ -559,19 +358,3 @@ def test_an_index_out_of_range_or_scores_of_nan_are_an_error(name: str, mode: st
     env = GymEnv("CartPole-v1", 2, vectorization_mode=mode)
     with pytest.raises(ValueError, match=message):
         env.step(TensorDict({"action": torch.as_tensor(action)}, [2]))
-
-
-@pytest.mark.parametrize("action", [2, -1, 0.5, torch.nan])
-def test_an_index_out_of_range_of_one_environment_is_an_error(action: float) -> None:
-    with pytest.raises(ValueError, match=f"environment 0 is {action}, and an index is 0 to 1"):
-        GymEnv("CartPole-v1").step(TensorDict({"action": torch.tensor(action)}))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bool])
-def test_an_index_of_any_type_is_taken(dtype: torch.dtype) -> None:
-    indices = torch.tensor([[0, 1], [1, 0]])
-    one, other = (
-        [GymEnv("CartPole-v1", 2, seed=0).step(TensorDict({"action": action}, [2]))["next"] for action in actions]
-        for actions in (indices, indices.to(dtype))
-    )
-    assert all(bool((mine == yours).all()) for mine, yours in zip(one, other, strict=True))

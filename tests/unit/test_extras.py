@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import run_program
 
 import wsync
 
@@ -67,23 +66,6 @@ def test_what_is_missing_names_its_extra(tmp_path: Path) -> None:
         "cloudpickle is not installed: pip install '.[collectors]' in a clone of wsync",
         "ray is not installed: pip install '.[ray]' in a clone of wsync",
     ], done.stderr
-
-
-def test_train_names_all_that_is_missing_at_once(tmp_path: Path) -> None:
-    # A finder before all others, in a module that Python imports at its start.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util\nfound = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name: None if name in ('hydra', 'rich') else found(name)\n"
-    )
-    done = run(ROOT / "train.py", folder=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr == "not installed: hydra, rich: pip install -e '.[train]' installs what train.py needs\n"
-
-
-def test_the_command_prints_the_version(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("import runpy; runpy.run_module('wsync', run_name='__main__')")  # python -m
-    done = run_program(tmp_path / "program.py", "--version", folder=tmp_path)
-    assert done.stdout == f"wsync {wsync.__version__}\n"
 
 
 def test_a_ray_scheme_is_shut_down_where_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

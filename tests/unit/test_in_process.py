@@ -12,8 +12,6 @@ from small_models import Refusing
 from torch import nn
 
 import wsync
-from wsync.receiving.prepared_updates import updates_by_transaction
-from wsync.sending.transactions import Transaction
 
 
 class Pair(nn.Module):
@@ -48,15 +46,6 @@ def test_a_send_inside_the_gate_is_refused_at_once() -> None:
         assert acting() == (8.0, 8.0)
 
 
-def test_an_answer_that_was_not_read_survives_a_refused_switch() -> None:
-    with in_process(policy=Pair(), critic=nn.Linear(2, 2)) as schemes:
-        schemes["policy"].send_async(Pair(7))
-        with pytest.raises(wsync.WorkerFailed):
-            wsync.synchronize({schemes["critic"]: nn.Linear(3, 3), schemes["policy"]: Pair(8)})
-        report = schemes["policy"].wait_async()
-        assert report is not None and report.version == 1
-
-
 def test_an_update_that_one_model_refuses_is_installed_in_none() -> None:
     first, second = nn.Linear(2, 2), Refusing()
     before = first.weight.detach().clone()
@@ -68,54 +57,6 @@ def test_an_update_that_one_model_refuses_is_installed_in_none() -> None:
         given["second"] = Refusing()
         wsync.synchronize({schemes[name]: given[name] for name in given})
         assert torch.equal(first.weight, given["first"].weight) and torch.equal(second.weight, given["second"].weight)
-
-
-def test_a_part_of_a_model_follows_a_switch() -> None:
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    with in_process(first=first, second=second) as schemes:
-        given = nn.Linear(2, 2)
-        wsync.synchronize(dict.fromkeys(schemes.values(), given))
-        schemes["first"].send({"bias": torch.ones(2)}, partial=True)
-        assert torch.equal(first.weight, given.weight) and first.bias.tolist() == [1, 1]
-
-
-def test_a_signal_handler_that_raises_in_an_install_of_a_switch_leaves_no_model_behind() -> None:
-    class Interrupted(Refusing):
-        left = 3  # calls: it is checked, set back, then installed
-
-        def set_extra_state(self, state: int) -> None:
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-
-    first, second = nn.Linear(2, 2), Interrupted()
-    with in_process(first=first, second=second) as schemes:
-        given = {"first": nn.Linear(2, 2), "second": Refusing()}
-        with pytest.raises(KeyboardInterrupt):
-            wsync.synchronize({schemes[name]: given[name] for name in given})
-        assert torch.equal(first.weight, given["first"].weight) and schemes["first"].installed_version == 1
-        assert torch.equal(second.weight, given["second"].weight) and schemes["second"].installed_version == 1
-
-
-@pytest.mark.parametrize("decision", ["commit", "abort"])
-def test_a_signal_handler_that_raises_at_the_decision(decision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, signals = getattr(Transaction, decision), [KeyboardInterrupt]
-
-    def interrupted(part: Transaction) -> None:
-        if signals:
-            raise signals.pop()
-        original(part)
-
-    monkeypatch.setattr(Transaction, decision, interrupted)
-    first, second = nn.Linear(2, 2), Refusing()
-    before = first.weight.detach().clone()
-    with in_process(first=first, second=second) as schemes:
-        given = {"first": nn.Linear(2, 2), "second": Refusing(7 if decision == "abort" else 0)}
-        with pytest.raises(KeyboardInterrupt):
-            wsync.synchronize({schemes[name]: given[name] for name in given})
-        assert torch.equal(first.weight, before if decision == "abort" else given["first"].weight)
-        assert not updates_by_transaction
-        schemes["first"].send(nn.Linear(2, 2))
 
 
 def test_phases_add_up_to_the_latency() -> None:
@@ -148,12 +89,3 @@ def test_no_forward_sees_one_model_new_and_the_other_old() -> None:
         forwards.append(seen())
     assert forwards[-1] == (299.0, 299.0)
     assert [pair for pair in forwards if pair[0] != pair[1]] == []
-
-
-def test_a_send_without_weights_is_an_error_also_after_one_with_weights() -> None:
-    with in_process(policy=Pair()) as schemes:
-        for sent in (1.0, 2.0):
-            for send in (schemes["policy"].send, schemes["policy"].send_async):
-                with pytest.raises(wsync.NotConnected, match="nothing to send"):
-                    send()
-            schemes["policy"].send(Pair(sent))

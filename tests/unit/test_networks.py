@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 
 from collectors.environments.specs import Spec
-from learning import CategoricalPolicy, GaussianPolicy, Policy, make_critic, make_policy
+from learning import Policy, make_policy
 
 CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
 TORQUES = Spec(torch.Size([2]), torch.float32, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 10.0]))
@@ -85,60 +85,3 @@ def test_survives_cloudpickle(spec: Spec) -> None:
     torch.manual_seed(1)
     assert (act(copy, observation=observation) == expected).all()
     assert (copy.in_keys, copy.out_keys) == (["observation"], ["action", "action_log_prob"])
-
-
-@both
-def test_acting_goes_through_module_call(spec: Spec) -> None:
-    """The forward gate of weight synchronization hangs on it."""
-    policy, calls = policy_of(spec), []
-    policy.register_forward_pre_hook(lambda module, args: calls.append(module))
-    act(policy, 3)
-    assert calls == [policy]
-
-
-def test_a_fresh_policy_is_nearly_indifferent() -> None:
-    observation = torch.randn(100, 4)
-    discrete = make_policy(4, CHOICE).distribution(observation)
-    assert isinstance(discrete, torch.distributions.Categorical)
-    assert (discrete.probs - 1 / 3).abs().max() < 0.02
-    continuous = make_policy(4, TORQUES, initial_std=0.5).distribution(observation)
-    assert (continuous.mean - torch.tensor([0.0, 5.0])).abs().max() < 0.3
-    torch.testing.assert_close(continuous.stddev[0], torch.tensor([1.0, 2.5]))
-
-
-def test_kinds_bounds_and_bad_arguments() -> None:
-    assert isinstance(make_policy(4, CHOICE), CategoricalPolicy)
-    unbounded = make_policy(
-        4, Spec(torch.Size([1]), torch.float32, torch.tensor([-torch.inf]), torch.tensor([torch.inf]))
-    )
-    assert isinstance(unbounded, GaussianPolicy)
-    assert (unbounded.center.item(), unbounded.half_range.item()) == (0.0, 1.0)
-    with pytest.raises(ValueError, match="needs low and high"):
-        make_policy(4, Spec(torch.Size([1]), torch.float32))
-    with pytest.raises(ValueError, match="unknown activation 'thanh': one of tanh"):
-        make_policy(4, CHOICE, activation="thanh")
-    with pytest.raises(ValueError, match="unknown activation"):
-        make_critic(4, activation="thanh")
-
-
-def test_a_range_without_a_width_or_beyond_float32_has_a_density_all_the_same() -> None:
-    top = torch.finfo(torch.float32).max
-    low, high = torch.tensor([-1.0, 0.5, -top]), torch.tensor([1.0, 0.5, top])
-    policy = make_policy(4, Spec(torch.Size([3]), torch.float32, low, high), (8,))
-    td = policy(TensorDict({"observation": torch.randn(5, 4)}, [5]))
-    assert td["action"].isfinite().all() and td["action_log_prob"].isfinite().all()
-
-
-def test_critic_shapes_and_orthogonal_layers() -> None:
-    critic = make_critic(4, (32, 32))
-    assert critic(torch.randn(2, 3, 4)).shape == (2, 3)
-    weight = critic.get_parameter("network.trunk.layers.2.weight")
-    torch.testing.assert_close(weight @ weight.T, 2.0 * torch.eye(32), atol=1e-5, rtol=0.0)
-
-
-def test_noise_is_finite_so_that_a_masked_choice_is_never_taken() -> None:
-    policy, parameters = policy_of(CHOICE), torch.zeros(2**18, 2)
-    torch.manual_seed(12)
-    assert (parameters.clone().uniform_() == 0).any()  # the seed is one that would show it
-    torch.manual_seed(12)
-    assert policy.noise(parameters).isfinite().all()

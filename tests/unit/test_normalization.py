@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
-from collectors.environments.specs import Spec, observation_codec
+from collectors.environments.specs import Spec
 from learning import MLP, make_actor_critic
 from learning.normalization import Moments, ObservationNormalizer, RewardNormalizer
 
@@ -46,18 +46,6 @@ def test_observations_get_mean_0_and_deviation_1_and_are_clipped() -> None:
     assert normalizer(torch.full((3,), 1e9)).tolist() == [10.0] * 3
 
 
-def test_only_quantities_of_a_tree_are_normalised() -> None:
-    tree = {"far": spaces.Box(-np.inf, np.inf, (2,)), "image": spaces.Box(0, 255, (3, 4, 4), np.uint8)}
-    space = spaces.Dict({**tree, "choice": spaces.Discrete(3), "action_mask": spaces.MultiBinary(2)})
-    normalizer = ObservationNormalizer(observation_codec(space).spec)
-    assert normalizer.paths == [("far",)]
-    td = TensorDict({"far": 100.0 + torch.randn(50, 2), "choice": torch.ones(50, 3)}, [50])
-    normalizer.update(td)
-    result = normalizer(td)
-    assert result["far"].mean().abs() < 1e-3 and bool((result["choice"] == 1).all())
-    assert td["far"].mean() > 90  # the given one is as it was
-
-
 def test_the_policy_carries_the_statistics_and_the_critic_shares_them() -> None:
     normalizer = ObservationNormalizer(SPEC)
     policy, critic = make_actor_critic(MLP, SPEC, Spec(torch.Size([2]), torch.int64, n=2), normalizer=normalizer)
@@ -92,10 +80,3 @@ def test_rewards_are_divided_by_the_deviation_of_the_discounted_return_as_gymnas
     resumed = RewardNormalizer("normalized", 0.9)
     resumed.load_state_dict(normalizer.state_dict())
     assert resumed.moments.var == normalizer.moments.var
-
-
-def test_rewards_may_be_raw_or_signs() -> None:
-    batch = batch_of(torch.tensor([[-5.0, 0.0, 3.0]]), torch.zeros(1, 3, dtype=torch.bool))
-    assert RewardNormalizer("raw")(batch) is batch
-    assert RewardNormalizer("sign")(batch)["next", "reward"].flatten().tolist() == [-1, 0, 1]
-    assert batch["next", "reward"].flatten().tolist() == [-5, 0, 3]

@@ -11,10 +11,9 @@ from bandit import CHOICE, TORQUES, batch_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torch import nn
 
 from collectors.environments.specs import Spec
-from learning import PPO, CategoricalPolicy
+from learning import PPO
 from learning.actor_critic import Diverged, UnusableBatch
 from learning.ppo import Frames
 
@@ -64,19 +63,6 @@ def test_a_gradient_step_is_that_of_the_textbook_loss(
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
 
 
-def test_the_decoupled_objective_is_that_of_ppo_for_experience_of_the_newest_policy() -> None:
-    learners = [learner_of(epochs=2, minibatch_size=16, decoupled=decoupled) for decoupled in (True, False)]
-    batch = batch_of(learners[0].policy, 4, 16)
-    stats = []
-    for learner in learners:
-        torch.manual_seed(1)
-        stats.append(learner.update(batch))
-    assert stats[0].pop("kl_acted") == pytest.approx(0.0, abs=1e-5)
-    assert stats[0] == pytest.approx(stats[1], abs=1e-5)
-    for one, other in zip(learners[0].parameters, learners[1].parameters, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
 def test_experience_of_an_older_policy_is_clipped_around_the_newest_one_and_weighted() -> None:
     older = learner_of()
     batch = batch_of(older.policy, 4, 16)
@@ -95,35 +81,6 @@ def test_experience_of_an_older_policy_is_clipped_around_the_newest_one_and_weig
     assert fresh["loss_policy"] != 0.0 and without_weight.update(batch)["loss_policy"] == 0.0
 
 
-def test_minibatches_of_a_pass_differ_by_one_frame_at_most() -> None:
-    learner, sizes = learner_of(epochs=1, minibatch_size=16, decoupled=False), []
-    learner.critic.register_forward_hook(lambda *call: sizes.append(len(call[-1])) if torch.is_grad_enabled() else None)
-    learner.update(batch_of(learner.policy, 2, 17))
-    assert sizes == [11, 11, 12]
-
-
-def test_update_does_not_modify_the_batch() -> None:
-    learner = learner_of(epochs=2, minibatch_size=10)
-    batch = batch_of(learner.policy, 4, 8)
-    before = batch.clone()
-    learner.update(batch)
-    assert (batch == before).all()
-    assert set(batch.keys(True, True)) == set(before.keys(True, True))
-
-
-def test_a_trunk_shared_by_policy_and_critic_is_one_parameter() -> None:
-    torch.manual_seed(0)
-    trunk = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
-    critic = nn.Sequential(trunk, nn.Linear(8, 1), nn.Flatten(0))
-    learner = PPO(CategoricalPolicy(nn.Sequential(trunk, nn.Linear(8, 3))), critic, lr=1e-3)
-    before = trunk[0].weight.detach().clone()
-    n = 32
-    observation, action = torch.randn(n, 4), torch.randint(3, (n,))
-    learner._step(Frames(observation, action, *(torch.randn(n) for _ in range(4))), 0.2)
-    moved = (trunk[0].weight.detach() - before).abs().max().item()
-    assert moved == pytest.approx(1e-3, rel=0.01)  # a first step of Adam is as long as its learning rate
-
-
 def test_schedules_fall_on_a_line_and_stay() -> None:
     schedules: dict[str, Any] = {"lr": 1e-2, "lr_end_factor": 0.0, "clip": 0.3, "clip_final": 0.1, "epochs": 3}
     learner = learner_of(**schedules, epochs_final=1, anneal_frames=64, minibatch_size=16)
@@ -131,25 +88,6 @@ def test_schedules_fall_on_a_line_and_stay() -> None:
     assert [row["lr"] for row in rows] == [1e-2, 5e-3, 0.0, 0.0]
     assert [round(row["clip"], 6) for row in rows] == [0.3, 0.2, 0.1, 0.1]
     assert [row["epochs"] for row in rows] == [3.0, 2.0, 1.0, 1.0]
-
-
-def test_the_kl_stop_ends_the_passes() -> None:
-    options: dict[str, Any] = {"epochs": 10, "minibatch_size": 16, "lr": 5e-2}
-    free, stopped = learner_of(**options), learner_of(**options, target_kl=0.01)
-    assert free.update(batch_of(free.policy, 8, 16))["epochs"] == 10
-    assert stopped.update(batch_of(stopped.policy, 8, 16))["epochs"] < 10
-
-
-def test_the_kl_stop_comes_before_the_step_that_would_follow() -> None:
-    options: dict[str, Any] = {"epochs": 10, "minibatch_size": 128, "lr": 5e-2}  # one minibatch in a pass
-    one, stopped = learner_of(**options), learner_of(**options, target_kl=1e-9)
-    one.epochs = one.epochs_final = 1
-    batch = batch_of(one.policy, 8, 16)
-    for learner in (one, stopped):
-        torch.manual_seed(7)
-        learner.update(copy.deepcopy(batch))
-    for p, q in zip(one.parameters, stopped.parameters, strict=True):
-        assert torch.equal(p, q)
 
 
 def test_invalid_counts_and_a_reward_of_nan_are_errors() -> None:

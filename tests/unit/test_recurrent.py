@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import Tensor
 
 from collectors import GymEnv
 from collectors.environments.specs import Spec
 from collectors.rollouts.rollout import Rollout
 from learning import PPO, RNN, RecurrentNetwork, make_actor_critic
-from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
 
 SPEC, CHOICE = Spec(torch.Size([4]), torch.float32), Spec(torch.Size([2]), torch.int64, n=2)
 
@@ -41,53 +38,6 @@ def test_a_state_is_handed_back_and_starts_anew_with_each_episode(num_envs: int,
     assert bool(batch["next", "done"].any())
 
 
-def test_a_state_may_be_written_to_a_plain_dictionary() -> None:
-    def policy(td: TensorDictBase) -> dict[str, Any]:
-        before = td.get("count", torch.zeros(1))
-        return {"action": torch.tensor(0), "next": {"count": before + 1}}
-
-    rollout = Rollout(GymEnv("CartPole-v1", seed=0), policy)  # pyright: ignore[reportArgumentType]
-    assert rollout.collect(rollout.buffer(4))["count"].flatten().tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_a_policy_without_a_state_may_read_where_episodes_start(num_envs: int) -> None:
-    def act(flag: Tensor) -> Tensor:
-        return flag.squeeze(-1).long()
-
-    rollout = Rollout(GymEnv("CartPole-v1", num_envs, seed=0), TensorDictModule(act, ["is_init"], ["action"]))
-    batch = rollout.collect(rollout.buffer(60))
-    starts = batch["next", "episode_length"] == 1
-    assert bool((batch["is_init"] == starts).all()) and bool((batch["action"] == starts.squeeze(-1)).all())
-    assert bool(batch["next", "done"].any())
-
-
-def test_random_frames_leave_no_state() -> None:
-    rollout = Rollout(GymEnv("CartPole-v1", seed=0), counting, init_random_frames=5)
-    batch = rollout.collect(rollout.buffer(8))
-    assert batch["count"].flatten().tolist() == [0, 0, 0, 0, 0, 0, 1, 2]
-    assert batch["is_init"].flatten().tolist() == [True] * 6 + [False] * 2
-
-
-@pytest.mark.parametrize("again", [2, 4])
-def test_random_frames_that_begin_again_leave_no_state(again: int) -> None:
-    rollout = Rollout(GymEnv("Acrobot-v1", seed=0), counting, init_random_frames=again)
-    rollout.frames = again
-    assert rollout.collect(rollout.buffer(4))["count"].flatten().tolist() == [0, 1, 2, 3]
-    rollout.frames = 0  # as when a collector loads the state of a younger one
-    batch = torch.cat([rollout.collect(rollout.buffer(4)) for _ in range(2)], -1)
-    assert batch["count"].flatten().tolist() == [0] * again + [*range(8 - again)]
-    assert batch["is_init"].flatten().tolist() == [True] * (again + 1) + [False] * (7 - again)
-
-
-def test_a_policy_may_return_its_state_in_a_dictionary() -> None:
-    def policy(td: TensorDictBase) -> Any:
-        return {"action": torch.tensor(1), "next": {"count": td.get("count", torch.zeros(1)) + 1}}
-
-    rollout = Rollout(GymEnv("CartPole-v1", seed=0), policy)
-    assert rollout.collect(rollout.buffer(4))["count"].flatten().tolist() == [0, 1, 2, 3]
-
-
 class Stepwise(RecurrentNetwork):
     """Uses the sequence that every recurrent network has, a loop."""
 
@@ -97,17 +47,6 @@ class Stepwise(RecurrentNetwork):
 
     def forward(self, observation: Any, state: Tensor) -> tuple[Tensor, Tensor]:
         return self.inner(observation, state)
-
-
-class NoSize(Stepwise):
-    def __init__(self) -> None:
-        super().__init__(RNN(SPEC, "gru", 8))
-        del self.state_size
-
-
-def test_a_network_without_the_size_of_its_state_is_refused() -> None:
-    with pytest.raises(ValueError, match="NoSize needs the attribute state_size"):
-        make_actor_critic(lambda spec: NoSize(), SPEC, CHOICE)
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
@@ -140,45 +79,6 @@ def test_before_learning_the_probabilities_are_those_of_acting(mode: str, shared
         assert stats["kl"] == pytest.approx(0.0, abs=1e-6) and stats["clip_fraction"] == 0.0
     mask = batch.get("mask", torch.ones(4, 40, dtype=torch.bool))
     assert learner.frames <= 320 and int(mask.sum()) <= 160
-
-
-def test_experience_of_an_older_policy_is_clipped_around_the_newest_one() -> None:
-    torch.manual_seed(0)
-    policy, critic = make_actor_critic(lambda spec: RNN(spec, "lstm", 16), SPEC, CHOICE, shared=True)
-    rollout = Rollout(GymEnv("CartPole-v1", 4, seed=0, vectorization_mode="vector_entry_point"), policy)
-    batch = rollout.collect(rollout.buffer(40))
-    assert not batch["mask"].all()
-    with torch.no_grad():
-        for p in policy.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    for decoupled in (False, True):
-        networks = copy.deepcopy((policy, critic))  # together: they share parameters
-        stats = PPO(*networks, epochs=1, minibatch_size=1000, decoupled=decoupled).update(batch)
-        assert (stats["kl"] < 1e-6) == decoupled
-
-
-def test_a_sequence_without_a_frame_is_not_learnt_from() -> None:
-    policy, critic = make_actor_critic(lambda spec: RNN(spec, "lstm", 16), SPEC, CHOICE, shared=True)
-    rollout = Rollout(GymEnv("CartPole-v1", 3, seed=0), policy)
-    batch = rollout.collect(rollout.buffer(4))
-    batch["mask"] = torch.tensor([[True], [False], [True]]).expand(3, 4)
-    learner = PPO(policy, critic, epochs=1, minibatch_size=4)  # a sequence
-    assert set(learner.update(batch)) >= {"kl", "loss_policy"} and learner.frames == 8
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_the_loss_of_the_values_changes_the_policy_only_in_a_shared_network(shared: bool) -> None:
-    """A critic's errors are large at first: in a network of its own they leave the policy's features alone."""
-    torch.manual_seed(0)
-    policy, critic = make_actor_critic(lambda spec: RNN(spec, "lstm", 16), SPEC, CHOICE, shared=shared)
-    assert isinstance(policy, RecurrentPolicy) and isinstance(critic, RecurrentCritic)
-    state = torch.randn(3, 7, policy(TensorDict({"observation": torch.randn(3, 4)}, [3]))["next", STATE].shape[-1])
-    parameters, features = policy.sequence(torch.randn(3, 7, 4), state, torch.rand(3, 7) < 0.3)
-    wanted = [*policy.network.trunk.parameters()]
-    of_policy = torch.autograd.grad(parameters.square().sum(), wanted, retain_graph=True)
-    of_value = torch.autograd.grad(critic.of_features(features).square().sum(), wanted)
-    both = [bool(a.any()) and bool(b.any()) for a, b in zip(of_policy, of_value, strict=True)]
-    assert all(both) if shared else not any(both)
 
 
 def test_ppo_learns_to_remember() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from programs import run_program
 
 import wsync
 from wsync.testing.models import Small, fill
@@ -70,17 +68,6 @@ def test_in_one_process_the_model_keeps_its_weights() -> None:
 def test_aliases_of_backends(alias: str, name: str) -> None:
     with wsync.WeightSyncScheme.from_backend(alias) as scheme:
         assert scheme.name == name
-
-
-def test_an_older_name_is_free_for_a_backend_of_the_users_own(tmp_path: Path) -> None:
-    code = """
-import wsync
-wsync.register_backend("process", "wsync.backends.none:NoWeightSyncScheme")
-assert wsync.WeightSyncScheme.from_backend("process").name == "none"
-"""
-    (tmp_path / "program.py").write_text(code)
-    done = run_program(tmp_path / "program.py", folder=tmp_path)  # of its own: the registry is global
-    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_registered_is_the_import_string_of_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:

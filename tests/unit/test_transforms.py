@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 import collectors
 import wsync
 from collectors import GymEnv, ModuleTransform
 from collectors.environments.transforms import Key
-from collectors.rollouts.acting import Actor
-from collectors.rollouts.rollout import Rollout
-from wsync.gate import gate_model, process_gate
 
 OBSERVATION: list[Key] = ["observation"]
 REWARD: list[Key] = [("next", "reward")]
@@ -99,52 +94,6 @@ def rows(batch: TensorDictBase, *key: str) -> Tensor:
     return value if batch.ndim == 2 else value.unsqueeze(0)
 
 
-def pair(num_envs: int) -> tuple[GymEnv, GymEnv]:
-    """A bare environment, and one with an encoder."""
-    return GymEnv(Counter, num_envs), GymEnv(Counter, num_envs, transforms=[ModuleTransform(Sum(), *[OBSERVATION] * 2)])
-
-
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_every_observation_of_a_rollout_is_encoded(num_envs: int) -> None:
-    bare, env = pair(num_envs)
-    raw, batch = bare.rollout(8), env.rollout(8)
-    for key in (("observation",), ("next", "observation")):  # final ones and those after a reset among them
-        assert torch.equal(rows(batch, *key), encoded(rows(raw, *key)))
-    ended = rows(batch, "next", "done")[..., 0]
-    assert ended.sum() == 2 * num_envs
-    assert (rows(batch, "next", "observation")[ended][:, 1] == 3).all()
-    assert (rows(batch, "observation")[:, 1:][ended[:, :-1]][:, 1] == 0).all()
-    for key in ("reward", "episode_return", "episode_length", "done"):
-        assert torch.equal(batch["next", key], raw["next", key])
-
-
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_step_by_step_it_is_the_same(num_envs: int) -> None:
-    bare, env = pair(num_envs)
-    raw, td = bare.reset(), env.reset()
-    for _ in range(7):
-        assert td["observation"].shape == (*env.batch_size, 3)
-        assert torch.equal(td["observation"], encoded(raw["observation"]))
-        action = torch.zeros(env.batch_size, dtype=torch.int64)
-        raw, td = bare.step(raw.set("action", action)), env.step(td.set("action", action))
-        assert torch.equal(td["next", "observation"], encoded(raw["next", "observation"]))
-        raw, td = bare.observe(), env.observe()
-
-
-def test_one_call_for_a_step_and_one_for_the_rows_that_begin_anew() -> None:
-    module = Sum()
-    env = GymEnv(Counter, 3, transforms=[ModuleTransform(module, OBSERVATION, OBSERVATION)])
-    assert module.batches == [3]  # the probe
-    env.reset()
-    td = TensorDict({"action": torch.zeros(3, dtype=torch.int64)}, [3])
-    for _ in range(3):
-        env.step(td)
-    assert module.batches == [3, 3, 3, 3, 3, 3]
-    env.stepper.driver.env.envs[1].count = 2  # type: ignore[attr-defined]
-    env.step(td)
-    assert module.batches[6:] == [3, 1]
-
-
 def test_the_policy_sees_the_encoded_observation_and_the_spec_follows() -> None:
     env = GymEnv(Counter, 2)
     assert env.observation_spec["observation"].shape == (2,)
@@ -183,39 +132,6 @@ def test_a_reward_model_reads_the_step_and_the_episode_counts_the_environments_o
     assert torch.equal(given[3][..., 0], own)
 
 
-def test_a_copy_and_a_pickle_of_an_environment_have_reward_models_of_their_own() -> None:
-    given = GymEnv(partial(Counter), 2, transforms=[ModuleTransform(Function(lambda x: 10 * x), REWARD, REWARD)])
-    for env in (given, copy.deepcopy(given), cloudpickle.loads(cloudpickle.dumps(given))):
-        assert rows(env.rollout(3), "next", "reward")[..., 0].tolist() == [[10.0, 20.0, 30.0]] * 2
-
-
-def test_a_continuous_action_reaches_the_reward_model_as_it_was_taken() -> None:
-    judge = Judge()
-    box = spaces.Box(-1, 1, (2,), np.float32)
-    env = GymEnv(partial(Counter, box), 2, transforms=[ModuleTransform(judge, ALL, REWARD)])
-    env.step(TensorDict({"action": torch.tensor([[9.0, 0.5], [-9.0, -0.5]])}, [2]))
-    assert torch.equal(judge.calls[-1][1], torch.tensor([[1.0, 0.5], [-1.0, -0.5]]))
-
-
-def test_an_action_that_is_a_view_of_the_observation_is_the_one_that_was_taken() -> None:
-    judge = Judge()
-    box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    env = GymEnv(partial(Counter, box), 2, transforms=[ModuleTransform(judge, ALL, REWARD)])
-    batch = env.rollout(3, lambda td: td.set("action", td["observation"][:, 1:]))
-    env.stepper.step(env.stepper.observation[:, 1:])
-    taken = torch.stack([action for _, action, _, _ in judge.calls[1:]], 1)
-    assert torch.equal(taken[:, :3], batch["action"])
-    assert taken[..., 0].tolist() == [[0, 1, 2, 0]] * 2
-
-
-def test_scores_and_indices_are_the_same_choice_to_the_reward_model() -> None:
-    judge = Judge()
-    env = GymEnv(Counter, 2, transforms=[ModuleTransform(judge, ALL, REWARD)])
-    for action in (torch.tensor([2, 0]), torch.tensor([[0.1, 0.2, 0.9], [3.0, 1.0, 2.0]])):
-        env.step(TensorDict({"action": action}, [2]))
-        assert torch.equal(judge.calls[-1][1], torch.tensor([[0.0, 0, 1], [1, 0, 0]]))
-
-
 def test_transforms_are_applied_in_their_order() -> None:
     judge, late = Judge(), Function(lambda reward, successor: reward + 1000 * successor[:, 2:])
     env = GymEnv(Counter, 2)
@@ -225,153 +141,6 @@ def test_transforms_are_applied_in_their_order() -> None:
     reward = env.rollout(3)["next", "reward"][0, :, 0]
     assert judge.calls[-1][0].shape == (2, 2)  # it came before the encoder
     assert reward.tolist() == [1011.0, 2021.0, 3031.0]
-
-
-def test_images_are_given_as_float32() -> None:
-    class Images(Counter):
-        observation_space = spaces.Box(0, 255, (2,), np.uint8)
-
-        def seen(self) -> np.ndarray:
-            return np.full(2, self.count, np.uint8)
-
-    env = GymEnv(Images, 2, transforms=[ModuleTransform(Sum(), OBSERVATION, OBSERVATION)])
-    assert env.rollout(3)["next", "observation"][0].tolist() == [[1, 1, 2], [2, 2, 4], [3, 3, 6]]
-
-
-def test_an_encoder_may_give_a_number_for_each_environment() -> None:
-    env = GymEnv(Counter, 2, transforms=[ModuleTransform(Function(lambda seen: seen[:, 1]), OBSERVATION, OBSERVATION)])
-    assert env.observation_spec["observation"].shape == (1,)
-    assert env.rollout(4)["observation"][0, :, 0].tolist() == [0, 1, 2, 0]
-
-
-def test_limits_and_seeds_reach_the_environment() -> None:
-    def make(*transforms: ModuleTransform) -> GymEnv:
-        return GymEnv("CartPole-v1", 3, seed=4, transforms=transforms)
-
-    env = make(ModuleTransform(nn.Identity(), OBSERVATION, OBSERVATION))
-    env.max_frames_per_traj = 5
-    batch = env.rollout(12)
-    assert env.max_frames_per_traj == 5 and batch["next", "episode_length"].max() == 5
-    bare = make()
-    bare.max_frames_per_traj = 5
-    assert bool((batch == bare.rollout(12)).all())
-    carried_on = Rollout(env, max_frames_per_traj=3)
-    assert carried_on.collect(carried_on.buffer(6))["next", "episode_length"][:, 3:].max() <= 3
-
-
-def test_a_rollout_that_was_made_before_does_not_apply_a_transform() -> None:
-    env = GymEnv(Counter, 2)
-    before = Rollout(env)
-    env.append_transform(ModuleTransform(Judge(), ALL, REWARD))
-    env.append_transform(ModuleTransform(Sum(), OBSERVATION, OBSERVATION))
-    bare, batch = GymEnv(Counter, 2).rollout(5), before.collect(before.buffer(5))
-    for key in ("observation", ("next", "observation"), ("next", "reward")):
-        assert torch.equal(batch[key], bare[key])
-
-
-def test_a_transform_that_comes_between_two_steps_encodes_what_is_there() -> None:
-    env = GymEnv(Counter, 2)
-    env.step(env.reset().set("action", torch.zeros(2, dtype=torch.int64)))
-    env.append_transform(ModuleTransform(Sum(), OBSERVATION, OBSERVATION))
-    assert env.observe()["observation"][0].tolist() == [0, 1, 1]
-
-
-def test_the_probe_leaves_no_trace() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(), nn.Linear(2, 3).eval())
-    before, drawn = module.state_dict(), torch.get_rng_state()
-    values = {key: value.clone() for key, value in before.items()}
-    GymEnv(Counter, 2, transforms=[ModuleTransform(module, OBSERVATION, OBSERVATION)])
-    assert all(torch.equal(value, values[key]) for key, value in module.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert [part.training for part in module] == [True, True, False]
-
-
-def test_the_module_gets_tensors_of_its_own() -> None:
-    env = GymEnv(Counter, 2)
-    own = env.stepper.observation
-    env.append_transform(ModuleTransform(Function(lambda seen: seen.zero_()), OBSERVATION, OBSERVATION))
-    env.rollout(2)
-    assert own[0].tolist() == [0, 2]
-
-
-WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "unknown in": (lambda: ModuleTransform(Sum(), ["obs"], REWARD), ValueError, r"unknown key 'obs'.*'observation'"),
-    "unknown out": (lambda: ModuleTransform(Sum(), OBSERVATION, ["action"]), ValueError, "are 'observation', .'next"),
-    "a string": (lambda: ModuleTransform(Sum(), "observation", OBSERVATION), ValueError, "a list of keys"),
-    "none": (lambda: ModuleTransform(Sum(), [], REWARD), ValueError, "no key"),
-    "two out": (lambda: ModuleTransform(Sum(), OBSERVATION, [*OBSERVATION, *REWARD]), ValueError, "out_keys is"),
-    "greedy encoder": (lambda: ModuleTransform(Sum(), ALL, OBSERVATION), ValueError, "a reset gives nothing else"),
-    "a module": (lambda: GymEnv(Counter, transforms=[Sum()]), TypeError, "ModuleTransform"),  # type: ignore[list-item]
-    "no tensor": (lambda: refused(lambda seen: [seen], OBSERVATION), TypeError, "gave a list, not one tensor"),
-    "encoder's rows": (lambda: refused(lambda seen: seen[:1], OBSERVATION), ValueError, r"\[1, 2\] for 2 environ"),
-    "encoder's scalar": (lambda: refused(lambda seen: seen.sum(), OBSERVATION), ValueError, r"shape \[\] for 2"),
-    "rewards": (lambda: refused(lambda seen: seen, REWARD), ValueError, r"shape \[2, 2\].*\[2\] or \[2, 1\]"),
-    "one reward": (lambda: refused(lambda seen: seen.sum(), REWARD), ValueError, r"shape \[\].*one number for each"),
-}
-
-
-def refused(function: Callable[..., Any], out_keys: list[Key]) -> GymEnv:
-    return GymEnv(Counter, 2, transforms=[ModuleTransform(Function(function), OBSERVATION, out_keys)])
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_is_said_clearly(name: str) -> None:
-    make, error, message = WRONG[name]
-    with pytest.raises(error, match=message):
-        make()
-
-
-def test_a_shape_that_changes_on_the_way_is_an_error() -> None:
-    env = refused(lambda seen: seen if seen[0, 1] < 2 else seen[:, :1], OBSERVATION)
-    with pytest.raises(ValueError, match=r"ModuleTransform\(Function\) gave observations of shape \[2, 1\]"):
-        env.rollout(3)
-
-
-def test_a_worker_finds_the_module_and_an_update_is_in_the_next_step() -> None:
-    make = partial(GymEnv, Counter, 2, transforms=[ModuleTransform(Sum(), OBSERVATION, OBSERVATION)])
-    actor = Actor(make(), None, None, device=None, init_random_frames=0, max_frames_per_traj=None)
-    assert isinstance(actor.get_model("env.transform[0].module"), Sum)
-    ours = Sum()
-    scheme = wsync.SharedMemWeightSyncScheme()
-    with collectors.Collector(
-        lambda: cloudpickle.loads(cloudpickle.dumps(make))(),
-        frames_per_batch=4,
-        weight_sync_schemes={"env.transform[0].module": scheme},
-    ) as batches:
-        assert next(batches)["next", "observation"][0].tolist() == [[0, 1, 1], [0, 2, 2]]
-        nn.init.constant_(ours.weight, 7.0)
-        batches.update_policy_weights_(ours, model_id="env.transform[0].module")
-        assert next(batches)["next", "observation"][0].tolist() == [[0, 3, 21], [100, 1, 707]]
-
-
-class Bias(nn.Module):
-    """A reward model that gives a view of its weights, which are others as soon as the gate is open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return self.weight.expand(len(observation))
-
-    def poll_update(self) -> bool:
-        return False
-
-    def leaving_gate(self) -> None:
-        with torch.no_grad():
-            self.weight += 1
-
-
-def test_rewards_that_are_views_of_weights_are_those_of_the_call() -> None:
-    model = Bias()
-    env = GymEnv(Counter, 2, transforms=[ModuleTransform(model, OBSERVATION, REWARD)])
-    gate_model(model)  # as one that is synchronised
-    process_gate().attach(model)
-    try:
-        batch = env.rollout(4)
-    finally:
-        process_gate().detach(model)
-    assert batch["next", "reward"][..., 0].tolist() == [[0, 1, 2, 3]] * 2
 
 
 def test_policy_and_encoder_are_updated_together_in_worker_processes() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
 from typing import Any
 
 import pytest
@@ -10,8 +10,20 @@ import torch
 from torch import Tensor, nn
 
 import wsync
-from wsync.testing.models import WithExtraState, fill
-from wsync.transforms import Cast, Chain, Dequantize, Exclude, Fuse, Quantize, QuantizeInt8, Rename, Select, Split
+from wsync.testing.models import fill
+from wsync.transforms import (
+    Cast,
+    Chain,
+    Delta,
+    Dequantize,
+    Exclude,
+    Fuse,
+    Quantize,
+    QuantizeInt8,
+    Rename,
+    Select,
+    Split,
+)
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -30,42 +42,12 @@ def test_quantised_values_are_off_by_half_their_scale_at_most(
     assert ((got - weight.float()).abs() <= 0.5001 * sent["weight_scale"]).all()
 
 
-def test_every_largest_value_keeps_its_sign() -> None:
-    mantissas = torch.arange(128, 256, dtype=torch.bfloat16)  # all that bfloat16 has
-    for weight in mantissas.view(-1, 1, 1):
-        assert QuantizeInt8(per_channel=False)({"weight": weight})["weight"].item() == 127
-
-
-def test_float8_keeps_the_largest_value() -> None:
-    weight = random(16, 16).half()
-    got = Dequantize()(Quantize("float8_e4m3fn")({"weight": weight}))["weight"]
-    torch.testing.assert_close(got, weight.float(), rtol=2**-4, atol=float(weight.abs().max()) / 448)
-    assert got.abs().max().item() == pytest.approx(weight.abs().max().item(), rel=1e-6)
-
-
-def test_weights_that_are_no_longer_tied_are_cast_apart() -> None:
-    cast, weight = Cast("bfloat16"), random(4)
-    tied = cast({"one": weight, "two": weight})
-    assert tied["one"] is tied["two"]
-    other = cast({"one": weight, "two": weight + 1})
-    assert torch.equal(other["one"], weight.bfloat16()) and torch.equal(other["two"], (weight + 1).bfloat16())
-
-
 @pytest.mark.parametrize("quantize", [QuantizeInt8(), Quantize("float8_e4m3fn")])
 def test_a_cast_leaves_quantised_weights_and_their_scales_alone(quantize: Quantize) -> None:
     given = {**quantize({"x": random(4, 4)}), "y_scale": random(4), "z": random(4)}
     got = Cast("bfloat16")(given)
     assert got["x"] is given["x"] and got["x_scale"] is given["x_scale"]
     assert got["y_scale"].dtype is got["z"].dtype is torch.bfloat16
-
-
-def test_dequantize_leaves_float_weights_and_what_it_is_given_alone() -> None:
-    given = {"x": torch.full((2, 2), 3.0), "x_scale": torch.full((2, 1), 2.0), **QuantizeInt8()({"y": random(2, 2)})}
-    before = {name: tensor.clone() for name, tensor in given.items()}
-    got = Dequantize()(given)
-    assert got.keys() == {"x", "x_scale", "y"}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in given.items())
-    assert torch.equal(got["x"], before["x"]) and torch.equal(got["x_scale"], before["x_scale"])
 
 
 @pytest.mark.parametrize(
@@ -82,39 +64,6 @@ def test_dequantize_leaves_float_weights_and_what_it_is_given_alone() -> None:
 def test_no_weight_is_overwritten(transform: Any, names: list[str], said: str) -> None:
     with pytest.raises(wsync.LayoutMismatch, match=said):
         transform({name: random(4, 4) for name in names})
-
-
-def test_parts_that_cannot_be_joined_or_taken_apart() -> None:
-    with pytest.raises(wsync.LayoutMismatch, match=r"'x', 'y'.*\[4, 4\].*\[4, 5\]"):
-        Fuse({"z": ["x", "y"]})({"x": random(4, 4), "y": random(4, 5)})
-    with pytest.raises(wsync.LayoutMismatch, match=r"'x' has length 4 along dimension 0"):
-        Split({"x": ["y", "z", "w"]})({"x": random(4, 4)})
-    with pytest.raises(wsync.LayoutMismatch, match=r"'x' has 1 dimension"):
-        Split({"x": ["y", "z"]}, dim=1)({"x": random(4)})
-
-
-def test_weights_that_are_refused_leave_a_transform_as_it_was() -> None:
-    fuse, given = Fuse({"*.z": ["*.x", "*.y"]}), {"a.x": random(4, 4), "a.y": random(4, 4)}
-    before = fuse(given)["a.z"].clone()
-    with pytest.raises(wsync.LayoutMismatch):
-        fuse({**given, "b.x": random(4, 4), "b.y": random(4, 5)})
-    assert torch.equal(fuse(given)["a.z"], before)
-
-
-@pytest.mark.parametrize("transform", [Cast("bfloat16", only=["x", "steps"]), QuantizeInt8(only=["x", "bias"])])
-def test_a_pattern_that_converts_nothing_is_an_error(transform: Any) -> None:
-    given = {"x": random(4, 4), "bias": random(4), "steps": torch.zeros((4, 4), dtype=torch.int64)}
-    with pytest.raises(wsync.LayoutMismatch, match=r"no floating-point weight.* matches '(steps|bias)'; there are 'x'"):
-        transform(given)
-
-
-@pytest.mark.parametrize("groups", [{"*.z.*": ["*.x.*"]}, {"z": []}, {"z": ["*.x", "*.y"]}, {"*.z": ["x"]}])
-def test_groups_that_mean_nothing(groups: dict[str, list[str]]) -> None:
-    for kind in (Fuse, Split):
-        with pytest.raises(ValueError, match=r"'\*'|at least one"):
-            kind(groups)
-    with pytest.raises(ValueError, match=r"two parts of 'x' have one name: 'y', 'y'"):
-        Split({"x": ["y", "y"]})
 
 
 class ActorCritic(nn.Module):
@@ -176,78 +125,6 @@ def test_a_partial_update_need_not_have_weights_for_every_pattern(transforms: An
             scheme.send({"v.weight": torch.zeros(2, 2)}, partial=True)
 
 
-class Tied(nn.Module):
-    """Three names of one tensor, as a language model's embedding and head have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(2, 2, bias=False) for _ in range(3))
-        self.b.weight = self.c.weight = self.a.weight
-
-
-@pytest.mark.parametrize("transform", [None, Cast("bfloat16")])
-def test_a_partial_update_need_not_have_all_names_of_a_tied_weight(transform: Any) -> None:
-    model = Tied().to(torch.float32 if transform is None else torch.bfloat16)
-    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=transform) as scheme:
-        scheme.init_in_process("policy", model, fill(Tied(), 1))
-        for value, name in enumerate("abc", 2):
-            scheme.send({f"{name}.weight": torch.full((2, 2), float(value))}, partial=True)
-            assert {one.weight.unique().item() for one in (model.a, model.b, model.c)} == {value}
-        with pytest.raises(wsync.LayoutMismatch, match="were one tied tensor, and now differ"):
-            scheme.send({"b.weight": torch.ones(2, 2), "c.weight": torch.zeros(2, 2)}, partial=True)
-
-
-def test_a_state_dict_may_lack_the_buffers_that_a_transform_drops() -> None:
-    model = nn.Linear(2, 2)
-    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=Exclude("noise")) as scheme:
-        scheme.init_in_process("policy", model)
-        scheme.send(Noisy(1))
-        scheme.send(Noisy(2).state_dict())
-        assert model.weight.unique().tolist() == [2]
-
-
-def test_a_scheme_does_not_rely_on_what_its_transform_was_given_before() -> None:
-    drop = Exclude("noise")
-    drop(dict(Noisy().named_buffers()) | {"weight": random(2)})
-    with (
-        pytest.raises(wsync.LayoutMismatch, match="no weight matches 'noise'"),
-        wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=drop) as scheme,
-    ):
-        scheme.init_in_process("policy", ActorCritic(), ActorCritic())
-
-
-class Adapter:
-    """What a trainer merges into its weights."""
-
-    def __init__(self) -> None:
-        self.scale = 0.0
-
-    def merge(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor + self.scale for name, tensor in weights.items()}
-
-    def name(self, name: str) -> str:
-        return name if self.scale < 3 else f"x.{name}"
-
-
-@pytest.mark.parametrize("side", ["send_transform", "receive_transform"])
-def test_a_function_of_ones_own_reads_what_its_object_has_by_then(side: str) -> None:
-    adapter, source, model = Adapter(), fill(ActorCritic(), 1), ActorCritic()
-    options: dict[str, Any] = {side: [Rename(adapter.name), adapter.merge]}
-    with wsync.SharedMemWeightSyncScheme(timeout=10.0, **options) as scheme:
-        scheme.init_in_process("policy", model, source)
-        adapter.scale = 2.0
-        scheme.send()
-        assert model.v.weight.unique().tolist() == [3]
-        adapter.scale = 3.0
-        with pytest.raises(wsync.WeightSyncError, match=r"unknown .x\.body\.weight"):
-            scheme.send()
-    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=adapter.merge) as scheme:
-        scheme.init_in_process("policy", model, source)
-        adapter.scale = 4.0
-        scheme.send({"v.weight": torch.ones(2, 2)}, partial=True)
-        assert model.v.weight.unique().tolist() == [5] and model.v.bias.unique().tolist() == [4]
-
-
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
@@ -262,49 +139,6 @@ def test_a_function_of_ones_own_reads_what_its_object_has_by_then(side: str) -> 
 def test_options_that_mean_nothing(make: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         make()
-
-
-def test_a_string_is_no_transform() -> None:
-    said = r"send_transform is a transform, such as .*Cast.*, not 'bfloat16'"
-    options: dict[str, Any] = {"send_transform": "bfloat16"}
-    with pytest.raises(TypeError, match=said), wsync.SharedMemWeightSyncScheme(**options) as scheme:
-        scheme.init_on_sender("policy", model=ActorCritic(), num_workers=1)
-
-
-@pytest.mark.parametrize("mapping", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "transform", "said"),
-    [
-        (torch.float32, None, r"no 'v\.weight'.*\(send_transform=wsync\.transforms\.Exclude\('v\.weight', 'v\.bias'\)"),
-        (torch.bfloat16, Exclude("v"), r"not float32.*\(send_transform=wsync\.transforms\.Cast\('bfloat16'\)"),
-    ],
-)
-def test_the_error_of_a_model_that_does_not_fit_names_the_transform_that_helps(
-    dtype: torch.dtype, transform: Any, said: str, mapping: bool
-) -> None:
-    model = Actor(dtype)
-    with (
-        pytest.raises(wsync.LayoutMismatch, match=said),
-        wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=transform) as scheme,
-    ):
-        scheme.init_in_process("policy", model.state_dict() if mapping else model, ActorCritic())
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("transform", [Select("0.*"), Exclude("1.*")])
-@pytest.mark.parametrize("side", ["send_transform", "receive_transform"])
-def test_a_part_of_a_model_is_taken_without_extra_state(side: str, transform: Any, size: int) -> None:
-    given, model = (nn.Sequential(*(WithExtraState() for _ in range(count))) for count in (2, size))
-    for module in fill(given, 7).children():
-        module.set_extra_state({"steps": 7})
-    options: dict[str, Any] = {side: transform}
-    with wsync.SharedMemWeightSyncScheme(timeout=10.0, **options) as scheme:
-        scheme.init_in_process("policy", model, given)
-        scheme.send()
-    assert [module.weight[0].item() for module in model.children() if isinstance(module, WithExtraState)] == [7, 0][
-        :size
-    ]
-    assert [module.get_extra_state() for module in model.children()] == [{"steps": 0}] * size
 
 
 class Noisy(nn.Linear):
@@ -334,23 +168,26 @@ def test_non_persistent_buffers_that_a_state_dict_lacks_are_the_senders_own(tran
         assert model.values() == {3}
 
 
-@pytest.mark.parametrize("transform", [None, Cast("float32"), Rename(lambda name: name.replace("noise", "spread"))])
-def test_non_persistent_buffers_that_the_first_weights_lacked_are_not_sent(transform: Any) -> None:
-    model = Noisy()
-    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=transform) as scheme:
-        scheme.init_in_process("policy", model)
-        for value in (1, 2):
-            scheme.send(Noisy(value).state_dict())
-            assert model.values() == {0, value}
-            scheme.send(Noisy(value + 2))
-            assert model.values() == {0, value + 2}
+# --- differences ---
 
 
-def test_without_a_module_the_error_tells_what_a_state_dict_lacks() -> None:
-    model = Noisy()
-    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=Cast("float32")) as scheme:
-        scheme.init_in_process("policy", model)
-        scheme.send(Noisy(1))
-        with pytest.raises(wsync.LayoutMismatch, match=r"missing 'noise' .a non-persistent buffer.*send the module"):
-            scheme.send(Noisy(2).state_dict())
-        assert model.values() == {1}
+def test_a_difference_is_made_last() -> None:
+    delta = Delta()
+
+    def initialise(**options: Any) -> None:
+        with wsync.MultiProcessWeightSyncScheme(**options) as scheme:
+            scheme.init_on_sender("policy", model=nn.Linear(2, 2), num_workers=1)
+
+    for right in (delta, [Cast("bfloat16"), delta], [Chain([Cast("bfloat16"), Chain([delta], "inner")], "outer")]):
+        initialise(send_transform=right)
+    for wrong in ([delta, Cast("bfloat16")], [Chain([delta], "inner"), delta], [Delta(), delta]):
+        with pytest.raises(ValueError, match="last"):
+            initialise(send_transform=wrong)
+    with pytest.raises(ValueError, match="level"):
+        Delta(level=100)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ImportError, match="pip install zstandard"):
+        Delta()

@@ -1,28 +1,21 @@
-"""Calling forms and updates of every kind in random order, with compiled and Python loops at either end."""
+"""Calling forms and updates of every kind, in random order and in alternation."""
 
 from __future__ import annotations
 
-import gc
 import random
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from backends import PROCESS_BACKENDS, BuiltIn
-from implementations import PYTHON, choose
 from tensordict import TensorDict
 from torch import nn
 
 import wsync
-from wsync import loops
-from wsync.testing import Session, WorkerPool, commands
+from wsync.testing import Session, WorkerPool
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import Small, digest, fill, scramble
-
-LOCAL = ("shared_mem", "shared_mem-published", "multiprocess")
+from wsync.testing.models import digest, scramble
 
 
 class TensorsOnly(nn.Module):
@@ -42,10 +35,6 @@ class TensorsOnly(nn.Module):
 
     def forward(self) -> torch.Tensor:
         return self.scalar
-
-
-def use_python_loops(_: WorkerState) -> None:
-    choose(PYTHON)
 
 
 def replace_tensors(state: WorkerState) -> None:
@@ -149,52 +138,27 @@ class Trainer:
         self.session.workers.call(change_buffer)
         self.send_without_argument()
 
-    def run_forwards(self) -> None:
-        self.session.workers.call(commands.output)
-        found = self.session.workers.call(commands.plain_digest)
-        assert [each["scalar"] for each in found] == [each["scalar"] for each in self.expected]
-
 
 STEPS: list[Callable[[Trainer], None]] = [
-    step for name, step in vars(Trainer).items() if name.startswith(("send", "synchronize", "run"))
+    step for name, step in vars(Trainer).items() if name.startswith(("send", "synchronize"))
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "here", "there"),
-    [(name, here, there) for name in LOCAL for here in (True, False) for there in (True, False)]
-    + [("distributed", True, True), ("distributed", False, True), ("distributed", True, False)]
-    + [("distributed-gloo", True, True), ("distributed-inline", True, True)],
+    "name",
+    ["shared_mem", "shared_mem-published", "multiprocess", "distributed", "distributed-gloo", "distributed-inline"],
 )
-def test_updates_of_every_kind_in_random_order_arrive(
-    pool: WorkerPool, name: str, here: bool, there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``here``, ``there``: whether the trainer and the workers use the compiled loops."""
-    if not here:
-        choose(PYTHON, monkeypatch.setattr)
-    elif not loops.COMPILED:
-        pytest.skip("the compiled loops were not built here")
-    backend, chance = PROCESS_BACKENDS[name](), random.Random(f"{name} {here} {there}")
-    type(backend).pool = pool if there else WorkerPool()  # a worker's gate is of the first implementation used
-    with backend.workers(2) as workers, backend.make_scheme(timeout=60.0) as scheme:
-        if not there:
-            workers.call(use_python_loops)
-        session = Session(scheme, workers, scramble(TensorsOnly(), 0), TensorsOnly, "policy")
-        scheme.init_on_sender("policy", model=session.model, num_workers=2)
-        for index, worker in enumerate(workers):
-            session.begin_join(worker, index)
-        scheme.connect()
-        workers.results()
+def test_updates_of_every_kind_in_random_order_arrive(pool: WorkerPool, name: str) -> None:
+    backend, chance = PROCESS_BACKENDS[name](), random.Random(name)
+    type(backend).pool = pool
+    with backend.connected(2, TensorsOnly) as session:
         trainer = Trainer(session)
         for step in (*STEPS, *chance.choices(STEPS, k=25)):
             step(trainer)
-            version = scheme.version
+            version = session.scheme.version
             if chance.random() < 0.7:  # else updates pile up
                 assert session.digests() == trainer.expected, step.__name__
-                assert scheme.version == version
-        if not there:
-            for worker in workers:
-                worker.kill()  # its loops stay the Python ones
+                assert session.scheme.version == version
 
 
 @pytest.mark.parametrize("given_at_init", ["model", "weights"])
@@ -218,45 +182,3 @@ def test_calling_forms_in_alternation(backend: BuiltIn, given_at_init: str) -> N
             weights = make()
             session.scheme.send(weights)
             assert session.digests() == [digest(other if weights is other else model)] * 2
-
-
-def test_sent_tensors_are_not_kept_alive(backend: BuiltIn) -> None:
-    with backend.connected(1, TensorsOnly) as session:
-        sent: list[weakref.ref[torch.Tensor]] = []
-        for _ in range(6):
-            copy = {name: tensor.clone() for name, tensor in session.model.state_dict().items()}
-            sent += [weakref.ref(tensor) for tensor in copy.values()]
-            session.scheme.send(copy)
-        del copy
-        gc.collect()
-        assert not any(reference() is not None for reference in sent)
-
-
-def join_as(state: WorkerState, scheme: wsync.WeightSyncScheme, index: int) -> None:
-    """Join as one of many workers of this process."""
-    state.models[str(index)], state.schemes[str(index)] = Small(), scheme
-    scheme.init_on_receiver("policy", model=state.models[str(index)], worker_idx=index)
-    scheme.connect()
-
-
-def test_many_workers(backend: BuiltIn) -> None:
-    count = 130
-    with backend.workers(2) as hosts, backend.make_scheme(timeout=60.0) as scheme:
-        model = fill(Small(), 1)
-        scheme.init_on_sender("policy", model=model, num_workers=count)
-
-        def start() -> None:  # beside connect(): the commands may be more than a pipe holds
-            for index in range(count):
-                hosts[index % 2].start(join_as, scheme, index)
-
-        starting = threading.Thread(target=start)
-        starting.start()
-        scheme.connect()
-        starting.join()
-        for index in range(count):
-            hosts[index % 2].result()
-        for value in range(2, 5):
-            report = scheme.send(fill(model, value))
-            assert report is not None and len(report.workers) == count
-        for index in range(count):
-            assert hosts[index % 2].call(commands.output, str(index))[0] == 4.0
