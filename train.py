@@ -46,7 +46,7 @@ def start_fork_server() -> None:
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":  # torchrun: ranks above 0 fork no workers
     start_fork_server()
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import hydra
@@ -67,28 +67,29 @@ from learning.config import (
     env_option,
     facts,
     failure_advice,
+    folders_named,
     line_prefix,
     resolved,
     run_hydra,
 )
 from learning.delay import WeightDelay
-from learning.hints import hints
 from learning.loop import Goal, Training
 from learning.making import learner_device
 from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
 from learning.reporting.console import ConsoleReporter, worker_pids
-from learning.reporting.files import SUMMARY, Pictures, RunFiles
+from learning.reporting.files import METRICS, RunFiles
 from learning.reporting.guarded import Guarded
-from learning.resuming import SettingsFiles, config_folders, resume_command
-from learning.run import own_folder, reported_errors, resumed_seed, stop_requests
+from learning.resuming import SETTINGS, config_folders, resume_command
+from learning.run import StopRequest, resumed_seed
 from learning.summary import objective_of
-from learning.validation import actor_critic, check_parts, network_settings
+from learning.trained import actor_critic
+from learning.validation import check_parts
 
 log = logging.getLogger(__name__)
 
 
-def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tuple[int, float]:
+def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
     """Run one training into `folder`; return the exit status, and the objective of a sweeper (``cfg.objective``)."""
     torch.set_num_threads(cfg.threads)
     seed_generators(cfg.seed)
@@ -96,17 +97,12 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
     collectors.config.check(cfg.collector, scheme, cfg.num_workers)
 
     cfg.env = env_config(cfg.env)
-    network, settings = network_settings(cfg.policy)
-    policy, critic, normalizer = actor_critic(
-        instantiate_setting("policy", network, _partial_=True), cfg.env, choice_in_words(cfg), env_option(), **settings
-    )
+    policy, critic, normalizer = actor_critic(cfg.policy, cfg.env, choice_in_words(cfg), env_option())
     device = learner_device(cfg.device)
     learner = instantiate_setting("algorithm", cfg.algorithm, policy.to(device), critic.to(device))
     logger = instantiate_setting("logger", cfg.logger)
     callbacks = [instantiate_setting(f"callbacks[{i}]", one) for i, one in enumerate(cfg.callbacks)]
     check_parts(learner, logger, callbacks, cfg.sync_each)
-    for hint in hints(cfg, learner, HydraConfig.get().runtime.choices["env"] if env_option() is None else None):
-        log.warning(hint)
 
     goal = Goal(cfg.total_frames, solved_at(cfg.env), cfg.stop_when_solved)
     delay = WeightDelay(cfg.staleness)
@@ -121,16 +117,16 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
     acting = delay.acting_policy(learner.policy)
     acting = acting if device.type == "cpu" else copy.deepcopy(acting).cpu()
     console = console_of(cfg, training)
+    run = HydraConfig.get()
+    settings = {"overrides": list(run.overrides.task), "config_folders": folders_named(run)}
     training.reporters = [
-        RunFiles(training.resumed_from, training.progress.frames),
-        settings_files,
+        RunFiles(training.resumed_from, training.progress.frames, {SETTINGS: settings}),
         console,
-        Pictures(),
         Guarded("logger", logger),
         *(Guarded("callback", one) for one in callbacks),
     ]
 
-    with stop_requests() as stop, failure_advice(cfg.collector), ExitStack() as running:
+    with StopRequest() as stop, failure_advice(cfg.collector), ExitStack() as running:
         stop.add_callback(console.note_stop_request)
         try:
             collector = instantiate_setting("collector", cfg.collector, _partial_=True)(
@@ -155,12 +151,13 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
 def console_of(cfg: TrainConfig, training: Training) -> ConsoleReporter:
     """Return what shows the run in the terminal."""
     scheme, run = training.scheme, HydraConfig.get()
+    continues = resume_command(__file__, run.overrides.task, folders_named(run)) if scheme.sends_weights else ""
     return ConsoleReporter(
         f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}",
         cfg.total_frames,
         solved_at=training.goal.solved_at,
         resumed=training.resumed_in_words,
-        resume_command=resume_command(__file__, run) if scheme.sends_weights else "",
+        resume_command=continues,
         prefix=line_prefix(run),
     )
 
@@ -169,14 +166,19 @@ def console_of(cfg: TrainConfig, training: Training) -> ConsoleReporter:
 def main(composed: DictConfig) -> float:
     """Check what Hydra composed, and train; return the objective, for a sweeper."""
     run = HydraConfig.get()
-    job = run.job.num if run.mode is RunMode.MULTIRUN else None
-    folder = Path(run.runtime.output_dir)
-    with reported_errors(folder, describe_error, job=job), nullcontext() if job is None else own_folder(folder):
-        cfg, settings_files = resolved(composed, run)
-        status, objective = train(cfg, settings_files, folder)
+    swept, folder = run.mode is RunMode.MULTIRUN, Path(run.runtime.output_dir)
+    try:
+        if swept and (folder / METRICS).exists():  # of another run of the sweep, or of an earlier start of this job
+            raise ConfigError(f"{folder} has a run already: continue it by resume={folder}, or see hydra.sweep.subdir")
+        status, objective = train(resolved(composed, run), folder)
         # Given NaN, Optuna's sweeper ends with an error of its own, also where failed runs are allowed.
-        if not status and math.isnan(objective) and job is not None and run.runtime.choices["hydra/sweeper"] != "basic":
-            raise ConfigError(f"objective={cfg.objective} is null in {SUMMARY}: the run has no figure for the sweeper")
+        if not status and math.isnan(objective) and swept and run.runtime.choices["hydra/sweeper"] != "basic":
+            raise ConfigError(f"objective={composed.objective} is null: the run has no figure for the sweeper")
+    except Exception as error:  # Hydra goes on with the other runs of a sweep, and raises only the first error, at the end
+        if swept:
+            message = describe_error(error)
+            log.error("run %d (%s): %s", run.job.num, folder.name, message or error, exc_info=message is None)
+        raise
     if status:
         raise SystemExit(status)
     return objective

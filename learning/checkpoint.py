@@ -22,17 +22,12 @@ def save(folder: Path, state: dict[str, Any]) -> Path:
     """Write `state` (tensors and plain values) to ``folder/checkpoint.pt``, replacing an older one in one step.
 
     Raises:
-        CheckpointError: it could not be written (a full disk, for example); an older one is unchanged.
+        FolderError: it could not be written (a full disk, for example); an older one is unchanged.
     """
-    path = folder / FILE
     content = io.BytesIO()  # writing to disk, torch reports a full disk as a RuntimeError
     torch.save({"format": FORMAT, "state": state}, content)
-    try:
-        replace_file(path, content.getbuffer())
-    except OSError as error:
-        older = "the older one is unchanged" if path.exists() else "there is no older one"
-        raise CheckpointError(f"{path} could not be written: {error.strerror}; {older}") from error
-    return path
+    replace_file(folder / FILE, content.getbuffer())
+    return folder / FILE
 
 
 def load(folder: Path) -> dict[str, Any]:
@@ -45,14 +40,15 @@ def load(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"no checkpoint in {folder}: {FILE} is missing")
     try:
-        file = path.open("rb")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
-    try:
-        with file:
-            content = torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # other bytes raise any error in the unpickler (IndexError, …), and OSError
-        raise CheckpointError(f"{path} cannot be read: truncated, or not a checkpoint of train.py") from error
+        reason = f" ({error.strerror})" if isinstance(error, OSError) else ""
+        raise CheckpointError(f"{path} cannot be read{reason}: truncated, or not a checkpoint of train.py") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("state"), dict):
         raise CheckpointError(f"{path} is not a checkpoint of train.py (expected the format {FORMAT})")
     return content["state"]
+
+
+def does_not_fit(folder: Path, what: str, error: Exception) -> CheckpointError:
+    """Return the error of a checkpoint whose state does not fit `what`: ``"this run"``."""
+    return CheckpointError(f"{folder / FILE} does not fit {what}: {' '.join(str(error).split())}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field, fields, make_dataclass
 from functools import cache
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -19,7 +19,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from hydra.utils import get_object
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -30,76 +29,151 @@ from collectors.errors import ConfigError
 from learning import validation
 from learning.actor_critic import Diverged, UnusableBatch
 from learning.checkpoint import CheckpointError
-from learning.config_errors import CONF, Parameters, one_line
+from learning.config_errors import one_line
 from learning.help import print_help
 from learning.options import PolicyConfig, TrainConfig
-from learning.reporting.files import FolderError
+from learning.reporting.files import METRICS, FolderError
 from learning.reporting.guarded import ReporterError
 from learning.reporting.sweep import report
-from learning.resuming import (
-    SettingsFiles,
-    compose_with,
-    config_folders,
-    is_override,
-    override_name,
-    with_earlier_overrides,
-    with_earlier_settings,
-)
-from learning.run import claimed, interrupt_by_signals, run_command
+from learning.resuming import config_folders, is_override, override_name, with_earlier_overrides
 from wsync import WeightSyncError, WorkerDied
 
+CONF = Path(__file__).resolve().parents[1] / "conf"
+"""The folder of the project's configs."""
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
-_EXPECTED = (
-    *_OF_HYDRA, CheckpointError, ConfigError, Diverged, FolderError, ReporterError, UnusableBatch, WeightSyncError,
-)  # fmt: skip
+_EXPECTED = (CheckpointError, ConfigError, Diverged, FolderError, ReporterError, UnusableBatch, WeightSyncError)
+
+
+def register_configs(folders: Sequence[Path] = ()) -> None:
+    """Add all configs to Hydra's ConfigStore, the backends' as well; `folders` are config folders of the user."""
+    wsync.config.register_configs({"timeout": "${timeout}"}, folders=[CONF, *folders])
+    collectors.config.register_configs()
+    wsync.config.store_once(None, "base_train", TrainConfig)
+    for name in ("mlp", "cnn", "rnn"):
+        made = config_of(f"learning.{name.upper()}", PolicyConfig, shared=name != "mlp")
+        wsync.config.store_once("policy", f"base_{name}", made)
+    for name in ("ppo", "impala"):
+        wsync.config.store_once("algorithm", f"base_{name}", config_of(f"learning.{name.upper()}"))
+    wsync.config.store_once("chaos", "base_chaos", config_of("collectors.chaos.Monkey"))
+    wsync.config.store_once("logger", "base_wandb", config_of("learning.reporting.wandb_logger.WandbLogger"))
+    wsync.config.store_once("logger", "base_none", config_of("learning.reporting.Reporter"))
+
+
+@cache
+def config_of(target: str, base: type = object, **defaults: Any) -> type:
+    """Return the structured config of a class: its arguments that have a default, and the fields of `base`.
+
+    Args:
+        target: dotted name of the class.
+        base: a dataclass, the config of what all classes of the group have.
+        **defaults: replace those of `base`.
+    """
+    made = wsync.config.config_of(target)
+    options = [(one.name, one.type, field(default=one.default)) for one in fields(made) if one.default != MISSING]
+    options += [(name, type(value), field(default=value)) for name, value in defaults.items()]
+    own = make_dataclass(made.__name__, options, bases=(base,))
+    own.__doc__, own.__module__ = f"The options of ``{target}``.", __name__
+    return own
+
+
+def settings() -> list[str]:
+    """Return the names of all settings: those of the run, and ``group.name`` of each option of a group."""
+    names = [field.name for field in fields(TrainConfig)]
+    stored = ConfigStore.instance().repo
+    for group in [name for name in names if name in stored]:
+        configs = [*stored[group].items(), *stored[group].get("schema", {}).items()]
+        nodes = [one.node for name, one in configs if name.endswith(".yaml")]
+        names += dict.fromkeys(f"{group}.{name}" for node in nodes for name in node if name != "_target_")
+    return names
+
+
+def resolved(composed: DictConfig, run: HydraConf) -> TrainConfig:
+    """Return the checked config of a run.
+
+    Raises:
+        ConfigError: see ``learning.validation.check``.
+    """
+    validation.check_backend(OmegaConf.select(composed, "weight_sync._target_"))
+    cfg = OmegaConf.to_object(composed)
+    assert isinstance(cfg, TrainConfig)
+    validation.check(cfg, settings())
+    if run.mode is RunMode.MULTIRUN and getattr(cfg.logger, "group", "") is None:  # only wandb's logger has a group
+        cfg.logger.group = "-".join(Path(run.sweep.dir).parts[-2:])
+    return cfg
+
+
+def facts(cfg: TrainConfig) -> dict[str, Any]:
+    """Return the settings in the summary of a run."""
+    overrides = list(_as_typed(HydraConfig.get().overrides.task))
+    counts = {"num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
+    return {"env": cfg.env.id, "seed": cfg.seed, **counts, "overrides": overrides}
+
+
+def _as_typed(overrides: Iterable[str]) -> Iterator[str]:
+    """Yield `overrides` without the escapes that the launcher of a sweep adds to values, of colons among others."""
+    parser = OverridesParser.create()
+    for text in overrides:
+        value = None if text.startswith("~") else parser.parse_override(text).value()
+        yield f"{text.partition('=')[0]}={value}" if isinstance(value, str) else text
+
+
+def folders_named(run: HydraConf) -> list[str]:
+    """Return the config folders that the command line of a run has named; there is at most one."""
+    return [source.path for source in run.runtime.config_sources if source.provider == "command-line"]
+
+
+def line_prefix(run: HydraConf) -> str:
+    """Return what begins each line of a run in a sweep that runs several at once: its number; else nothing."""
+    parallel = run.mode is RunMode.MULTIRUN and not str(run.launcher["_target_"]).endswith("BasicLauncher")
+    return f"[{run.job.num}] " if parallel else ""
+
+
+def env_option() -> str | None:
+    """Return the option of ``env`` that was chosen; None if ``env.id`` was given."""
+    run = HydraConfig.get()
+    by_id = any(override_name(one) == "env.id" for one in run.overrides.task)
+    return None if by_id else run.runtime.choices["env"]
+
+
+def choice_in_words(cfg: TrainConfig) -> str:
+    """Return the choice of the policy and the environment as in a command line: ``policy=lstm with env=cartpole``."""
+    env = f"env.id={cfg.env.id}" if (option := env_option()) is None else f"env={option}"
+    return f"policy={HydraConfig.get().runtime.choices['policy']} with {env}"
+
+
+@contextmanager
+def failure_advice(collector: Any) -> Iterator[None]:
+    """Add to the error of a worker that has died inside how a run continues without it."""
+    try:
+        yield
+    except WorkerDied as error:
+        if getattr(collector, "on_worker_failure", None) == "raise":  # a collector in one process has no such setting
+            error.add_note("collector.on_worker_failure=restart (or drop) continues after the death of a worker")
+        raise
 
 
 class RunFolders(Callback):
     """Hydra's callback that refuses used folders, and reports on a sweep after its last run.
 
-    Hydra does not call it at the end of a sweep in which a run has failed: `run_command` calls `write` then.
+    Hydra does not call it at the end of a sweep in which a run has failed: `run_hydra` calls `write` then.
     """
 
     _pending: ClassVar[list[Path]] = []
-    _claims: ClassVar[list[TextIOWrapper]] = []
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse a folder that has the files of another run, before Hydra writes into it."""
         HydraConfig.instance().set_config(config)  # the default folder's name has ${hydra:…}; Hydra sets it later
-        folder = Path(config.hydra.run.dir)
-        resume = config.get("resume")
-        if resume and Path(resume).resolve() == folder.resolve():
-            self._claim(folder, None, _used(f"the run in {folder} has not ended", "wait for its end"))
-        else:
-            refused = _used(f"hydra.run.dir={folder} has a run already", f"continue that one by resume={folder}")
-            self._claim(folder, "metrics.jsonl", refused)
+        folder, resume = Path(config.hydra.run.dir), config.get("resume")
+        if not resume or Path(resume).resolve() != folder.resolve():
+            _refuse_used(folder, METRICS, f"hydra.run.dir={folder} has a run already", f"resume={folder} continues it")
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse a folder that has runs of another sweep; prepare for the end of this one."""
         folder = Path(config.hydra.sweep.dir)
-        refused = _used(f"hydra.sweep.dir={folder} has runs already", "leave it out for a new folder")
-        self._claim(folder, "*/**/metrics.jsonl", refused)
-        interrupt_by_signals(folder, wait_for_runs="joblib" in config.hydra.launcher._target_)
+        used = f"hydra.sweep.dir={folder} has runs already"
+        _refuse_used(folder, f"*/**/{METRICS}", used, "leave it out for a new folder")
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a launcher ends its processes as well
         self._pending.append(folder)
-
-    @classmethod
-    def _claim(cls, folder: Path, files: str | None, refused: SystemExit) -> None:
-        """Raise `refused` if `folder` has `files`, or another process, which may have begun this second, has it."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            claim = claimed(folder, refused)  # closed by `release`
-        except OSError as error:  # Hydra turns an ``Exception`` of a callback into a warning
-            raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from error
-        cls._claims.append(claim)
-        if files is not None and any(folder.glob(files)):
-            raise refused
-
-    @classmethod
-    def release(cls) -> None:
-        """Remove the claims of this process, at its end: from then on the files of its runs are the sign of use."""
-        while cls._claims:
-            with cls._claims.pop() as claim:
-                Path(claim.name).unlink(missing_ok=True)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Report on the sweep."""
@@ -120,170 +194,56 @@ class RunFolders(Callback):
                     print(f"no report of the sweep: {error}", file=sys.stderr)  # Hydra has removed its log handlers
 
 
-def _used(what: str, instead: str) -> SystemExit:
-    """Return the error of a used folder."""
-    return SystemExit(
-        f"{Path(sys.argv[0]).name}: {what}: its files would be overwritten; name another one, or {instead}"
-    )
+def _refuse_used(folder: Path, files: str, used: str, instead: str) -> None:
+    """End the process if `folder` has `files`, or cannot be made. Hydra would only warn of an ``Exception``."""
+    program = Path(sys.argv[0]).name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"{program}: {error}") from error
+    if any(folder.glob(files)):
+        raise SystemExit(f"{program}: {used}: its files would be overwritten; name another one, or {instead}")
 
 
 def run_hydra(main: Callable[[], Any]) -> NoReturn:
-    """Call `main`, a function decorated by ``hydra.main``, and end the process; see ``learning.run.run_command``."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
+    """Call `main`, a function decorated by ``hydra.main``, and end the process.
 
-    def command() -> None:
+    An error that a user can act on is one line on stderr, or a traceback if HYDRA_FULL_ERROR is set. Exit statuses: 1
+    after an error, 130 after Ctrl-C.
+    """
+    tracebacks = "HYDRA_FULL_ERROR" in os.environ
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
+    try:
         register_configs(config_folders(sys.argv[1:]))
-        if {"--help", "-h"}.isdisjoint(sys.argv):
+        given = [argument for argument in sys.argv[1:] if is_override(argument)]
+        if not {"--help", "-h"}.isdisjoint(sys.argv):
+            print_help(CONF, given, config_folders(sys.argv[1:]))
+        else:
             # Options first: argparse takes overrides only in one piece.
             sys.argv[1:] = sorted(with_earlier_overrides(sys.argv[1:]), key=is_override)
             main()
-        else:
-            given = [argument for argument in sys.argv[1:] if is_override(argument)]
-            print_help(CONF, given, config_folders(sys.argv[1:]))
-
-    try:
-        run_command(command, describe_error, on_error=RunFolders.write)
-    finally:
-        RunFolders.release()
+    except BaseException as error:  # also Ctrl-C and SystemExit: the report of a sweep is written first
+        RunFolders.write()
+        if isinstance(error, KeyboardInterrupt):
+            sys.stdout.flush()
+            os._exit(128 + signal.SIGINT)  # without exit handlers: those of other libraries may wait for a server
+        message = describe_error(error)
+        if message is None or tracebacks:
+            raise
+        sys.exit(f"{Path(sys.argv[0]).name}: {message}")
+    sys.exit(0)
 
 
 def describe_error(error: BaseException) -> str | None:
     """Return an error that a user can act on in one line, and one for each of its notes; None for any other error."""
-    if not isinstance(error, _EXPECTED):
-        return None
-    chosen = {override_name(argument): argument.partition("=")[2] for argument in sys.argv[1:] if "=" in argument}
     if isinstance(error, _OF_HYDRA):
-        message = one_line(error, settings(), chosen, _own_parameters(config_folders(sys.argv[1:])))
-    else:
+        nested = [str(path.relative_to(CONF).with_suffix("")) for path in CONF.glob("*/*/*.yaml")]
+        message = one_line(error, settings(), nested)
+    elif isinstance(error, _EXPECTED):
         message = str(error)
+    elif "Config group override must be a string" in str(error):  # a ValueError of Hydra's
+        groups = [one for one in sys.argv if one.endswith("=null")]
+        message = f"{' '.join(groups)}: say one of the options that --help lists; none, where there is one, is off"
+    else:
+        return None
     return "\n".join([message, *getattr(error, "__notes__", ())])
-
-
-def _own_parameters(folders: Sequence[Path]) -> Parameters:
-    """Return the parameters of what YAML files of the user's name by ``_target_``; empty if the options do not compose.
-
-    Args:
-        folders: config folders of the user.
-    """
-    groups = {*settings(), "experiment"}
-    choices = [one for one in sys.argv[1:] if is_override(one) and override_name(one) in groups]
-    try:
-        cfg = compose_with(folders, choices)
-    except _OF_HYDRA:
-        return {}
-    found: dict[str, tuple[str, list[str]]] = {}
-    for group, node in ((str(name), cfg[name]) for name in cfg if isinstance(cfg[name], DictConfig)):
-        if OmegaConf.get_type(node) is dict and (target := node.get("_target_")) is not None:
-            try:
-                names = validation.own_settings(group, get_object(target))
-            except (ImportError, TypeError, ValueError):  # reported when the option is used
-                continue
-            found[group] = ("", [str(name) for name in node]) if names is None else (target, names)
-    return found
-
-
-def settings() -> dict[str, list[str]]:
-    """Return all settings, each with the options of its group that have it: ``{"policy.hidden": ["mlp"], …}``."""
-    names: dict[str, list[str]] = {field.name: [] for field in fields(TrainConfig)}
-    for group, options in ConfigStore.instance().repo.items():
-        if group in names and isinstance(options, dict):
-            configs = {option.removeprefix("base_"): one for option, one in options.items() if option[:5] == "base_"}
-            for option, stored in {**configs, **options.get("schema", {})}.items():
-                for name in set(stored.node) - {"_target_"}:
-                    names.setdefault(f"{group}.{name}", []).append(option.removesuffix(".yaml"))
-    return names
-
-
-def resolved(composed: DictConfig, run: HydraConf) -> tuple[TrainConfig, SettingsFiles]:
-    """Return the checked config of a run, with that of the run it resumes, and what writes it into the run's folder.
-
-    Raises:
-        ConfigError: see ``learning.validation.check``.
-    """
-    validation.check_backend(OmegaConf.select(composed, "weight_sync._target_"))
-    merged = with_earlier_settings(composed, run.overrides.task, run.runtime.choices, config_folders(sys.argv[1:]))
-    cfg = OmegaConf.to_object(merged)
-    assert isinstance(cfg, TrainConfig)
-    validation.check(cfg, settings())
-    if run.mode is RunMode.MULTIRUN and getattr(cfg.logger, "group", "") is None:  # only wandb's logger has a group
-        cfg.logger.group = "-".join(Path(run.sweep.dir).parts[-2:])
-    return cfg, SettingsFiles(merged, run)
-
-
-def facts(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the settings in the summary of a run."""
-    overrides = _as_typed(HydraConfig.get().overrides.task)
-    counts = {"num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
-    return {"env": cfg.env.id, "seed": cfg.seed, **counts, "overrides": overrides}
-
-
-def line_prefix(run: HydraConf) -> str:
-    """Return what begins each line of a run in a sweep that runs several at once: its number; else nothing."""
-    parallel = run.mode is RunMode.MULTIRUN and not str(run.launcher["_target_"]).endswith("BasicLauncher")
-    return f"[{run.job.num}] " if parallel else ""
-
-
-@contextmanager
-def failure_advice(collector: Any) -> Iterator[None]:
-    """Add to the error of a worker that has died inside how a run continues without it."""
-    try:
-        yield
-    except WorkerDied as error:
-        if getattr(collector, "on_worker_failure", None) == "raise":  # a collector in one process has no such setting
-            error.add_note("collector.on_worker_failure=restart (or drop) continues after the death of a worker")
-        raise
-
-
-def env_option() -> str | None:
-    """Return the option of ``env`` that was chosen; None if ``env.id`` was given."""
-    run = HydraConfig.get()
-    by_id = any(override_name(one) == "env.id" for one in run.overrides.task)
-    return None if by_id else run.runtime.choices["env"]
-
-
-def choice_in_words(cfg: TrainConfig) -> str:
-    """Return the choice of the policy and the environment as in a command line: ``policy=lstm with env=cartpole``."""
-    env = f"env.id={cfg.env.id}" if (option := env_option()) is None else f"env={option}"
-    return f"policy={HydraConfig.get().runtime.choices['policy']} with {env}"
-
-
-def _as_typed(overrides: Sequence[str]) -> list[str]:
-    """Return `overrides` without the escapes that the launcher of a sweep adds to values, of colons among others."""
-    parser = OverridesParser.create()
-    values = [None if text.startswith("~") else parser.parse_override(text).value() for text in overrides]
-    return [
-        f"{text.partition('=')[0]}={value}" if isinstance(value, str) else text
-        for text, value in zip(overrides, values, strict=True)
-    ]
-
-
-@cache
-def config_of(target: str, base: type = object, **defaults: Any) -> type:
-    """Return the structured config of a class: its arguments that have a default, and the fields of `base`.
-
-    Args:
-        target: dotted name of the class.
-        base: a dataclass, the config of what all classes of the group have.
-        **defaults: replace those of `base`.
-    """
-    made = wsync.config.config_of(target)
-    options = [(one.name, one.type, field(default=one.default)) for one in fields(made) if one.default != MISSING]
-    options += [(name, type(value), field(default=value)) for name, value in defaults.items()]
-    own = make_dataclass(made.__name__, options, bases=(base,))
-    own.__doc__, own.__module__ = f"See ``{target}``.", __name__
-    return own
-
-
-def register_configs(folders: Sequence[Path] = ()) -> None:
-    """Add all configs to Hydra's ConfigStore, the backends' as well; `folders` are config folders of the user."""
-    wsync.config.register_configs({"timeout": "${timeout}"}, folders=[CONF, *folders])
-    collectors.config.register_configs()
-    wsync.config.store_once(None, "base_train", TrainConfig)
-    for name in ("mlp", "cnn", "rnn"):
-        made = config_of(f"learning.{name.upper()}", PolicyConfig, shared=name != "mlp")
-        wsync.config.store_once("policy", f"base_{name}", made)
-    for name in ("ppo", "impala"):
-        wsync.config.store_once("algorithm", f"base_{name}", config_of(f"learning.{name.upper()}"))
-    wsync.config.store_once("chaos", "base_chaos", config_of("collectors.chaos.Monkey"))
-    wsync.config.store_once("logger", "base_wandb", config_of("learning.reporting.wandb_logger.WandbLogger"))
-    wsync.config.store_once("logger", "base_none", config_of("learning.reporting.Reporter"))

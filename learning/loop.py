@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,13 +20,10 @@ from learning.delay import WeightDelay
 from learning.normalization import ObservationNormalizer, RewardNormalizer
 from learning.progress import Progress
 from learning.reporting import Reporter
-from learning.reporting.guarded import ReporterError
 from learning.run import StopRequest
 from learning.summary import summarise
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from tensordict import TensorDictBase
     from torch import nn
 
@@ -120,33 +116,16 @@ class Training:
         """Train until the goal is reached or `stop` is requested; return the summary, which reporters get too.
 
         However the run ends, a checkpoint and the summary are written. Networks that have diverged are not: the last
-        checkpoint stays. An error is raised again afterwards, unless it is a RuntimeError (of a worker, or of the
-        scheme) after a request to stop: a signal may end the workers as well. A file that cannot be written is a note
-        on the first error; after a ``KeyboardInterrupt`` (the second request) a line on stderr, and nothing concludes.
+        checkpoint stays. After a ``KeyboardInterrupt`` (the second request) no reporter concludes. A RuntimeError
+        after a request to stop is the end of the run: the signal may have ended the workers as well.
         """
-        conclude = True
-        try:
-            return self._run(collector, stop, config)
-        except KeyboardInterrupt:
-            conclude = False
-            raise
-        finally:
-            if conclude:
-                with ExitStack() as steps:
-                    for reporter in self.reporters:
-                        steps.push(_last_step(reporter.conclude))
-
-    def _run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
-        status, diverged = "failed", False
+        status = "failed"
         self.failures = collector.failures
         stop.add_callback(collector.interrupt)
         try:
             for reporter in self.reporters:
                 reporter.begin(self.folder, config)
             status = self._loop(collector, stop)
-        except Diverged:
-            diverged = True
-            raise
         except RuntimeError:
             if not stop.requested:
                 raise
@@ -155,14 +134,16 @@ class Training:
             status = "interrupted"
             raise
         finally:
+            error = sys.exception()
             if self.sync_each == "epoch":
                 self.learner.after_epoch = None
-            summary = self._summary(status, collector, sys.exception())
-            with ExitStack() as steps:  # last in, first called; all are called, even if the disk is full
-                for reporter in reversed(self.reporters):
-                    steps.push(_last_step(partial(reporter.finish, summary)))
-                if not diverged:
-                    steps.push(_last_step(partial(checkpoint.save, self.folder, self.state_dict())))
+            summary = self._summary(status, collector, error)
+            steps: list[Callable[[], object]] = [partial(one.finish, summary) for one in self.reporters]
+            if not isinstance(error, Diverged):
+                steps.insert(0, partial(checkpoint.save, self.folder, self.state_dict()))
+            if not isinstance(error, KeyboardInterrupt):
+                steps += [one.conclude for one in self.reporters]
+            _do_all(steps, error)
         return summary
 
     def _loop(self, collector: Collector, stop: StopRequest) -> str:
@@ -248,8 +229,7 @@ class Training:
             if state["task"] != self.task:
                 self.progress.forget_returns()  # returns in another environment do not count
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            detail = " ".join(str(error).split())
-            raise checkpoint.CheckpointError(f"{folder / checkpoint.FILE} does not fit this run: {detail}") from error
+            raise checkpoint.does_not_fit(folder, "this run", error) from error
         self.resumed_from = folder
         self.facts["resumed_from"] = {
             "folder": str(folder), "frames": self.progress.frames, "version": self.progress.version
@@ -278,23 +258,16 @@ class Training:
         return summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics, *counts) | failed | self.facts
 
 
-_Exit = Callable[[type[BaseException] | None, BaseException | None, "TracebackType | None"], None]
-
-
-def _last_step(step: Callable[[], object]) -> _Exit:
-    """Return an exit callback for `step`; an expected error in it becomes a note on an earlier error, if any."""
-    before = sys.exception()
-
-    def leave(_: object, error: BaseException | None, __: object) -> None:
-        first = error or before
+def _do_all(steps: Iterable[Callable[[], object]], first: BaseException | None) -> None:
+    """Do every step; an error in one becomes a note on the `first` error, or is the first one, which is raised."""
+    raised = first
+    for step in steps:
         try:
             step()
-        except (OSError, checkpoint.CheckpointError, ReporterError) as late:
-            if first is None:
-                raise
-            if not isinstance(first, Exception):  # after a second Ctrl-C no traceback, and so no note, is printed
-                print(late, file=sys.stderr)
-            elif str(late) != str(first):  # closing a file that is full raises the same error again
-                first.add_note(str(late))
-
-    return leave
+        except Exception as late:  # of any class: a step may be the user's
+            if raised is None:
+                raised = late
+            elif str(late) != str(raised):  # closing a file that is full raises the same error again
+                raised.add_note(str(late))
+    if first is None and raised is not None:
+        raise raised

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
-from collectors.errors import ConfigError, lines_of_user
-from learning.encoders import Observation, feature_size, leaves, linear
+from collectors.errors import ConfigError
+from learning.encoders import Observation, feature_size, linear
 from learning.networks import Critic, Network, Policy, policy_for
 from learning.normalization import ObservationNormalizer
 from learning.recurrent import FeatureSlice, RecurrentCritic, RecurrentNetwork, RecurrentPolicy, SideBySide
@@ -100,33 +100,3 @@ class _FirstStep(nn.Module):
                 f"the network has to give new states of shape {list(state.shape)}, and it gave {list(new.shape)}"
             )
         return features
-
-
-def network_error(error: Exception, made: str, observation_spec: SpecTree) -> ConfigError | None:
-    """Return the error for a network that could not be made or called; None if it is no error of the network.
-
-    Its notes are the lines of the user's modules that were being executed, the innermost last, and the observation.
-
-    Args:
-        error: what was raised; of any class, if in a module of the user's.
-        made: the options and the network, for the message: "policy=wide with env=gate: mine.Wide(width=256)".
-        observation_spec: what the network was made for.
-    """
-    called = lines_of_user(error)
-    usual = type(error) in (RuntimeError, TypeError, ValueError)
-    if not (called or isinstance(error, RuntimeError | TypeError | ValueError)):
-        return None
-    text = " ".join(str(error).split())
-    if not text or not usual:  # the text of a KeyError is only the key
-        text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    specs = {".".join(path): spec for path, spec in leaves(observation_spec)}
-    of_uint8 = [name or "observation" for name, spec in specs.items() if spec.dtype == torch.uint8]
-    if of_uint8 and any(word in text for word in ("Byte", "unsigned char")):
-        text += f"; {', '.join(of_uint8)} is uint8, and a network converts it: .float() / 255"
-    described = ConfigError(f"{made}: {text}")
-    for line in called:
-        described.add_note(line)
-    if called:
-        shapes = ", ".join(f"{name} {list(spec.shape)}".lstrip() for name, spec in specs.items())
-        described.add_note(f"  observation: {shapes}")
-    return described

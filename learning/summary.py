@@ -18,6 +18,8 @@ _NO_UPDATE: dict[str, Any] = {
     **dict.fromkeys(("gib_per_second", "plain_copy_us", "over_plain_copy")),
 }
 """The figures of a weight sync without updates."""
+_TO_CONTINUE = {"solved": "Set stop_when_solved=false to continue.", "finished": "Raise total_frames to continue."}
+"""Advice for a resumed run that has already reached its goal, by status."""
 
 
 def summarise(
@@ -42,7 +44,6 @@ def summarise(
         chaos: number of injected faults of each kind.
         limits: the limits of the collector.
     """
-    sync = {**_NO_UPDATE, **metrics.summary()}
     sentences = [verdict(status, progress, solved_at)]
     sentences += [f"{failures}."] if failures else []
     if any(chaos.values()):
@@ -60,7 +61,7 @@ def summarise(
         "episodes": progress.episodes,
         "episode_return_mean_100": progress.return_mean,
         "solved_at": solved_at,
-        "weight_sync": {**sync, "version": progress.version},
+        "weight_sync": {**_NO_UPDATE, **metrics.summary(), "version": progress.version},
         "staleness": {
             "mean": progress.staleness_mean,
             "max": progress.staleness_max,
@@ -74,8 +75,9 @@ def summarise(
     }
 
 
-_TO_CONTINUE = {"solved": "Set stop_when_solved=false to continue.", "finished": "Raise total_frames to continue."}
-"""Advice for a resumed run that has already reached its goal, by status."""
+def summary_without_frames() -> dict[str, Any]:
+    """Return the summary of a run that has done nothing; it has every entry that others have."""
+    return summarise("finished", Progress(), None, SyncMetrics(""), Failures(), {}, Staleness())
 
 
 def verdict(status: str, progress: Progress, solved_at: float | None) -> str:
@@ -95,15 +97,6 @@ def verdict(status: str, progress: Progress, solved_at: float | None) -> str:
     return f"{text}. {_control(progress, solved_at)}"
 
 
-def return_text(value: float | None, solved_at: float | None = None) -> str:
-    """Write a return with three significant digits of `solved_at`, or of itself, and one decimal at least."""
-    if value is None:
-        return "–"
-    scale = abs(solved_at or value)
-    decimals = 2 - math.floor(math.log10(scale)) if 0 < scale < math.inf else 1
-    return f"{value:,.{min(max(decimals, 1), 6)}f}"
-
-
 def _control(progress: Progress, solved_at: float | None) -> str:
     """Return the verdict on a run in which the workers kept their first weights (``weight_sync=none``)."""
     mean, first = progress.return_mean, progress.first_mean
@@ -114,6 +107,15 @@ def _control(progress: Progress, solved_at: float | None) -> str:
         return f"{text}, and it did not learn."
     at_start, at_end = return_text(first, solved_at), return_text(mean, solved_at)
     return f"{text}, and it did not learn: mean return {at_start} at the start, {at_end} at the end."
+
+
+def return_text(value: float | None, solved_at: float | None = None) -> str:
+    """Write a return with three significant digits of `solved_at`, or of itself, and one decimal at least."""
+    if value is None:
+        return "–"
+    scale = abs(solved_at or value)
+    decimals = 2 - math.floor(math.log10(scale)) if 0 < scale < math.inf else 1
+    return f"{value:,.{min(max(decimals, 1), 6)}f}"
 
 
 def objective_of(summary: Mapping[str, Any], name: str) -> float:
@@ -137,8 +139,3 @@ def objective_of(summary: Mapping[str, Any], name: str) -> float:
     if not isinstance(value, int | float):
         raise ValueError(f"objective={name}: the entry of the summary is not a number, but {value!r}")
     return float(value)
-
-
-def check_objective(name: str) -> None:
-    """Check before a run that its summary will have the figure `name`; raises ValueError, see `objective_of`."""
-    objective_of(summarise("finished", Progress(), None, SyncMetrics(""), Failures(), {}, Staleness()), name)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from functools import partialmethod
 from typing import Any
 
 from collectors.errors import lines_of_user
-from learning.progress import Row
 from learning.reporting import Reporter
 from learning.reporting.files import FolderError
 
@@ -28,37 +26,24 @@ class Guarded(Reporter):
     """
 
     def __init__(self, setting: str, reporter: Reporter) -> None:
-        self._name = f"{setting} {type(reporter).__name__}"
-        self._reporter = reporter
-        self._failed = False
+        self._name, self._reporter, self._failed = f"{setting} {type(reporter).__name__}", reporter, False
 
-    def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Call ``begin``."""
-        self._call(self._reporter.begin, folder, config)
-
-    def update(self, row: Row) -> None:
-        """Call ``update``."""
-        self._call(self._reporter.update, row)
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Call ``finish``."""
-        self._call(self._reporter.finish, summary)
-
-    def conclude(self) -> None:
-        """Call ``conclude``."""
-        self._call(self._reporter.conclude)
-
-    def _call(self, method: Callable[..., None], *arguments: Any) -> None:
+    def _call(self, method: str, *arguments: Any) -> None:
         if self._failed:
             return
         try:
-            method(*arguments)
+            getattr(self._reporter, method)(*arguments)
         except Exception as error:  # of any class: the method is the user's
             self._failed = True
             if isinstance(error, FolderError) or not (called := lines_of_user(error)):
                 raise
             text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-            described = ReporterError(f"{self._name}, {method.__name__}(): {text}")
+            described = ReporterError(f"{self._name}, {method}(): {text}")
             for line in called:
                 described.add_note(line)
             raise described from error
+
+    begin = partialmethod(_call, "begin")
+    update = partialmethod(_call, "update")
+    finish = partialmethod(_call, "finish")
+    conclude = partialmethod(_call, "conclude")
