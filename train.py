@@ -174,7 +174,9 @@ def main(composed: DictConfig) -> float:
         # Given NaN, Optuna's sweeper ends with an error of its own, also where failed runs are allowed.
         if not status and math.isnan(objective) and swept and run.runtime.choices["hydra/sweeper"] != "basic":
             raise ConfigError(f"objective={composed.objective} is null: the run has no figure for the sweeper")
-    except Exception as error:  # Hydra goes on with the other runs of a sweep, and raises only the first error, at the end
+    except (
+        Exception
+    ) as error:  # Hydra goes on with the other runs of a sweep, and raises only the first error, at the end
         if swept:
             message = describe_error(error)
             log.error("run %d (%s): %s", run.job.num, folder.name, message or error, exc_info=message is None)

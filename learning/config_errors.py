@@ -35,9 +35,14 @@ def one_line(error: BaseException, settings: Collection[str], nested: Iterable[s
     if key := re.search(r"full_key: (\S+)", text):
         message = message if key[1] in message else f"{key[1]}: {message}"
     if found := re.match(r"Could not override '(.+?)'", text):
+        name = found[1]
         if "is not in struct" in text:  # a dictionary without a schema
-            return f"{message}; say +{found[1]}=… to add it"
-        return f"no setting is called '{found[1]}'{did_you_mean(found[1], settings)}: {message}"
+            return f"{message}; say +{name}=… to add it"
+        if name in settings:
+            return f"'{name}' is a setting of another option of {name.partition('.')[0]} than the chosen one"
+        return f"no setting is called '{name}'{did_you_mean(name, settings)}"
+    if "override_grammar" in text:
+        return f"this override cannot be read: {message}"
     return message
 
 

@@ -49,7 +49,11 @@ def print_help(
     console.print(f"{USAGE}\n[bold]Groups and their options[/bold]")
     table = Table(box=None, show_header=False, padding=(0, 2))
     for group in ("algorithm", "chaos", "collector", "env", "experiment", "logger", "policy", "weight_sync"):
-        files = [path.relative_to(folder / group) for folder in (conf, *folders) for path in folder.glob(f"{group}/**/*.yaml")]
+        files = [
+            path.relative_to(folder / group)
+            for folder in (conf, *folders)
+            for path in folder.glob(f"{group}/**/*.yaml")
+        ]
         table.add_row(group, ", ".join(sorted({str(file.with_suffix("")) for file in files} | _registered(group))))
     console.print(table)
     console.print("\n[bold]Settings of this choice[/bold]")

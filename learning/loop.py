@@ -264,7 +264,7 @@ def _do_all(steps: Iterable[Callable[[], object]], first: BaseException | None) 
     for step in steps:
         try:
             step()
-        except Exception as late:  # of any class: a step may be the user's
+        except Exception as late:  # noqa: BLE001  (of any class: a step may be the user's)
             if raised is None:
                 raised = late
             elif str(late) != str(raised):  # closing a file that is full raises the same error again

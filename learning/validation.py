@@ -43,9 +43,7 @@ LIMITS = {
         Annotated[float, Field(ge=0, allow_inf_nan=False)],
         "algorithm.lr_end_factor algorithm.clip_final algorithm.value_coef",
     ),
-    **_each(
-        Annotated[float, Field(ge=0, le=1)], "algorithm.gamma algorithm.gae_lambda algorithm.vtrace_lambda"
-    ),
+    **_each(Annotated[float, Field(ge=0, le=1)], "algorithm.gamma algorithm.gae_lambda algorithm.vtrace_lambda"),
     **_each(Annotated[float, Field(allow_inf_nan=False)], "env.solved_at algorithm.entropy_coef"),
     **_each(Annotated[int, Field(ge=0, lt=2**63)], "seed"),  # what torch, numpy and Gymnasium all take
     **_each(Annotated[int, Field(ge=1, le=1024)], "threads"),  # OpenMP crashes if it cannot start so many

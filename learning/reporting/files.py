@@ -1,4 +1,4 @@
-"""The files of a run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, and the pictures made from them."""
+"""The files of a run: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, and the pictures made from them."""
 
 from __future__ import annotations
 

@@ -5,55 +5,87 @@ from __future__ import annotations
 import base64
 import csv
 import html
+import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress, pairwise
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from learning.reporting.console import microseconds
-from learning.reporting.files import writing
-from learning.reporting.sweep_runs import FIGURES, Column, Run, columns, common, groups, numeric_setting, read_runs
+from learning.reporting.console import microseconds, number
+from learning.reporting.files import METRICS, SUMMARY, FolderError, read_rows, read_summary, writing
+from learning.summary import return_text
 
 TABLE, PAGE = "sweep.csv", "sweep.html"
-
-# Columns to drop, in this order, in a narrow terminal.
-_SPARE = (  # columns that a narrow terminal does without, in this order
-    "GiB/s",
-    "sync p99",
-    "mean staleness",
-    "sync p95",
-    "frames to solved",
-    "frames/s",
-    "s to solved",
-    "status",
-)
+_DEFAULT = "default"  # of a setting that only other runs' command lines name
 
 
-def _cells(run: Run, shown: Mapping[str, Column]) -> list[str]:
-    return [write(figure(run)) for figure, write in shown.values()]
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep: its folder, the content of ``summary.json``, and its rows."""
+
+    folder: Path
+    summary: dict[str, Any]
+    rows: Sequence[dict[str, Any]]
+
+    @property
+    def sync(self) -> dict[str, Any]:
+        """The weight sync part of the summary."""
+        return self.summary["weight_sync"]
+
+    @property
+    def complete(self) -> bool:
+        """Whether it was solved or finished, rather than interrupted or failed."""
+        return self.summary["status"] in ("solved", "finished")
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The overrides of its command line, without backend and seed, which have columns of their own."""
+        asked = (override.partition("=") for override in self.summary.get("overrides", ()))
+        return {name: value for name, _, value in asked if name not in ("weight_sync", "seed")}
+
+    @property
+    def seconds_to_solved(self) -> float | None:
+        """Seconds from the first step until it was solved for the first time; None if it never was."""
+        frames = self.summary.get("solved_after_frames")
+        return None if frames is None else next((row["seconds"] for row in self.rows if row["frames"] >= frames), None)
+
+    @property
+    def final_return(self) -> float | None:
+        """The mean return of the last 100 episodes at the end; None if no episode ended."""
+        return self.summary["episode_return_mean_100"]
+
+    @property
+    def return_over_run(self) -> float | None:
+        """The mean return of the last 100 episodes, averaged over the frames of the run; None if no episode ended."""
+        frames = [0, *(row["frames"] for row in self.rows)]
+        means = [
+            (row["episode_return_mean_100"], b - a) for row, (a, b) in zip(self.rows, pairwise(frames), strict=True)
+        ]
+        known = [(mean, weight) for mean, weight in means if mean is not None]
+        return statistics.fmean(*map(list, zip(*known, strict=True))) if known else None
 
 
-def _medians(runs: Sequence[Run], shown: Mapping[str, Column]) -> list[str]:
-    """Return one row for runs that differ only in the seed: the number solved, and medians of the complete runs."""
-    cells = dict(zip(shown, _cells(runs[0], shown), strict=True))
-    solved = sum(run.summary["solved"] for run in runs)
-    cells |= {"seed": "median", "status": "", "solved": f"{solved} of {len(runs)}"}
-    for name, (figure, write) in FIGURES.items():
-        known = [value for run in runs if run.complete and (value := figure(run)) is not None]
-        cells[name] = write(statistics.median(known) if known else None)
-    return list(cells.values())
+Column = tuple[Callable[[Run], Any], Callable[[Any], str]]
+"""A figure, in the units of ``summary.json`` (µs, s), and how it is formatted."""
 
-
-def table_rows(runs: Sequence[Run]) -> Iterable[tuple[list[str], bool]]:
-    """Yield the rows of the table, and whether each is a row of medians; these follow runs that differ in the seed."""
-    shown = columns(runs)
-    for group in groups(runs).values():
-        yield from ((_cells(run, shown), False) for run in group)
-        if len(group) > 1:
-            yield _medians(group, shown), True
+FIGURES: dict[str, Column] = {
+    "s to solved": (lambda run: run.seconds_to_solved, number),
+    "frames to solved": (lambda run: run.summary.get("solved_after_frames"), lambda value: number(value, 0)),
+    "return": (lambda run: run.final_return, return_text),
+    "frames/s": (lambda run: run.summary["frames_per_second"], lambda value: number(value, 0)),
+    "sync p50": (lambda run: run.sync["latency_us"].get("p50"), microseconds),
+    "sync p95": (lambda run: run.sync["latency_us"].get("p95"), microseconds),
+    "sync p99": (lambda run: run.sync["latency_us"].get("p99"), microseconds),
+    "GiB/s": (lambda run: run.sync.get("gib_per_second"), lambda value: number(value, 3)),
+    "mean staleness": (lambda run: run.summary["staleness"]["mean"], lambda value: number(value, 2)),
+}
+"""The figures that have a median."""
 
 
 def report(folder: Path, console: Console | None = None) -> None:
@@ -65,81 +97,180 @@ def report(folder: Path, console: Console | None = None) -> None:
         FolderError: no run has ended there, or the report cannot be written.
     """
     runs, left_out = read_runs(folder)
+    shown = columns(runs)
     with writing(folder / TABLE), open(folder / TABLE, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        shown = columns(runs)
-        # In the terminal and the page, each cell has its unit.
-        names = [f"{name} (µs)" if write is microseconds else name for name, (_, write) in shown.items()]
-        writer.writerow(["run", *names])
+        writer = csv.writer(file)  # in the terminal and the page, each cell has its unit
+        writer.writerow(["run", *(f"{name} (µs)" if one[1] is microseconds else name for name, one in shown.items())])
         for run in runs:
             writer.writerow([run.folder.relative_to(folder), *(figure(run) for figure, _ in shown.values())])
-    pictures = _draw(folder, runs)
+    pictures = list(_draw(folder, runs))
     with writing(folder / PAGE):
         (folder / PAGE).write_text(_page(runs, left_out, pictures), encoding="utf-8")
     console = console or Console(highlight=False)
-    _show(runs, folder, console)
-    for line in left_out:
-        console.print(f"left out: {line}", soft_wrap=True, markup=False)
-
-
-def _draw(folder: Path, runs: Sequence[Run]) -> list[Path]:
-    """Draw the pictures into `folder`; return their paths."""
-    from learning.reporting import sweep_plots  # matplotlib takes most of a second to import
-
-    figures = {"sweep_returns.png": sweep_plots.returns, "sweep_latency.png": sweep_plots.latencies}
-    if numeric_setting(runs) is not None:
-        figures = {"sweep_setting.png": sweep_plots.over_setting, **figures}
-    for name, draw in figures.items():
-        with writing(folder / name):
-            draw(groups(runs)).savefig(folder / name)
-    return [folder / name for name in figures]
-
-
-def _show(runs: Sequence[Run], folder: Path, console: Console) -> None:
-    names = list(columns(runs))
-    table = _table(runs, names)
     if not console.is_terminal:
-        console.width = _wanted(table, console)
-    for spare in _SPARE:  # the page has all columns
-        if _wanted(table, console) <= console.width:
+        console.width = 1000
+    console.print(_table(runs, console))
+    for line in (f"report: {folder / PAGE}", *(f"left out: {line}" for line in left_out)):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _table(runs: Sequence[Run], console: Console) -> Table:
+    """Return the table of the runs; in a narrow terminal, without some of the figures."""
+    spare = ["", "GiB/s", "sync p99", "mean staleness", "sync p95", "frames to solved", "frames/s", "s to solved"]
+    left_out, table = set[str](), Table()
+    for name in spare:
+        left_out.add(name)
+        table = Table(box=SIMPLE_HEAD, title=_counted(runs), title_justify="left")
+        kept = [name not in left_out for name in columns(runs)]
+        for column in compress(columns(runs), kept):
+            table.add_column(column, justify="left" if column in ("backend", "status") else "right", no_wrap=True)
+        for cells, is_median in table_rows(runs):
+            table.add_row(*compress(cells, kept), style="bold" if is_median else None, end_section=is_median)
+        if console.measure(table, options=console.options.update(max_width=1000)).maximum <= console.width:
             break
-        names.remove(spare)
-        table = _table(runs, names)
-    console.print(table)
-    console.print(f"report: {folder / PAGE}", soft_wrap=True, markup=False)
+    return table
+
+
+def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
+    """Return the runs in a sweep's folder that have ended, ordered by backend, settings and seed.
+
+    With them, a line for each of the other runs that names what is missing or damaged.
+
+    Raises:
+        FolderError: no run has ended there, or none is readable.
+    """
+    runs, left_out = [], []
+    for each in sorted({path.parent for name in (".hydra", METRICS, SUMMARY) for path in folder.glob(f"*/**/{name}")}):
+        try:
+            if not (each / SUMMARY).is_file():
+                raise FolderError(f"{each} has no {SUMMARY}: it has not begun, or not ended, or was killed")
+            runs.append(Run(each, read_summary(each), list(read_rows(each))))
+        except FolderError as error:
+            left_out.append(str(error))
+    if not runs:
+        raise FolderError("\n".join([f"no run has ended in {folder}: there is no {SUMMARY} to read", *left_out]))
+    names = differing(runs)
+
+    def place(run: Run) -> tuple[Any, ...]:
+        return run.sync["scheme"], [_in_order(run.settings.get(n, "")) for n in names], run.summary.get("seed") or 0
+
+    return sorted(runs, key=place), left_out
+
+
+def _in_order(value: str) -> tuple[float, str]:
+    """Return a sort key: numbers by value, other strings alphabetically after them."""
+    try:
+        return float(value), value
+    except ValueError:
+        return math.inf, value
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """Return the settings, except backend and seed, that differ between ``runs``."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    return [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
+
+
+def numeric_setting(runs: Sequence[Run]) -> str | None:
+    """Return the setting with the most different numbers, to draw the runs over it; None if none has three or more."""
+    values = {name: {_in_order(run.settings.get(name, ""))[0] for run in runs} for name in differing(runs)}
+    counts = {name: len(found) for name, found in values.items() if all(map(math.isfinite, found)) and len(found) > 2}
+    return max(counts, key=lambda name: counts[name], default=None)
+
+
+def common(runs: Sequence[Run], fact: str) -> Any:
+    """Return the value of ``fact`` in the summaries of ``runs``; None if they differ."""
+    values = {run.summary.get(fact) for run in runs}
+    return values.pop() if len(values) == 1 else None
+
+
+def groups(runs: Sequence[Run], without: str | None = None) -> dict[str, list[Run]]:
+    """Return the runs that differ only in the seed, and in the setting `without`, by what differs between the groups.
+
+    That is the backend, if there are several or nothing else differs, and settings.
+    """
+    names = [name for name in differing(runs) if name != without]
+    several = common([Run(run.folder, run.sync, ()) for run in runs], "scheme") is None or not names
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        settings = [f"{name}={run.settings.get(name, _DEFAULT)}" for name in names]
+        found.setdefault(" ".join([run.sync["scheme"]] * several + settings), []).append(run)
+    return found
+
+
+def columns(runs: Sequence[Run]) -> dict[str, Column]:
+    """Return the columns of a table of ``runs``, including the settings that differ between them."""
+    return {
+        "backend": (lambda run: run.sync["scheme"], str),
+        **{name: (lambda run, name=name: run.settings.get(name, _DEFAULT), str) for name in differing(runs)},
+        "seed": (lambda run: run.summary.get("seed"), str),
+        "status": (lambda run: run.summary["status"], str),
+        "solved": (lambda run: run.summary["solved"], lambda value: "yes" if value else "no"),
+        **FIGURES,
+    }
+
+
+def table_rows(runs: Sequence[Run]) -> Iterator[tuple[list[str], bool]]:
+    """Yield the rows of the table, and whether each is a row of medians; these follow runs that differ in the seed."""
+    shown = columns(runs)
+    for group in groups(runs).values():
+        rows = [[write(figure(run)) for figure, write in shown.values()] for run in group]
+        yield from ((row, False) for row in rows)
+        if len(group) > 1:
+            yield list(_medians(group, dict(zip(shown, rows[0], strict=True))).values()), True
+
+
+def _medians(runs: Sequence[Run], first: dict[str, str]) -> dict[str, str]:
+    """Return one row for runs that differ only in the seed: the number solved, and medians of the complete runs."""
+    solved = sum(run.summary["solved"] for run in runs)
+    cells = first | {"seed": "median", "status": "", "solved": f"{solved} of {len(runs)}"}
+    for name, (figure, write) in FIGURES.items():
+        known = [value for run in runs if run.complete and (value := figure(run)) is not None]
+        cells[name] = write(statistics.median(known) if known else None)
+    return cells
+
+
+def _draw(folder: Path, runs: Sequence[Run]) -> Iterator[Path]:
+    """Draw the pictures into `folder`; yield their paths."""
+    from learning.reporting import plots  # matplotlib takes most of a second to import
+
+    env = "" if common(runs, "env") is None else f", {common(runs, 'env')}"
+    complete = [run for run in runs if run.complete]
+    updates: dict[str, list[float]] = {}
+    for name, group in groups(runs).items():
+        found = [us for run in group if run.complete for us in plots.update_latencies(run.rows, run.summary)]
+        updates |= {name: found} if found else {}
+    figures = {
+        "sweep_returns.png": plots.sweep_returns(groups(runs), env, common(runs, "solved_at")),
+        "sweep_latency.png": plots.sweep_latency(updates),
+    }
+    if (setting := numeric_setting(runs)) is not None:
+        curves: dict[str, Mapping[float, list[Run]]] = {}
+        for name, group in groups(complete, setting).items():
+            points: dict[float, list[Run]] = {}
+            for run in (one for one in group if one.final_return is not None):
+                points.setdefault(float(run.settings[setting]), []).append(run)
+            curves[name] = points
+        figures = {"sweep_setting.png": plots.sweep_setting(curves, setting, env), **figures}
+    for name, figure in figures.items():
+        with writing(folder / name):
+            figure.savefig(folder / name)
+        yield folder / name
 
 
 def _counted(runs: Sequence[Run]) -> str:
     return "1 run" if len(runs) == 1 else f"{len(runs)} runs"
 
 
-def _wanted(table: Table, console: Console) -> int:
-    """Return the width that the table needs."""
-    return console.measure(table, options=console.options.update(max_width=1000)).maximum
-
-
-def _table(runs: Sequence[Run], names: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, title=_counted(runs), title_justify="left")
-    chosen = [list(columns(runs)).index(name) for name in names]
-    for name in names:
-        table.add_column(name, justify="left" if name in ("backend", "status") else "right", no_wrap=True)
-    for cells, is_median in table_rows(runs):
-        table.add_row(*(cells[i] for i in chosen), style="bold" if is_median else None, end_section=is_median)
-    return table
-
-
 def _page(runs: Sequence[Run], left_out: Sequence[str], pictures: Sequence[Path]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns(runs))
-    body = "".join(
-        f'<tr class="{"median" if is_median else ""}">'
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        + "</tr>\n"
+    rows = [
+        ("median" if is_median else "", "".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
         for cells, is_median in table_rows(runs)
-    )
-    images = "".join(
-        f'<img alt="{one.name}" src="data:image/png;base64,{base64.b64encode(one.read_bytes()).decode()}">\n'
-        for one in pictures
-    )
+    ]
+    body = "".join(f'<tr class="{kind}">{cells}</tr>\n' for kind, cells in rows)
+    encoded = {one.name: base64.b64encode(one.read_bytes()).decode() for one in pictures}
+    images = "".join(f'<img alt="{name}" src="data:image/png;base64,{one}">\n' for name, one in encoded.items())
     title, workers = f"{common(runs, 'env') or 'Sweep'}: {_counted(runs)}", common(runs, "num_workers")
     title += "" if workers is None else f", {workers} workers each"
     missing = "".join(f"<p>Left out: {html.escape(line)}</p>\n" for line in left_out)
@@ -148,18 +279,13 @@ def _page(runs: Sequence[Run], left_out: Sequence[str], pictures: Sequence[Path]
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 body {{ font: 15px/1.45 system-ui, sans-serif; color: #1f2933; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }}
-h1 {{ font-size: 1.4rem }}
 .wide {{ overflow-x: auto }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
 th, td {{ padding: .25rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e7eb }}
-th:first-child, td:first-child {{ text-align: left }}
-th {{ color: #52606d; font-weight: 600 }}
 .median td {{ font-weight: 600; background: #f5f7fa }}
 img {{ width: 100%; margin: 1.2rem 0 }}
-p {{ color: #52606d }}
 </style></head><body>
 <h1>{title}</h1>
 <div class="wide"><table><thead><tr>{head}</tr></thead><tbody>

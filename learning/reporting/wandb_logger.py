@@ -9,15 +9,12 @@ import queue
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlparse
 
 from learning.progress import Row
 from learning.reporting import Reporter
 from wsync import missing_extra
-
-if TYPE_CHECKING:
-    import wandb
 
 log = logging.getLogger(__name__)
 HISTOGRAM_EVERY = 100  # updates
@@ -28,6 +25,15 @@ class WandbLogger(Reporter):
 
     A thread imports and starts wandb `start_after` seconds into the run, or at its end, since that takes more processor
     time than a short run; rows from before are sent then.
+
+    Args:
+        project: wandb's project.
+        entity: wandb's entity.
+        group: wandb's group; shared by the runs of a sweep.
+        tags: wandb's tags.
+        mode: "online", "offline" or "disabled"; None: WANDB_MODE, else online if logged in, else offline.
+        start_after: seconds before wandb is started.
+        close_within: seconds that the end of a run waits for the remaining rows to be sent.
     """
 
     def __init__(
@@ -40,17 +46,6 @@ class WandbLogger(Reporter):
         start_after: float = 10.0,
         close_within: float = 60.0,
     ) -> None:
-        """Make a logger.
-
-        Args:
-            project: wandb's project.
-            entity: wandb's entity.
-            group: wandb's group; shared by the runs of a sweep.
-            tags: wandb's tags.
-            mode: "online", "offline" or "disabled"; None: WANDB_MODE, else online if logged in, else offline.
-            start_after: seconds before wandb is started.
-            close_within: seconds that the end of a run waits for the remaining rows to be sent.
-        """
         self._init = {"project": project, "entity": entity, "group": group, "tags": list(tags)}
         self._mode = mode
         self._start_after, self._close_within = (min(one, threading.TIMEOUT_MAX) for one in (start_after, close_within))
@@ -64,7 +59,7 @@ class WandbLogger(Reporter):
         """Start the thread; wandb's files go to `folder`, and `config` is wandb's config."""
         self._init |= {"dir": str(folder), "name": folder.name, "config": config}
         # A daemon thread, so that the process can end even if wandb hangs.
-        self._thread = threading.Thread(target=self._guarded, name="wandb", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
         self._thread.start()
 
     def update(self, row: Row) -> None:
@@ -88,7 +83,7 @@ class WandbLogger(Reporter):
         elif self._where is not None:
             print(f"wandb: {self._where}")
 
-    def _guarded(self) -> None:
+    def _run(self) -> None:
         self._ending.wait(self._start_after)
         try:
             self._send_all()
@@ -100,7 +95,11 @@ class WandbLogger(Reporter):
             import wandb  # slow to import, and only needed here
         except ModuleNotFoundError as error:
             raise missing_extra(error, "train") from error
-        run = self._start(wandb)
+        limit = {"init_timeout": self._close_within / 2} if self._close_within else {}  # 0: nothing waits for wandb
+        settings = wandb.Settings(console="off", silent=True, **limit)
+        mode: Any = self._mode or os.environ.get("WANDB_MODE")
+        mode = mode or ("online" if logged_in(settings.base_url) else "offline")
+        run = wandb.init(**self._init, settings=settings, reinit="create_new", mode=mode)
         run.define_metric("frames")
         run.define_metric("*", step_metric="frames")
         latencies: list[float] = []
@@ -118,29 +117,16 @@ class WandbLogger(Reporter):
         self._where = f"offline; send it with: wandb sync {Path(run.dir).parent}" if run.offline else run.url
         run.finish(exit_code=1 if self._summary.get("status") == "failed" else 0)
 
-    def _start(self, module: Any) -> wandb.Run:
-        limit = {"init_timeout": self._close_within / 2} if self._close_within else {}  # 0: nothing waits for wandb
-        settings = module.Settings(console="off", silent=True, **limit)
-        mode = self._mode or os.environ.get("WANDB_MODE") or ("online" if logged_in(settings.base_url) else "offline")
-        options = {**self._init, "settings": settings, "reinit": "create_new"}
-        try:
-            return module.init(**options, mode=mode)
-        except module.Error as error:
-            if mode != "online":
-                raise
-            log.warning("wandb: going offline: %s", error)
-            return module.init(**options, mode="offline")
-
 
 def logged_in(base_url: str) -> bool:
     """Whether this user has credentials for the wandb server at `base_url`: in the environment, or in a netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
     try:
-        return netrc.netrc(path).authenticators(urlparse(base_url).hostname or base_url) is not None
+        found = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc")
     except (OSError, netrc.NetrcParseError):
         return False
+    return found.authenticators(urlparse(base_url).hostname or base_url) is not None
 
 
 def flat(row: Row) -> dict[str, Any]:
@@ -149,17 +135,16 @@ def flat(row: Row) -> dict[str, Any]:
         "frames": row.frames,
         "frames_per_second": row.frames_per_second,
         "episodes": row.episodes,
+        "episode_return_mean_100": row.episode_return_mean_100,
         "weight_sync/version": row.version,
         "weight_sync/staleness": row.staleness,
         "weight_sync/staleness_max": row.staleness_max,
         "weight_sync/dropped_frames": row.dropped_frames,
         **{f"learning/{name}": value for name, value in row.learning.items()},
     }
-    if row.episode_return_mean_100 is not None:
-        figures["episode_return_mean_100"] = row.episode_return_mean_100
     if row.weight_sync is not None:
         sync = row.as_dict()["weight_sync"]
         phases = sync.pop("phases_us")
         figures |= {f"weight_sync/{name}": value for name, value in sync.items()}
         figures |= {f"weight_sync/phases/{name}_us": value for name, value in phases.items()}
-    return figures
+    return {name: value for name, value in figures.items() if value is not None}
