@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -23,43 +24,64 @@ class UnusableBatch(ValueError):
     """A batch has values that are not finite, or an action mask that allows no action; nothing was learnt from it."""
 
 
+@dataclass(eq=False, repr=False)
 class ActorCritic(ABC):
     """Trains a policy and its critic with one Adam optimizer.
 
-    Attributes:
+    Args:
         policy: trained in place.
-        critic: observations ``[*B, obs]`` to values ``[*B]``; trained in place.
+        critic: observations ``[*B, obs]`` to values ``[*B]``, in units of scaled reward; trained in place.
+        gamma: discount per step.
+        reward_scale: factor on rewards before anything is computed from them, so that returns are of the order of one.
+        epochs: passes over each batch, at most; at the start.
+        epochs_final: the same, after `anneal_frames` frames; it falls linearly in between.
+        minibatch_size: frames per gradient step, at most. A pass has the fewest minibatches that this allows, and their
+            sizes differ by one at most. Sequences that a learner does not cut (the frames of one environment in one
+            batch: of recurrent policies, and of IMPALA) are whole: at least one is a minibatch.
+        lr: learning rate of Adam, at the start.
+        lr_end_factor: the learning rate at the end of the schedule, as a fraction of `lr`.
+        anneal_frames: length of the schedules; after it the final values stay.
+        value_coef: weight of the value loss, which is half the mean of the squared errors; ``vf_coef`` of
+            Stable-Baselines3 weighs the whole mean.
+        entropy_coef: weight of the entropy bonus.
+        max_grad_norm: the gradient is scaled down to this norm, over all parameters.
+        adam_eps: Adam's epsilon.
+
+    Attributes:
         frames: learnt from so far; the position in the schedules.
         after_epoch: called by ``update`` after each pass over a batch but the last one, if it is set.
         parameters: those of both networks that are trained, each once.
+
+    Raises:
+        ValueError: a count below 1.
     """
 
-    def __init__(
-        self,
-        policy: Policy | RecurrentPolicy,
-        critic: nn.Module,
-        *,
-        epochs: int,
-        epochs_final: int | None,
-        minibatch_size: int,
-        lr: float,
-        lr_end_factor: float,
-        anneal_frames: int,
-        max_grad_norm: float,
-        adam_eps: float,
-    ) -> None:
-        if min(epochs, epochs if epochs_final is None else epochs_final, minibatch_size, anneal_frames) < 1:
+    policy: Policy | RecurrentPolicy
+    critic: nn.Module
+    _: KW_ONLY
+    gamma: float = 0.99
+    reward_scale: float = 1.0
+    epochs: int = 10
+    epochs_final: int | None = None
+    minibatch_size: int = 256
+    lr: float = 3e-4
+    lr_end_factor: float = 1.0
+    anneal_frames: int = 100_000
+    value_coef: float = 0.5
+    entropy_coef: float = 0.0
+    max_grad_norm: float = 0.5
+    adam_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        """Make the optimizer."""
+        last = self.epochs if self.epochs_final is None else self.epochs_final
+        if min(self.epochs, last, self.minibatch_size, self.anneal_frames) < 1:
             raise ValueError("epochs, epochs_final, minibatch_size and anneal_frames must be at least 1")
-        self.policy, self.critic = policy, critic
-        self.epochs, self.epochs_final = epochs, epochs if epochs_final is None else epochs_final
-        self.minibatch_size = minibatch_size
-        self.lr, self.lr_final = lr, lr * lr_end_factor
-        self.anneal_frames, self.max_grad_norm = anneal_frames, max_grad_norm
         self.frames = 0
         self.after_epoch: Callable[[], object] | None = None
-        unique = dict.fromkeys((*policy.parameters(), *critic.parameters()))  # a shared trunk is listed once
+        unique = dict.fromkeys((*self.policy.parameters(), *self.critic.parameters()))  # a shared trunk is listed once
         self.parameters = [p for p in unique if p.requires_grad]
-        self.optimizer = torch.optim.Adam(self.parameters, lr=lr, eps=adam_eps, fused=True)
+        self.optimizer = torch.optim.Adam(self.parameters, lr=self.lr, eps=self.adam_eps, fused=True)
 
     @abstractmethod
     def update(self, batch: TensorDictBase) -> dict[str, float]:
@@ -83,8 +105,9 @@ class ActorCritic(ABC):
                 self.after_epoch()
             yield
 
-    def _scheduled(self, first: float, final: float) -> float:
+    def _scheduled(self, first: float, final: float | None) -> float:
         """Return the value, after ``frames``, that falls linearly from `first` to `final` over ``anneal_frames``."""
+        final = first if final is None else final
         return final + max(0.0, 1.0 - self.frames / self.anneal_frames) * (first - final)
 
     def _begin_update(self, batch: TensorDictBase) -> tuple[float, int]:
@@ -102,7 +125,7 @@ class ActorCritic(ABC):
                 raise UnusableBatch(
                     f"the action mask of {impossible} frame(s) of the batch allows no action: check the environment"
                 )
-        lr = self._scheduled(self.lr, self.lr_final)
+        lr = self._scheduled(self.lr, self.lr * self.lr_end_factor)
         self.optimizer.param_groups[0]["lr"] = lr
         return lr, round(self._scheduled(self.epochs, self.epochs_final))
 
