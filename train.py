@@ -57,34 +57,22 @@ from omegaconf import DictConfig, OmegaConf
 
 import collectors.config
 from collectors.distributed import is_worker, join_trainer
-from collectors.env_config import env_config, env_factory, solved_at, task_of
+from collectors.env_config import env_config, env_factory, solved_at
 from collectors.errors import ConfigError
 from collectors.rollouts.rollout import seed_generators
 from collectors.targets import instantiate_setting
-from learning.config import (
-    choice_in_words,
-    describe_error,
-    env_option,
-    facts,
-    failure_advice,
-    folders_named,
-    line_prefix,
-    resolved,
-    run_hydra,
-)
+from learning.config import describe_error, folders_named, line_prefix, resolved, run_hydra
 from learning.delay import WeightDelay
 from learning.loop import Goal, Training
-from learning.making import learner_device
 from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
+from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter, worker_pids
 from learning.reporting.files import METRICS, RunFiles
-from learning.reporting.guarded import Guarded
 from learning.resuming import SETTINGS, config_folders, resume_command
 from learning.run import StopRequest, resumed_seed
 from learning.summary import objective_of
 from learning.trained import actor_critic
-from learning.validation import check_parts
 
 log = logging.getLogger(__name__)
 
@@ -97,18 +85,26 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
     collectors.config.check(cfg.collector, scheme, cfg.num_workers)
 
     cfg.env = env_config(cfg.env)
-    policy, critic, normalizer = actor_critic(cfg.policy, cfg.env, choice_in_words(cfg), env_option())
-    device = learner_device(cfg.device)
+    policy, critic, normalizer = actor_critic(cfg.policy, cfg.env)
+    try:
+        device = torch.empty(0, device=cfg.device).device
+    except (AssertionError, RuntimeError) as error:  # an AssertionError: PyTorch was built without CUDA
+        raise ConfigError(f"device={cfg.device}: {str(error).splitlines()[0]}") from error
     learner = instantiate_setting("algorithm", cfg.algorithm, policy.to(device), critic.to(device))
     logger = instantiate_setting("logger", cfg.logger)
     callbacks = [instantiate_setting(f"callbacks[{i}]", one) for i, one in enumerate(cfg.callbacks)]
-    check_parts(learner, logger, callbacks, cfg.sync_each)
+    for reporter in (logger, *callbacks):
+        if not isinstance(reporter, Reporter):
+            raise ConfigError(f"logger and callbacks derive from learning.reporting.Reporter, not so {reporter!r}")
 
     goal = Goal(cfg.total_frames, solved_at(cfg.env), cfg.stop_when_solved)
     delay = WeightDelay(cfg.staleness)
     training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, delay, cfg.sync_each)
-    training.device, training.facts = device, facts(cfg)
-    training.task, training.observations = task_of(cfg.env), normalizer
+    run = HydraConfig.get()
+    overrides = [one.replace("\\", "") for one in run.overrides.task]  # a sweep's launcher escapes colons, for example
+    training.facts = {"env": cfg.env.id, "seed": cfg.seed, "num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
+    training.facts["overrides"] = overrides
+    training.device, training.observations = device, normalizer
     training.rewards = RewardNormalizer(cfg.env.rewards, getattr(learner, "gamma", 0.99))
     if cfg.resume is not None:
         training.resume(Path(cfg.resume))
@@ -117,16 +113,15 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
     acting = delay.acting_policy(learner.policy)
     acting = acting if device.type == "cpu" else copy.deepcopy(acting).cpu()
     console = console_of(cfg, training)
-    run = HydraConfig.get()
     settings = {"overrides": list(run.overrides.task), "config_folders": folders_named(run)}
     training.reporters = [
         RunFiles(training.resumed_from, training.progress.frames, {SETTINGS: settings}),
         console,
-        Guarded("logger", logger),
-        *(Guarded("callback", one) for one in callbacks),
+        logger,
+        *callbacks,
     ]
 
-    with StopRequest() as stop, failure_advice(cfg.collector), ExitStack() as running:
+    with StopRequest() as stop, ExitStack() as running:
         stop.add_callback(console.note_stop_request)
         try:
             collector = instantiate_setting("collector", cfg.collector, _partial_=True)(
@@ -151,12 +146,15 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
 def console_of(cfg: TrainConfig, training: Training) -> ConsoleReporter:
     """Return what shows the run in the terminal."""
     scheme, run = training.scheme, HydraConfig.get()
+    before, resumed = training.progress, ""
+    if training.resumed_from is not None:
+        resumed = f"resumed from {training.resumed_from} at {before.frames:,} frames, version {before.version:,}"
     continues = resume_command(__file__, run.overrides.task, folders_named(run)) if scheme.sends_weights else ""
     return ConsoleReporter(
         f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}",
         cfg.total_frames,
         solved_at=training.goal.solved_at,
-        resumed=training.resumed_in_words,
+        resumed=resumed,
         resume_command=continues,
         prefix=line_prefix(run),
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import field, fields, make_dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any, ClassVar, NoReturn
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -33,15 +31,14 @@ from learning.config_errors import one_line
 from learning.help import print_help
 from learning.options import PolicyConfig, TrainConfig
 from learning.reporting.files import METRICS, FolderError
-from learning.reporting.guarded import ReporterError
 from learning.reporting.sweep import report
-from learning.resuming import config_folders, is_override, override_name, with_earlier_overrides
-from wsync import WeightSyncError, WorkerDied
+from learning.resuming import config_folders, is_override, with_earlier_overrides
+from wsync import WeightSyncError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 """The folder of the project's configs."""
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
-_EXPECTED = (CheckpointError, ConfigError, Diverged, FolderError, ReporterError, UnusableBatch, WeightSyncError)
+_EXPECTED = (CheckpointError, ConfigError, Diverged, FolderError, UnusableBatch, WeightSyncError)
 
 
 def register_configs(folders: Sequence[Path] = ()) -> None:
@@ -88,33 +85,13 @@ def settings() -> list[str]:
 
 
 def resolved(composed: DictConfig, run: HydraConf) -> TrainConfig:
-    """Return the checked config of a run.
-
-    Raises:
-        ConfigError: see ``learning.validation.check``.
-    """
-    validation.check_backend(OmegaConf.select(composed, "weight_sync._target_"))
+    """Return the checked config of a run; raises ConfigError."""
     cfg = OmegaConf.to_object(composed)
     assert isinstance(cfg, TrainConfig)
     validation.check(cfg, settings())
     if run.mode is RunMode.MULTIRUN and getattr(cfg.logger, "group", "") is None:  # only wandb's logger has a group
         cfg.logger.group = "-".join(Path(run.sweep.dir).parts[-2:])
     return cfg
-
-
-def facts(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the settings in the summary of a run."""
-    overrides = list(_as_typed(HydraConfig.get().overrides.task))
-    counts = {"num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
-    return {"env": cfg.env.id, "seed": cfg.seed, **counts, "overrides": overrides}
-
-
-def _as_typed(overrides: Iterable[str]) -> Iterator[str]:
-    """Yield `overrides` without the escapes that the launcher of a sweep adds to values, of colons among others."""
-    parser = OverridesParser.create()
-    for text in overrides:
-        value = None if text.startswith("~") else parser.parse_override(text).value()
-        yield f"{text.partition('=')[0]}={value}" if isinstance(value, str) else text
 
 
 def folders_named(run: HydraConf) -> list[str]:
@@ -126,30 +103,6 @@ def line_prefix(run: HydraConf) -> str:
     """Return what begins each line of a run in a sweep that runs several at once: its number; else nothing."""
     parallel = run.mode is RunMode.MULTIRUN and not str(run.launcher["_target_"]).endswith("BasicLauncher")
     return f"[{run.job.num}] " if parallel else ""
-
-
-def env_option() -> str | None:
-    """Return the option of ``env`` that was chosen; None if ``env.id`` was given."""
-    run = HydraConfig.get()
-    by_id = any(override_name(one) == "env.id" for one in run.overrides.task)
-    return None if by_id else run.runtime.choices["env"]
-
-
-def choice_in_words(cfg: TrainConfig) -> str:
-    """Return the choice of the policy and the environment as in a command line: ``policy=lstm with env=cartpole``."""
-    env = f"env.id={cfg.env.id}" if (option := env_option()) is None else f"env={option}"
-    return f"policy={HydraConfig.get().runtime.choices['policy']} with {env}"
-
-
-@contextmanager
-def failure_advice(collector: Any) -> Iterator[None]:
-    """Add to the error of a worker that has died inside how a run continues without it."""
-    try:
-        yield
-    except WorkerDied as error:
-        if getattr(collector, "on_worker_failure", None) == "raise":  # a collector in one process has no such setting
-            error.add_note("collector.on_worker_failure=restart (or drop) continues after the death of a worker")
-        raise
 
 
 class RunFolders(Callback):

@@ -6,16 +6,6 @@ import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-NOT_FOR_WORKERS = {
-    "CudaWeightSyncScheme": "sends to models on the trainer's GPU, in a program of yours",
-    "HTTPWeightSyncScheme": "sends to inference engines, in a program of yours (docs/engines.md)",
-    "RayModuleTransformScheme": "sends to modules in environments, by a collector (docs/tutorials/collectors.md)",
-}
-"""What schemes are for that no collector carries."""
-
-PLUGINS = {"hydra/launcher=joblib": "sweep", "hydra/sweeper=optuna": "sweep", "hydra/launcher=submitit": "slurm"}
-"""Options that an extra of this package installs, by the beginning of the override."""
-
 _NOISE = ("full_key", "object_type", "reference_type", "See http", "To append")
 
 
@@ -48,9 +38,6 @@ def one_line(error: BaseException, settings: Collection[str], nested: Iterable[s
 
 def _no_such_option(path: str, text: str, nested: Iterable[str]) -> str:
     group, _, name = path.rpartition("/")
-    for plugin, extra in PLUGINS.items():
-        if f"{group}={name}".startswith(plugin):
-            return f"{group}={name} needs the extra [{extra}]: pip install -e '.[{extra}]'"
     options = [line.strip() for line in text.splitlines() if line.startswith("\t") and "provider=" not in line]
     options = [one for one in options if not one.startswith("base_")]
     options += [one.removeprefix(f"{group}/") for one in nested if one.startswith(f"{group}/")]

@@ -16,17 +16,9 @@ class WeightDelay:
     This is a weight sync with a long latency and enough bandwidth: every version arrives, in order, and late. Until the
     first one is due, workers act with the weights that they were started with. Versions count what is sent, so the
     staleness of a frame is the newest version sent, plus the number held back (``len``), less the frame's version.
-
-    Args:
-        updates: number of updates; 0: nothing is held back.
-
-    Raises:
-        ValueError: a negative number.
     """
 
     def __init__(self, updates: int = 0) -> None:
-        if updates < 0:
-            raise ValueError(f"weights cannot be sent {-updates} updates before they exist")
         self.updates = updates
         self._held_back: deque[dict[str, Any]] = deque()
         self._acting: nn.Module | None = None
@@ -69,11 +61,7 @@ class WeightDelay:
         return {"held_back": list(self._held_back), "acting": acting}
 
     def load_state_dict(self, state: Mapping[str, Any], policy: nn.Module) -> None:
-        """Continue from where `state_dict` was taken; `policy` is the learner's. Without a delay, nothing is held back.
-
-        Raises:
-            RuntimeError: the weights are those of another model.
-        """
+        """Continue from where `state_dict` was taken; `policy` is the learner's."""
         if self.updates and state["acting"] is not None:
             self.acting_policy(policy).load_state_dict(state["acting"])
             self._held_back.extend(state["held_back"])

@@ -37,7 +37,6 @@ def gae(
 
     Returns:
         Advantages, ``[*B, T]``. Adding ``value`` gives the lambda returns, the critic's targets.
-
     """
     future = next_value.masked_fill(terminated, 0.0)  # a product would keep NaN
     delta = torch.add(reward - value, future, alpha=gamma)
@@ -65,12 +64,7 @@ def successor_values(value: Tensor, done: Tensor, ends: Callable[[Tensor], Tenso
 def discounted_sum(delta: Tensor, decay: Tensor) -> Tensor:
     """Return ``A_t = delta_t + decay_t A_{t+1}`` for each t, with ``A`` of zero after the last column.
 
-    Args:
-        delta: ``[*B, T]``, time last.
-        decay: ``[*B, T]``; zero where the sum stops.
-
-    Returns:
-        ``[*B, T]``.
+    All are ``[*B, T]``, time last; `decay` is zero where the sum stops.
     """
     total = torch.zeros_like(delta[..., 0])
     backwards = []

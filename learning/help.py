@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -18,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 import wsync
-from learning.config_errors import NOT_FOR_WORKERS
 
 USAGE = """\
 python train.py group=option … setting=value …     one run; its folder is under outputs/
@@ -49,22 +47,14 @@ def print_help(
     console.print(f"{USAGE}\n[bold]Groups and their options[/bold]")
     table = Table(box=None, show_header=False, padding=(0, 2))
     for group in ("algorithm", "chaos", "collector", "env", "experiment", "logger", "policy", "weight_sync"):
-        files = [
-            path.relative_to(folder / group)
-            for folder in (conf, *folders)
-            for path in folder.glob(f"{group}/**/*.yaml")
-        ]
-        table.add_row(group, ", ".join(sorted({str(file.with_suffix("")) for file in files} | _registered(group))))
+        files = [(folder / group, path) for folder in (conf, *folders) for path in folder.glob(f"{group}/**/*.yaml")]
+        options = {str(path.relative_to(at).with_suffix("")) for at, path in files}
+        if group == "weight_sync":
+            options |= set(wsync.registered_backends())
+        table.add_row(group, ", ".join(sorted(options)))
     console.print(table)
     console.print("\n[bold]Settings of this choice[/bold]")
     _print_settings(console, "", cfg)
-
-
-def _registered(group: str) -> set[str]:
-    """Return the options of a group that have no file: backends that workers of ``train.py`` can receive from."""
-    stored = ConfigStore.instance().repo.get(group, {}) if group == "weight_sync" else {}
-    nodes = {name[:-5]: one.node for name, one in stored.items() if name.endswith(".yaml") and name[:5] != "base_"}
-    return {name for name, node in nodes.items() if str(node._target_).rpartition(".")[2] not in NOT_FOR_WORKERS}
 
 
 def _print_settings(console: Console, prefix: str, cfg: DictConfig) -> None:

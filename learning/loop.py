@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from collectors.errors import ConfigError
-from collectors.workers.records import Failures
 from learning import checkpoint
 from learning.actor_critic import ActorCritic, Diverged, check_finite
 from learning.delay import WeightDelay
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from collectors.staleness import Staleness
+    from collectors.workers.records import Failures
     from wsync import WeightSyncScheme
 
 
@@ -38,7 +38,7 @@ class Collector(Iterable[Any], Protocol):
     staleness: Staleness
 
     def interrupt(self) -> None:
-        """End the wait for the current batch soon. Called from a signal handler, on the main thread, at most once."""
+        """End the wait for the current batch soon."""
 
     def update_policy_weights_(self, policy: nn.Module, /) -> Any:
         """Send the weights of `policy` to every worker. Called as ``sync_each`` says; may raise WeightSyncError."""
@@ -81,14 +81,9 @@ class Training:
         resumed_from: the folder of that checkpoint.
         reporters: receive the rows and the summary.
         chaos: number of injected faults of each kind so far.
-        earlier_chaos: the same, before a resume.
         observations: the normaliser in the learner's networks, which the loop updates; None if there is none.
         rewards: makes the learner's rewards of those of the environment.
-        failures: the failures of workers in this process; those of the collector.
-        earlier_failures: the failures of workers before a resume, as ``Failures.as_dict`` gives them.
         device: the learner's, to which batches are copied.
-        task: what defines the environment, in plain values; after a resume with another one, earlier returns do not
-            count.
         facts: entries of the summary that describe the run (environment, seed, number of workers, ...).
     """
 
@@ -103,13 +98,9 @@ class Training:
     resumed_from: Path | None = None
     reporters: Sequence[Reporter] = ()
     chaos: Mapping[str, int] = field(default_factory=dict)
-    earlier_chaos: Mapping[str, int] = field(default_factory=dict)
     observations: ObservationNormalizer | None = None
     rewards: RewardNormalizer = field(default_factory=RewardNormalizer)
-    failures: Failures = field(default_factory=Failures)
-    earlier_failures: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
-    task: Mapping[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
@@ -120,27 +111,25 @@ class Training:
         after a request to stop is the end of the run: the signal may have ended the workers as well.
         """
         status = "failed"
-        self.failures = collector.failures
         stop.add_callback(collector.interrupt)
         try:
             for reporter in self.reporters:
                 reporter.begin(self.folder, config)
             status = self._loop(collector, stop)
-        except RuntimeError:
-            if not stop.requested:
+        except (RuntimeError, KeyboardInterrupt) as error:
+            status = "interrupted" if stop.requested or isinstance(error, KeyboardInterrupt) else "failed"
+            if status == "failed" or isinstance(error, KeyboardInterrupt):
                 raise
-            status = "interrupted"
-        except KeyboardInterrupt:
-            status = "interrupted"
-            raise
         finally:
             error = sys.exception()
             if self.sync_each == "epoch":
                 self.learner.after_epoch = None
-            summary = self._summary(status, collector, error)
+            described = {"error": None if error is None else f"{type(error).__name__}: {error}"}
+            counts = (self.scheme.metrics, collector.failures, self.chaos, collector.staleness)
+            summary = summarise(status, self.progress, self.goal.solved_at, *counts) | described | self.facts
             steps: list[Callable[[], object]] = [partial(one.finish, summary) for one in self.reporters]
             if not isinstance(error, Diverged):
-                steps.insert(0, partial(checkpoint.save, self.folder, self.state_dict()))
+                steps.insert(0, lambda: checkpoint.save(self.folder, self.state_dict()))
             if not isinstance(error, KeyboardInterrupt):
                 steps += [one.conclude for one in self.reporters]
             _do_all(steps, error)
@@ -160,13 +149,13 @@ class Training:
             check_finite(batch)  # before it counts; a learner of the user's may not check it
             progress.collected(batch, scheme.version + len(self.delay) + not_sent, collector.staleness)
             progress.note_solved(self.goal.solved_at)
-            with progress.learning():
-                learning = self._learn(batch)
+            began = time.perf_counter()
+            learning = self._learn(batch)
+            progress.seconds_learning += time.perf_counter() - began
             if (due := self.delay.exchange(self.learner.policy)) is not None:
                 collector.update_policy_weights_(due)
                 not_sent += not scheme.sends_weights
-            failed = self._counted().failed.total()
-            row = progress.synchronised(learning, scheme.metrics, scheme.version, failed)
+            row = progress.synchronised(learning, scheme.metrics, scheme.version, collector.failures.failed.total())
             for reporter in self.reporters:
                 reporter.update(row)
             if time.monotonic() - saved_at > self.checkpoint_every:
@@ -202,9 +191,6 @@ class Training:
             "progress": self.progress.state_dict(),
             "rewards": self.rewards.state_dict(),
             "delay": self.delay.state_dict(),
-            "worker_failures": self._counted().as_dict(),
-            "chaos": self._faults(),
-            "task": self.task,
         }
 
     def resume(self, folder: Path) -> None:
@@ -225,37 +211,10 @@ class Training:
             self.progress.load_state_dict(state["progress"])
             self.rewards.load_state_dict(state["rewards"])
             self.delay.load_state_dict(state["delay"], self.learner.policy)
-            self.earlier_failures, self.earlier_chaos = state["worker_failures"], state["chaos"]
-            if state["task"] != self.task:
-                self.progress.forget_returns()  # returns in another environment do not count
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise checkpoint.does_not_fit(folder, "this run", error) from error
-        self.resumed_from = folder
-        self.facts["resumed_from"] = {
-            "folder": str(folder), "frames": self.progress.frames, "version": self.progress.version
-        }  # fmt: skip
-
-    @property
-    def resumed_in_words(self) -> str:
-        """Return what the run continues; empty for a new run."""
-        if self.resumed_from is None:
-            return ""
-        before = self.progress
-        return f"resumed from {self.resumed_from} at {before.frames:,} frames, version {before.version:,}"
-
-    def _counted(self) -> Failures:
-        """Return the failures of workers with those before a resume."""
-        return self.failures.including(self.earlier_failures)
-
-    def _faults(self) -> dict[str, int]:
-        """Return the number of injected faults of each kind with those before a resume."""
-        kinds = dict.fromkeys([*self.earlier_chaos, *self.chaos])
-        return {kind: self.earlier_chaos.get(kind, 0) + self.chaos.get(kind, 0) for kind in kinds}
-
-    def _summary(self, status: str, collector: Collector, error: BaseException | None) -> dict[str, Any]:
-        failed = {"error": None if error is None else f"{type(error).__name__}: {error}"}
-        counts = (self._counted(), self._faults(), collector.staleness)
-        return summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics, *counts) | failed | self.facts
+        self.resumed_from, before = folder, self.progress
+        self.facts["resumed_from"] = {"folder": str(folder), "frames": before.frames, "version": before.version}
 
 
 def _do_all(steps: Iterable[Callable[[], object]], first: BaseException | None) -> None:

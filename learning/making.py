@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
-from collectors.errors import ConfigError
 from learning.encoders import Observation, feature_size, linear
 from learning.networks import Critic, Network, Policy, policy_for
 from learning.normalization import ObservationNormalizer
@@ -28,8 +27,8 @@ def make_actor_critic(
     Args:
         make_network: makes a module that maps observations to features, for the spec of an observation.
         observation_spec: the environment's.
-        action_spec: the environment's; see :func:`policy_for`.
-        initial_std: see :func:`policy_for`.
+        action_spec: the environment's; it decides about the distribution of actions.
+        initial_std: standard deviation of a continuous policy at the start, in units of half the action range.
         shared: whether one network serves both; otherwise each has its own.
         normalizer: the normalizer of observations, for both; None: observations are not normalized.
 
@@ -75,14 +74,6 @@ def _recurrent(
     actions = policy_for(action_spec, lambda outputs: head(parts[0], outputs, 0.01), initial_std)
     policy = RecurrentPolicy(Network(trunk, actions.network, normalizer), actions)
     return policy, RecurrentCritic(Network(trunk, head(parts[1], 1, 1.0), normalizer))
-
-
-def learner_device(name: str) -> torch.device:
-    """Return the device called `name`; raises ConfigError if PyTorch cannot use it here."""
-    try:
-        return torch.empty(0, device=name).device
-    except (AssertionError, RuntimeError) as error:  # an AssertionError: PyTorch was built without CUDA
-        raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
 
 
 class _FirstStep(nn.Module):

@@ -48,21 +48,16 @@ class Moments(nn.Module):
 
 
 class ObservationNormalizer(nn.Module):
-    """Observations with mean 0 and standard deviation 1, clipped.
+    """Observations with mean 0 and standard deviation 1, clipped; before the first update, they are only clipped.
 
     Images, action masks, and every part with the bounds 0 and 1 (one-hot, binary, rescaled) are left.
-
-    Without an update, observations are only clipped to the range.
-
-    Args:
-        spec: the spec of an observation.
     """
 
     def __init__(self, spec: SpecTree) -> None:
         super().__init__()
-        self.paths = [path for path, leaf in leaves(spec) if _is_measured(leaf)]
-        shapes = [leaf.shape for _, leaf in leaves(spec) if _is_measured(leaf)]
-        self.moments: Any = nn.ModuleList(Moments(*shape) for shape in shapes)
+        measured = {path: leaf.shape for path, leaf in leaves(spec) if _is_measured(leaf)}
+        self.paths = list(measured)
+        self.moments: Any = nn.ModuleList(Moments(*shape) for shape in measured.values())
 
     def forward(self, observation: Observation) -> Observation:
         """Return normalised observations."""

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, distributions, nn
+from typing_extensions import override
 
 from collectors.environments.specs import SpecTree
 from collectors.rollouts.sampled import greedy
@@ -83,14 +84,14 @@ class RNN(RecurrentNetwork):
             nn.init.zeros_(weight) if "bias" in name else nn.init.orthogonal_(weight)
         self.state_size = 2 * size if cell == "lstm" else size
 
+    @override
     def forward(self, observation: Observation, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See RecurrentNetwork."""
         encoded = self.encoder(observation)
         features, new = self._run(encoded.reshape(-1, 1, encoded.shape[-1]), state.reshape(-1, self.state_size))
         return features.reshape(*encoded.shape[:-1], -1), new.reshape(state.shape)
 
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
-        """See RecurrentNetwork. Each part of a sequence that is of one episode is a row; all rows run at once.
+        """Run each part of a sequence that is of one episode as a row, all rows at once.
 
         The rows are padded to the longest: on a CPU, PyTorch's LSTM is faster on them than on a `PackedSequence`.
         """
@@ -117,10 +118,6 @@ class SideBySide(RecurrentNetwork):
     """Two recurrent networks on the same observations, each with its own state: a policy's and its critic's.
 
     Features and states are those of the policy's network, followed by those of the critic's.
-
-    Args:
-        policy: the policy's.
-        critic: the critic's.
     """
 
     def __init__(self, policy: RecurrentNetwork, critic: RecurrentNetwork) -> None:
@@ -128,15 +125,15 @@ class SideBySide(RecurrentNetwork):
         self.policy, self.critic = policy, critic
         self.state_size = policy.state_size + critic.state_size
 
+    @override
     def forward(self, observation: Observation, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See RecurrentNetwork."""
         of_policy, of_critic = self._split(state)
         actor, critic = self.policy(observation, of_policy), self.critic(observation, of_critic)
         features, state = (torch.cat(both, -1) for both in zip(actor, critic, strict=True))
         return features, state
 
+    @override
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
-        """See RecurrentNetwork."""
         of_policy, of_critic = self._split(state)
         features = self.policy.sequence(observation, of_policy, is_init)
         return torch.cat([features, self.critic.sequence(observation, of_critic, is_init)], -1)
@@ -146,12 +143,7 @@ class SideBySide(RecurrentNetwork):
 
 
 class FeatureSlice(nn.Module):
-    """A part of the features: the columns from `start` to `stop`.
-
-    Args:
-        start: the first.
-        stop: the one after the last.
-    """
+    """A part of the features: the columns from `start` to `stop`, which is the one after the last."""
 
     def __init__(self, start: int, stop: int) -> None:
         super().__init__()
@@ -196,12 +188,12 @@ class RecurrentPolicy(TensorDictModuleBase):
         tensordict.set(("next", STATE), state)
         return tensordict
 
+    @override
     def can_act(self, mask: Tensor) -> Tensor:
-        """See Policy."""
         return self.actions.can_act(mask)
 
+    @override
     def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
-        """See Policy."""
         return self.actions.from_parameters(parameters)
 
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,8 +207,7 @@ class RecurrentPolicy(TensorDictModuleBase):
 class RecurrentCritic(nn.Module):
     """A value function on the features of a `RecurrentPolicy`: the same ones, or the critic's columns of `SideBySide`.
 
-    Args:
-        network: the trunk and the normaliser of the policy's network, with a head for the value.
+    Its network has the trunk and the normaliser of the policy's network, and a head for the value.
     """
 
     def __init__(self, network: Network) -> None:

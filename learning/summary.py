@@ -8,7 +8,7 @@ from typing import Any
 
 from collectors.staleness import Staleness
 from collectors.workers.records import Failures
-from learning.progress import WINDOW, Progress
+from learning.progress import Progress
 from wsync import SyncMetrics
 from wsync.types import PHASES
 
@@ -92,21 +92,10 @@ def verdict(status: str, progress: Progress, solved_at: float | None) -> str:
         text += f"; {solved_at:g} counts as solved"
         if status != "solved":
             text += ", and was not reached" if reached is None else f", first reached after {reached:,} frames"
-    if progress.version or not progress.acted_frames:
-        return f"{text}."
-    return f"{text}. {_control(progress, solved_at)}"
-
-
-def _control(progress: Progress, solved_at: float | None) -> str:
-    """Return the verdict on a run in which the workers kept their first weights (``weight_sync=none``)."""
-    mean, first = progress.return_mean, progress.first_mean
-    text = "Nothing reached the workers: version 0 acted in all frames"
-    if progress.solved_after(solved_at) is not None:
-        return f"{text}. It was solved all the same: the task needs no learning, or storage is shared by accident."
-    if mean is None or first is None or progress.episodes < 2 * WINDOW:
-        return f"{text}, and it did not learn."
-    at_start, at_end = return_text(first, solved_at), return_text(mean, solved_at)
-    return f"{text}, and it did not learn: mean return {at_start} at the start, {at_end} at the end."
+    if not progress.version and progress.acted_frames:  # weight_sync=none
+        text += ". Nothing reached the workers: version 0 acted in all frames"
+        text += ", and it did not learn" if reached is None else "; it was solved all the same: is storage shared?"
+    return f"{text}."
 
 
 def return_text(value: float | None, solved_at: float | None = None) -> str:

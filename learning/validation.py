@@ -1,8 +1,8 @@
-"""Checks of a training run's settings and parts, before anything is started."""
+"""Checks of a training run's settings, before anything is started."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal
 
@@ -10,9 +10,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from collectors.config import MultiAsyncConfig, RemoteConfig
 from collectors.errors import ConfigError
-from learning.config_errors import NOT_FOR_WORKERS, did_you_mean
+from learning.config_errors import did_you_mean
 from learning.options import TrainConfig
-from learning.reporting import Reporter
 from learning.summary import objective_of, summary_without_frames
 
 
@@ -96,43 +95,3 @@ def _values(config: Any, settings: Collection[str], prefix: str = "") -> Iterato
             yield from _values(value, settings, f"{prefix}{name}.")
         else:
             yield from ((f"{prefix}{name}", one) for one in (value if isinstance(value, list) else [value]))
-
-
-def check_backend(target: Any) -> None:
-    """Check, before its own options are, that workers of ``train.py`` can receive weights by a scheme.
-
-    Args:
-        target: the ``_target_`` of ``weight_sync``.
-
-    Raises:
-        ConfigError: they cannot; says what the scheme is for.
-    """
-    name = str(target).rpartition(".")[2]
-    if name in NOT_FOR_WORKERS:
-        instead = "choose weight_sync=shared_mem, for instance"
-        raise ConfigError(f"{name} {NOT_FOR_WORKERS[name]}, not to the workers of train.py: {instead}")
-
-
-def check_parts(learner: Any, logger: Any, callbacks: Sequence[Any], sync_each: str = "update") -> None:
-    """Check the learner and the reporters, which may be a user's own.
-
-    Args:
-        learner: as made by ``algorithm``.
-        logger: as made by ``logger``.
-        callbacks: as made by ``callbacks``.
-        sync_each: see ``TrainConfig``.
-
-    Raises:
-        ConfigError: the learner lacks what the training loop uses, or a reporter is none.
-    """
-    needed = ["policy", "update", "state_dict", "load_state_dict", *(["after_epoch"] if sync_each == "epoch" else [])]
-    if missing := [name for name in needed if not hasattr(learner, name)]:  # a learner is of any class
-        raise ConfigError(
-            f"algorithm: {type(learner).__name__} has no {', '.join(missing)}: derive it from learning.ActorCritic, "
-            "or see what that has"
-        )
-    for name, one in {"logger": logger, **{f"callbacks[{i}]": one for i, one in enumerate(callbacks)}}.items():
-        if not isinstance(one, Reporter):
-            raise ConfigError(
-                f"{name} gives a {type(one).__name__}: its _target_ has to be derived from learning.reporting.Reporter"
-            )
