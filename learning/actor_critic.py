@@ -89,15 +89,11 @@ class ActorCritic(ABC):
 
         Raises:
             Diverged: a loss, the gradient or a parameter is not finite; the networks are unusable.
-            UnusableBatch: see there; the networks are unchanged.
+            UnusableBatch: the batch cannot be learnt from; the networks are unchanged.
         """
 
     def _epochs(self, count: int) -> Iterator[None]:
-        """Yield once for each pass over a batch; between two passes, call ``after_epoch``.
-
-        Raises:
-            Diverged: before ``after_epoch``, if a parameter is not finite.
-        """
+        """Yield once for each pass over a batch; between two passes, call ``after_epoch`` with finite parameters."""
         for number in range(count):
             if number and self.after_epoch is not None:
                 if not all(bool(one.isfinite().all()) for one in self.parameters):
@@ -111,20 +107,14 @@ class ActorCritic(ABC):
         return final + max(0.0, 1.0 - self.frames / self.anneal_frames) * (first - final)
 
     def _begin_update(self, batch: TensorDictBase) -> tuple[float, int]:
-        """Check `batch`; set the scheduled learning rate; return it, and the scheduled number of passes.
-
-        Raises:
-            UnusableBatch: see there.
-        """
+        """Check `batch`; set the scheduled learning rate; return it, and the scheduled number of passes."""
         check_finite(batch)
         allowed = action_mask(batch.get("observation"))
         if allowed is not None:
             frames, possible = batch.get("mask", None), self.policy.can_act(allowed)
             impossible = int((~possible if frames is None else frames & ~possible).sum())
             if impossible:
-                raise UnusableBatch(
-                    f"the action mask of {impossible} frame(s) of the batch allows no action: check the environment"
-                )
+                raise UnusableBatch(f"the action mask allows no action in {impossible} frames: check the environment")
         lr = self._scheduled(self.lr, self.lr * self.lr_end_factor)
         self.optimizer.param_groups[0]["lr"] = lr
         return lr, round(self._scheduled(self.epochs, self.epochs_final))
@@ -148,9 +138,8 @@ class ActorCritic(ABC):
 
     def _check_diverged(self, stats: dict[str, float]) -> None:
         """Raise Diverged if a loss or the norm of the gradient is not finite."""
-        needed = {name: stats[name] for name in ("loss_policy", "loss_value", "grad_norm")}
-        wrong = [f"{name} is {value}" for name, value in needed.items() if not math.isfinite(value)]
-        if wrong:
+        needed = ("loss_policy", "loss_value", "grad_norm")
+        if wrong := [f"{name} is {stats[name]}" for name in needed if not math.isfinite(stats[name])]:
             self._raise_diverged(", ".join(wrong))
 
     def _raise_diverged(self, reason: str) -> NoReturn:
@@ -216,10 +205,9 @@ def explained_variance(error_variance: Tensor, target: Tensor) -> Tensor:
 
 
 def check_finite(batch: TensorDictBase) -> None:
-    """Check the observations and rewards of the frames of `batch`, except observations after a terminated episode.
+    """Raise UnusableBatch if an observation or a reward of a frame of `batch` is not finite.
 
-    Raises:
-        UnusableBatch: one is not finite; says where.
+    Observations after a terminated episode may be.
     """
     step, mask = batch.get("next"), batch.get("mask", None)
     terminated = step.get("terminated").squeeze(-1)
@@ -237,8 +225,5 @@ def _check_finite(name: str, values: Tensor | TensorDictBase, rows: Tensor) -> N
     elif values.is_floating_point() and not values.isfinite().all():
         wrong = rows & ~values.isfinite().reshape(*rows.shape, -1).all(-1)
         if wrong.any():
-            axes, place = ("worker", "environment", "step"), wrong.nonzero()[0].tolist()
-            if rows.ndim < len(axes):  # a row is a worker with one environment, or an environment
-                axes = ("row", "step")[-rows.ndim :]
-            where = ", ".join(f"{axis} {i}" for axis, i in zip(axes, place[-len(axes) :], strict=True))
+            where = wrong.nonzero()[0].tolist()  # the last index is the step
             raise UnusableBatch(f"{name} is not finite at {where} of the batch: check the environment")

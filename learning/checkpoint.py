@@ -19,11 +19,7 @@ class CheckpointError(RuntimeError):
 
 
 def save(folder: Path, state: dict[str, Any]) -> Path:
-    """Write `state` (tensors and plain values) to ``folder/checkpoint.pt``, replacing an older one in one step.
-
-    Raises:
-        FolderError: it could not be written (a full disk, for example); an older one is unchanged.
-    """
+    """Write `state` (tensors and plain values) to ``folder/checkpoint.pt``, replacing an older one in one step."""
     content = io.BytesIO()  # writing to disk, torch reports a full disk as a RuntimeError
     torch.save({"format": FORMAT, "state": state}, content)
     replace_file(folder / FILE, content.getbuffer())

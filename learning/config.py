@@ -60,10 +60,7 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
 def config_of(target: str, base: type = object, **defaults: Any) -> type:
     """Return the structured config of a class: its arguments that have a default, and the fields of `base`.
 
-    Args:
-        target: dotted name of the class.
-        base: a dataclass, the config of what all classes of the group have.
-        **defaults: replace those of `base`.
+    `defaults` replace those of `base`, which is the config of what all classes of the group have.
     """
     made = wsync.config.config_of(target)
     options = [(one.name, one.type, field(default=one.default)) for one in fields(made) if one.default != MISSING]

@@ -34,11 +34,7 @@ def print_help(
 ) -> None:
     """Print the usage, the groups, and the settings that `overrides` compose.
 
-    Args:
-        conf: the folder of the project's configs; the configs of the ConfigStore are registered.
-        overrides: the overrides on the command line, so that the settings are those of the chosen options.
-        folders: config folders of the user.
-        console: where to print; the terminal by default.
+    `conf` is the folder of the project's configs, and `folders` are those of the user.
     """
     console = console or Console(highlight=False)
     searched = [f"hydra.searchpath=['{folder.resolve()}']" for folder in folders]

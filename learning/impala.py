@@ -73,10 +73,6 @@ class IMPALA(ActorCritic):
         reward), ``epochs``, ``lr``.
 
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
-
-        Raises:
-            Diverged: a loss or the gradient is not finite; the networks are unusable.
-            UnusableBatch: see there; the networks are unchanged.
         """
         batch = zero_gaps(batch)
         lr, epochs = self._begin_update(batch)

@@ -46,17 +46,11 @@ class Collector(Iterable[Any], Protocol):
 
 @dataclass(frozen=True)
 class Goal:
-    """When a run ends.
+    """When a run ends."""
 
-    Attributes:
-        total_frames: the run ends with the batch that reaches this number, at the latest.
-        solved_at: mean return of the last 100 episodes at which the environment counts as solved; None: never.
-        stop_when_solved: end as soon as it is solved, before `total_frames`.
-    """
-
-    total_frames: int
-    solved_at: float | None = None
-    stop_when_solved: bool = True
+    total_frames: int  # with the batch that reaches this number, at the latest
+    solved_at: float | None = None  # mean return of the last 100 episodes that counts as solved; None: never
+    stop_when_solved: bool = True  # end as soon as it is solved, before `total_frames`
 
     def outcome(self, progress: Progress) -> str | None:
         """Return "solved" or "finished" if the run has reached its goal, else None."""
@@ -67,41 +61,23 @@ class Goal:
 
 @dataclass
 class Training:
-    """A run: a learner, the scheme that sends its policy's weights to the workers, and a goal.
+    """A run: a learner, the scheme that sends its policy's weights to the workers, and a goal."""
 
-    Attributes:
-        learner: trains ``learner.policy``; the collector's workers have copies of it.
-        scheme: the collector's scheme for that policy; the loop reads its version and its metrics.
-        goal: when the run ends.
-        folder: for checkpoints.
-        checkpoint_every: seconds between two checkpoints; one more is written at the end.
-        delay: holds weights back, to measure what a slow weight sync costs.
-        sync_each: when the weights are sent: after each ``"update"``, or after each ``"epoch"`` (a pass over a batch).
-        progress: the counters; in a resumed run they start with those of the checkpoint.
-        resumed_from: the folder of that checkpoint.
-        reporters: receive the rows and the summary.
-        chaos: number of injected faults of each kind so far.
-        observations: the normaliser in the learner's networks, which the loop updates; None if there is none.
-        rewards: makes the learner's rewards of those of the environment.
-        device: the learner's, to which batches are copied.
-        facts: entries of the summary that describe the run (environment, seed, number of workers, ...).
-    """
-
-    learner: ActorCritic
-    scheme: WeightSyncScheme
+    learner: ActorCritic  # trains ``learner.policy``; the collector's workers have copies of it
+    scheme: WeightSyncScheme  # the collector's scheme for that policy; the loop reads its version and its metrics
     goal: Goal
-    folder: Path
-    checkpoint_every: float = 60.0
-    delay: WeightDelay = field(default_factory=WeightDelay)
-    sync_each: str = "update"
-    progress: Progress = field(default_factory=Progress)
-    resumed_from: Path | None = None
-    reporters: Sequence[Reporter] = ()
-    chaos: Mapping[str, int] = field(default_factory=dict)
-    observations: ObservationNormalizer | None = None
-    rewards: RewardNormalizer = field(default_factory=RewardNormalizer)
-    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
-    facts: dict[str, Any] = field(default_factory=dict)
+    folder: Path  # for checkpoints
+    checkpoint_every: float = 60.0  # seconds; one more is written at the end
+    delay: WeightDelay = field(default_factory=WeightDelay)  # measures what a slow weight sync costs
+    sync_each: str = "update"  # when the weights are sent; "epoch": after each pass over a batch
+    progress: Progress = field(default_factory=Progress)  # a resumed run starts with that of the checkpoint
+    resumed_from: Path | None = None  # the folder of that checkpoint
+    reporters: Sequence[Reporter] = ()  # receive the rows and the summary
+    chaos: Mapping[str, int] = field(default_factory=dict)  # number of injected faults of each kind so far
+    observations: ObservationNormalizer | None = None  # of the learner's networks; the loop updates it
+    rewards: RewardNormalizer = field(default_factory=RewardNormalizer)  # makes the learner's rewards
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))  # the learner's
+    facts: dict[str, Any] = field(default_factory=dict)  # entries of the summary that describe the run
 
     def run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
         """Train until the goal is reached or `stop` is requested; return the summary, which reporters get too.
@@ -166,9 +142,8 @@ class Training:
     def _learn(self, batch: TensorDictBase) -> Mapping[str, float]:
         """Learn from a batch and update the statistics of observations, which then travel with the new weights.
 
-        The batch is learnt from with the statistics before this update, because workers acted with these (or with
-        older ones, in asynchronous collection). Only the first batch sets them beforehand: until then observations are
-        not normalised.
+        The batch is learnt from with the statistics before this update, because workers acted with these. Only the
+        first batch sets them beforehand: until then observations are not normalised.
         """
         if self.device.type != "cpu":
             batch = batch.to(self.device)
@@ -201,10 +176,8 @@ class Training:
             ConfigError: the scheme sends no weights.
         """
         if not self.scheme.sends_weights:
-            raise ConfigError(
-                f"resume={folder}: with weight_sync={self.scheme.name}, workers keep the weights that they begin with, "
-                "and those of a resumed run have been learnt: it would be no control; choose another weight_sync"
-            )
+            what = "workers would keep the weights of the checkpoint: choose another weight_sync"
+            raise ConfigError(f"resume={folder}: with weight_sync={self.scheme.name}, {what}")
         state = checkpoint.load(folder)
         try:
             self.learner.load_state_dict(state["learner"])

@@ -86,10 +86,6 @@ class PPO(ActorCritic):
         ``decoupled`` also ``kl_acted``, from the policy that acted to the one before the update (nats).
 
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
-
-        Raises:
-            Diverged: a loss or the gradient is not finite; the networks are unusable.
-            UnusableBatch: see there; the networks are unchanged.
         """
         batch = zero_gaps(batch)
         lr, epochs = self._begin_update(batch)

@@ -63,11 +63,6 @@ def resume_command(script: str, overrides: Sequence[str], folders: Sequence[str]
     """Return the command that continues a run of `script`, without the folder of the run at its end.
 
     What has started a run on several machines is not known here, so of such a run this returns a description.
-
-    Args:
-        script: the path of the script.
-        overrides: those of the run.
-        folders: the user's config folder, if the run has one.
     """
     if "collector.launcher=join" in overrides:
         return "the command that started it on each machine, on the first one with resume="

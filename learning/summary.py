@@ -33,16 +33,9 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the content of ``summary.json``.
 
-    Figures are of the whole run, those before a resume included, except the cost of updates, which is of this process.
-
-    Args:
-        status: "solved", "finished" (`total_frames` were collected), "interrupted" or "failed".
-        progress: the counters.
-        solved_at: mean return that counts as solved; None if the environment has none.
-        metrics: cost of the updates.
-        failures: the failures of workers.
-        chaos: number of injected faults of each kind.
-        limits: the limits of the collector.
+    `progress` counts the whole run, those before a resume included; the cost of updates, the `failures` of workers and
+    the faults of `chaos` are of this process. `status` is "solved", "finished" (all frames were collected),
+    "interrupted" or "failed".
     """
     sentences = [verdict(status, progress, solved_at)]
     sentences += [f"{failures}."] if failures else []
@@ -110,9 +103,7 @@ def return_text(value: float | None, solved_at: float | None = None) -> str:
 def objective_of(summary: Mapping[str, Any], name: str) -> float:
     """Return the figure of a run that a sweeper compares; NaN if the run has none (no episode has ended).
 
-    Args:
-        summary: as in ``summary.json``.
-        name: the name of an entry with a number; ``weight_sync.latency_us.p50`` is inside others.
+    `name` is that of a number in ``summary.json``; ``weight_sync.latency_us.p50`` is inside others.
 
     Raises:
         ValueError: there is no such entry, or it is not a number.

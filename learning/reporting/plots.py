@@ -123,7 +123,7 @@ def _risen(rows: Rows, name: str) -> list[int]:
 
 def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
     """Draw the latency of each batch's last update, of a resumed run since the resume, and the median of the phases."""
-    sync, updates = summary["weight_sync"], update_latencies(rows, summary)
+    sync, updates = summary["weight_sync"], _update_latencies(rows, summary)
     workers = summary.get("num_workers", "?")
     subtitle = f"{sync['scheme']}: {sync['updates']:,} updates of {size(sync['bytes'])}, workers: {workers}"
     figure, (left, right) = new_figure(10.5, 2, "Weight sync latency", subtitle, (1.5, 1))
@@ -150,7 +150,7 @@ def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
     return figure
 
 
-def update_latencies(rows: Rows, summary: dict[str, Any]) -> list[float]:
+def _update_latencies(rows: Rows, summary: dict[str, Any]) -> list[float]:
     """Return the latency of each update in µs; of a resumed run, those since the resume, as in the summary."""
     before = summary["resumed_from"]["frames"] if "resumed_from" in summary else -1
     return [row["weight_sync"]["latency_us"] for row in rows if row["weight_sync"] and row["frames"] > before]
@@ -176,42 +176,41 @@ def sweep_returns(groups: Groups, env: str, solved_at: float | None) -> Figure:
     return figure
 
 
-def sweep_setting(curves: Mapping[str, Mapping[float, Sequence[Run]]], setting: str, env: str) -> Figure:
-    """Draw returns over a setting that is a number, ``{name of the curve: {value: runs}}``.
+def sweep_setting(groups: Groups, setting: str, env: str) -> Figure:
+    """Draw returns over a setting that is a number; `groups` differ in other settings.
 
-    On the left those at the end of each run, on the right those of the whole run, which also tell slow learning. The
-    line is the median over the seeds, and the band reaches from the lowest to the highest.
+    On the left those at the end of each run, on the right those of the whole run, which also tell slow learning.
     """
     subtitle = "a dot for each complete run; line: median over the seeds; band: lowest to highest"
-    figure, axes = new_figure(11, 2, f"Return over {setting}{env}", subtitle, (1, 1), 4.6 + 0.1 * len(curves))
-    values = sorted({value for points in curves.values() for value in points})
-    for ax, of_run, name in zip(
-        axes,
-        ("final_return", "return_over_run"),
-        ("of the last 100 episodes", "averaged over the whole run"),
-        strict=True,
-    ):
-        for (label, points), colour in zip(curves.items(), cycle(COLOURS), strict=False):
-            found = {x: [getattr(run, of_run) for run in points[x]] for x in sorted(points)}
-            low, high = [min(ys) for ys in found.values()], [max(ys) for ys in found.values()]
-            ax.fill_between(list(found), low, high, color=colour, alpha=0.15, linewidth=0)
-            ax.plot(list(found), [float(np.median(ys)) for ys in found.values()], color=colour, label=label or None)
-            ax.scatter(
-                [x for x, ys in found.items() for _ in ys], [y for ys in found.values() for y in ys], s=14, color=colour
-            )
-        if values and values[0] >= 0 and values[-1] >= 8 * min([x for x in values if x > 0] or [1.0]):
-            ax.set_xscale("symlog", linthresh=min(x for x in values if x > 0), base=2)
+    figure, axes = new_figure(11, 2, f"Return over {setting}{env}", subtitle, (1, 1), 4.6 + 0.1 * len(groups))
+    values = sorted({float(run.settings[setting]) for group in groups.values() for run in group})
+    positive = [value for value in values if value > 0]
+    for ax, of_run in zip(axes, ("final_return", "return_over_run"), strict=True):
+        for (label, group), colour in zip(groups.items(), cycle(COLOURS), strict=False):
+            points = [(float(run.settings[setting]), getattr(run, of_run)) for run in group]
+            ax.scatter(*zip(*points, strict=True), s=14, color=colour)
+            at = sorted({x for x, _ in points})
+            found = [[y for other, y in points if other == x] for x in at]
+            ax.plot(at, [float(np.median(ys)) for ys in found], color=colour, linewidth=2, label=label)
+            ax.fill_between(at, list(map(min, found)), list(map(max, found)), color=colour, alpha=0.15, linewidth=0)
+        if positive and values[0] >= 0 and values[-1] >= 8 * positive[0]:
+            ax.set_xscale("symlog", linthresh=positive[0], base=2)
         ax.set_xticks(values, [f"{value:.3g}" for value in values], rotation=45 if len(values) > 6 else 0)
         ax.set_xlabel(setting, color=INK)
-        ax.set_ylabel(f"mean return {name}", color=INK)
         if not values:
             _say_instead(ax, "No run was solved or finished.")
+    axes[0].set_ylabel("mean return of the last 100 episodes", color=INK)
+    axes[1].set_ylabel("mean return averaged over the whole run", color=INK)
     _legend(figure, axes[0], 3)
     return figure
 
 
-def sweep_latency(updates: Mapping[str, Sequence[float]]) -> Figure:
+def sweep_latency(groups: Groups) -> Figure:
     """Draw every update's latency in the complete runs, with median, quartiles, p5 and p95 for each group."""
+    updates: dict[str, list[float]] = {}
+    for name, group in groups.items():
+        if found := [us for run in group if run.complete for us in _update_latencies(run.rows, run.summary)]:
+            updates[name] = found
     figure, (ax,) = new_figure(9, 1, "Weight sync latency", "every update; box: quartiles, whiskers: p5 and p95")
     generator = np.random.default_rng(0)
     for y, (values, colour) in enumerate(zip(updates.values(), cycle(COLOURS), strict=False)):

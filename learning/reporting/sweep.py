@@ -7,7 +7,7 @@ import csv
 import html
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
 from pathlib import Path
@@ -86,6 +86,8 @@ FIGURES: dict[str, Column] = {
     "mean staleness": (lambda run: run.summary["staleness"]["mean"], lambda value: number(value, 2)),
 }
 """The figures that have a median."""
+_SPARE = ("frames to solved", "sync p95", "sync p99", "GiB/s", "mean staleness")
+"""Columns that a terminal does without."""
 
 
 def report(folder: Path, console: Console | None = None) -> None:
@@ -115,19 +117,13 @@ def report(folder: Path, console: Console | None = None) -> None:
 
 
 def _table(runs: Sequence[Run], console: Console) -> Table:
-    """Return the table of the runs; in a narrow terminal, without some of the figures."""
-    spare = ["", "GiB/s", "sync p99", "mean staleness", "sync p95", "frames to solved", "frames/s", "s to solved"]
-    left_out, table = set[str](), Table()
-    for name in spare:
-        left_out.add(name)
-        table = Table(box=SIMPLE_HEAD, title=_counted(runs), title_justify="left")
-        kept = [name not in left_out for name in columns(runs)]
-        for column in compress(columns(runs), kept):
-            table.add_column(column, justify="left" if column in ("backend", "status") else "right", no_wrap=True)
-        for cells, is_median in table_rows(runs):
-            table.add_row(*compress(cells, kept), style="bold" if is_median else None, end_section=is_median)
-        if console.measure(table, options=console.options.update(max_width=1000)).maximum <= console.width:
-            break
+    """Return the table of the runs; in a terminal, with the figures that matter most."""
+    shown = [not (console.is_terminal and name in _SPARE) for name in columns(runs)]
+    table = Table(box=SIMPLE_HEAD, title=_counted(runs), title_justify="left")
+    for name in compress(columns(runs), shown):
+        table.add_column(name, justify="left" if name in ("backend", "status") else "right", no_wrap=True)
+    for cells, is_median in table_rows(runs):
+        table.add_row(*compress(cells, shown), style="bold" if is_median else None, end_section=is_median)
     return table
 
 
@@ -149,20 +145,15 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
             left_out.append(str(error))
     if not runs:
         raise FolderError("\n".join([f"no run has ended in {folder}: there is no {SUMMARY} to read", *left_out]))
-    names = differing(runs)
-
-    def place(run: Run) -> tuple[Any, ...]:
-        return run.sync["scheme"], [_in_order(run.settings.get(n, "")) for n in names], run.summary.get("seed") or 0
-
-    return sorted(runs, key=place), left_out
+    return sorted(runs, key=lambda run: (run.sync["scheme"], [_number(one) for one in run.settings.values()])), left_out
 
 
-def _in_order(value: str) -> tuple[float, str]:
-    """Return a sort key: numbers by value, other strings alphabetically after them."""
+def _number(value: str) -> float:
+    """Return the value of a setting that is a number; infinity for any other."""
     try:
-        return float(value), value
+        return float(value)
     except ValueError:
-        return math.inf, value
+        return math.inf
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
@@ -173,7 +164,7 @@ def differing(runs: Sequence[Run]) -> list[str]:
 
 def numeric_setting(runs: Sequence[Run]) -> str | None:
     """Return the setting with the most different numbers, to draw the runs over it; None if none has three or more."""
-    values = {name: {_in_order(run.settings.get(name, ""))[0] for run in runs} for name in differing(runs)}
+    values = {name: {_number(run.settings.get(name, "")) for run in runs} for name in differing(runs)}
     counts = {name: len(found) for name, found in values.items() if all(map(math.isfinite, found)) and len(found) > 2}
     return max(counts, key=lambda name: counts[name], default=None)
 
@@ -217,17 +208,12 @@ def table_rows(runs: Sequence[Run]) -> Iterator[tuple[list[str], bool]]:
         rows = [[write(figure(run)) for figure, write in shown.values()] for run in group]
         yield from ((row, False) for row in rows)
         if len(group) > 1:
-            yield list(_medians(group, dict(zip(shown, rows[0], strict=True))).values()), True
-
-
-def _medians(runs: Sequence[Run], first: dict[str, str]) -> dict[str, str]:
-    """Return one row for runs that differ only in the seed: the number solved, and medians of the complete runs."""
-    solved = sum(run.summary["solved"] for run in runs)
-    cells = first | {"seed": "median", "status": "", "solved": f"{solved} of {len(runs)}"}
-    for name, (figure, write) in FIGURES.items():
-        known = [value for run in runs if run.complete and (value := figure(run)) is not None]
-        cells[name] = write(statistics.median(known) if known else None)
-    return cells
+            solved = f"{sum(run.summary['solved'] for run in group)} of {len(group)}"
+            cells = dict(zip(shown, rows[0], strict=True)) | {"seed": "median", "status": "", "solved": solved}
+            for name, (figure, write) in FIGURES.items():  # of the complete runs
+                known = [value for run in group if run.complete and (value := figure(run)) is not None]
+                cells[name] = write(statistics.median(known) if known else None)
+            yield list(cells.values()), True
 
 
 def _draw(folder: Path, runs: Sequence[Run]) -> Iterator[Path]:
@@ -235,23 +221,13 @@ def _draw(folder: Path, runs: Sequence[Run]) -> Iterator[Path]:
     from learning.reporting import plots  # matplotlib takes most of a second to import
 
     env = "" if common(runs, "env") is None else f", {common(runs, 'env')}"
-    complete = [run for run in runs if run.complete]
-    updates: dict[str, list[float]] = {}
-    for name, group in groups(runs).items():
-        found = [us for run in group if run.complete for us in plots.update_latencies(run.rows, run.summary)]
-        updates |= {name: found} if found else {}
     figures = {
         "sweep_returns.png": plots.sweep_returns(groups(runs), env, common(runs, "solved_at")),
-        "sweep_latency.png": plots.sweep_latency(updates),
+        "sweep_latency.png": plots.sweep_latency(groups(runs)),
     }
     if (setting := numeric_setting(runs)) is not None:
-        curves: dict[str, Mapping[float, list[Run]]] = {}
-        for name, group in groups(complete, setting).items():
-            points: dict[float, list[Run]] = {}
-            for run in (one for one in group if one.final_return is not None):
-                points.setdefault(float(run.settings[setting]), []).append(run)
-            curves[name] = points
-        figures = {"sweep_setting.png": plots.sweep_setting(curves, setting, env), **figures}
+        ended = [run for run in runs if run.complete and run.final_return is not None]
+        figures = {"sweep_setting.png": plots.sweep_setting(groups(ended, setting), setting, env), **figures}
     for name, figure in figures.items():
         with writing(folder / name):
             figure.savefig(folder / name)
