@@ -63,14 +63,13 @@ from collectors.rollouts.rollout import seed_generators
 from collectors.targets import instantiate_setting
 from learning.config import describe_error, folders_named, line_prefix, resolved, run_hydra
 from learning.delay import WeightDelay
-from learning.loop import Goal, Training
+from learning.loop import Goal, StopRequest, Training, resumed_seed
 from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter, worker_pids
 from learning.reporting.files import METRICS, RunFiles
 from learning.resuming import SETTINGS, config_folders, resume_command
-from learning.run import StopRequest, resumed_seed
 from learning.summary import objective_of
 from learning.trained import actor_critic
 

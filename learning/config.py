@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -24,19 +25,18 @@ from yaml import YAMLError
 import collectors.config
 import wsync.config
 from collectors.errors import ConfigError
-from learning import validation
 from learning.actor_critic import Diverged, UnusableBatch
 from learning.checkpoint import CheckpointError
-from learning.config_errors import one_line
-from learning.help import print_help
 from learning.options import PolicyConfig, TrainConfig
 from learning.reporting.files import METRICS, FolderError
 from learning.reporting.sweep import report
 from learning.resuming import config_folders, is_override, with_earlier_overrides
+from learning.validation import check, did_you_mean
 from wsync import WeightSyncError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 """The folder of the project's configs."""
+_NOISE = ("full_key", "object_type", "reference_type", "See http", "To append")
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
 _EXPECTED = (CheckpointError, ConfigError, Diverged, FolderError, UnusableBatch, WeightSyncError)
 
@@ -85,7 +85,7 @@ def resolved(composed: DictConfig, run: HydraConf) -> TrainConfig:
     """Return the checked config of a run; raises ConfigError."""
     cfg = OmegaConf.to_object(composed)
     assert isinstance(cfg, TrainConfig)
-    validation.check(cfg, settings())
+    check(cfg, settings())
     if run.mode is RunMode.MULTIRUN and getattr(cfg.logger, "group", "") is None:  # only wandb's logger has a group
         cfg.logger.group = "-".join(Path(run.sweep.dir).parts[-2:])
     return cfg
@@ -165,13 +165,9 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     try:
         register_configs(config_folders(sys.argv[1:]))
-        given = [argument for argument in sys.argv[1:] if is_override(argument)]
-        if not {"--help", "-h"}.isdisjoint(sys.argv):
-            print_help(CONF, given, config_folders(sys.argv[1:]))
-        else:
-            # Options first: argparse takes overrides only in one piece.
-            sys.argv[1:] = sorted(with_earlier_overrides(sys.argv[1:]), key=is_override)
-            main()
+        # Options first: argparse takes overrides only in one piece.
+        sys.argv[1:] = sorted(with_earlier_overrides(sys.argv[1:]), key=is_override)
+        main()
     except BaseException as error:  # also Ctrl-C and SystemExit: the report of a sweep is written first
         RunFolders.write()
         if isinstance(error, KeyboardInterrupt):
@@ -187,13 +183,40 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
 def describe_error(error: BaseException) -> str | None:
     """Return an error that a user can act on in one line, and one for each of its notes; None for any other error."""
     if isinstance(error, _OF_HYDRA):
-        nested = [str(path.relative_to(CONF).with_suffix("")) for path in CONF.glob("*/*/*.yaml")]
-        message = one_line(error, settings(), nested)
+        message = one_line(error)
     elif isinstance(error, _EXPECTED):
         message = str(error)
     elif "Config group override must be a string" in str(error):  # a ValueError of Hydra's
-        groups = [one for one in sys.argv if one.endswith("=null")]
-        message = f"{' '.join(groups)}: say one of the options that --help lists; none, where there is one, is off"
+        message = f"{' '.join(one for one in sys.argv if one.endswith('=null'))}: say one of the options, not null"
     else:
         return None
     return "\n".join([message, *getattr(error, "__notes__", ())])
+
+
+def one_line(error: BaseException) -> str:
+    """Return what an error of Hydra or OmegaConf says, in one line; after a misspelt name, with a suggestion."""
+    text = f"{error}\n{error.__cause__ or ''}"
+    if found := re.search(r"Could not find '(.+?)'", text):
+        return _no_such_option(found[1], text)
+    lines = [line.strip().rstrip(".") for line in text.splitlines()]
+    message = ": ".join(dict.fromkeys(line for line in lines if line and not line.startswith(_NOISE)))
+    if key := re.search(r"full_key: (\S+)", text):
+        message = message if key[1] in message else f"{key[1]}: {message}"
+    if found := re.match(r"Could not override '(.+?)'", text):
+        name = found[1]
+        if "is not in struct" in text:  # a dictionary without a schema
+            return f"{message}; say +{name}=… to add it"
+        if name in settings():
+            return f"'{name}' is a setting of another option of {name.partition('.')[0]} than the chosen one"
+        return f"no setting is called '{name}'{did_you_mean(name, settings())}"
+    if "override_grammar" in text:
+        return f"this override cannot be read: {message}"
+    return message
+
+
+def _no_such_option(path: str, text: str) -> str:
+    group, _, name = path.rpartition("/")
+    options = [line.strip() for line in text.splitlines() if line.startswith("\t") and "provider=" not in line]
+    options = [one for one in options if not one.startswith("base_")]
+    options += sorted(f"{path.parent.name}/{path.stem}" for path in (CONF / group).glob("*/*.yaml"))
+    return f"{group}={name}: there is no such option{did_you_mean(name, options)}; there are: {', '.join(options)}"

@@ -48,13 +48,17 @@ def feature_size(network: nn.Module, spec: SpecTree) -> int:
     """Return the number of features that `network` gives for observations of `spec`; calls it once with zeros.
 
     The zeros have two leading dimensions, as the batches of a learner have: a network that drops them is noticed here.
+    A recurrent network has a ``state_size``.
 
     Raises:
         ValueError: the result is not one vector for each observation.
     """
+    state_size = getattr(network, "state_size", None)
     observation = as_tensors(specs.zeros(spec, 2, 3), 2, 3)
     with torch.no_grad(), without_side_effects(network):
-        features = network(observation)
+        state = () if state_size is None else (torch.zeros(2, 3, state_size),)
+        features = network(observation, *state)
+        features = features[0] if state else features
     if not isinstance(features, Tensor) or features.ndim != 3 or features.shape[:2] != (2, 3):
         got = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
         wanted = (

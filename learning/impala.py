@@ -10,10 +10,9 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn  # noqa: F401  (nn: wsync.config reads the types of the arguments here)
 
 from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence, zero_gaps
-from learning.gae import successor_values
+from learning.advantages import successor_values, vtrace
 from learning.networks import Policy, evaluate
 from learning.recurrent import RecurrentPolicy
-from learning.vtrace import vtrace
 
 STATS = (
     *("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_norm"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+import numpy as np
 import torch
 
 from collectors.errors import ConfigError
@@ -19,7 +23,6 @@ from learning.delay import WeightDelay
 from learning.normalization import ObservationNormalizer, RewardNormalizer
 from learning.progress import Progress
 from learning.reporting import Reporter
-from learning.run import StopRequest
 from learning.summary import summarise
 
 if TYPE_CHECKING:
@@ -42,6 +45,54 @@ class Collector(Iterable[Any], Protocol):
 
     def update_policy_weights_(self, policy: nn.Module, /) -> Any:
         """Send the weights of `policy` to every worker. Called as ``sync_each`` says; may raise WeightSyncError."""
+
+
+class StopRequest:
+    """Turns the first SIGINT or SIGTERM into a request to stop; a second one has its usual effect.
+
+    A context manager, for the main thread. In another thread (a launcher of sweeps may run jobs in threads) Python
+    cannot catch signals, and `requested` stays false.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._callbacks: list[Callable[[], object]] = []
+        self._handlers: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has arrived."""
+        return self.signal is not None
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of a process that a signal ended, 128 + its number; 0 without a signal."""
+        return 0 if self.signal is None else 128 + self.signal
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when a signal arrives, inside the handler; at once if one has arrived."""
+        if self.requested:
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {one: signal.signal(one, self._request) for one in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        self._restore()
+        for callback in self._callbacks:
+            callback()
+
+    def _restore(self) -> None:
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
 
 
 @dataclass(frozen=True)
@@ -203,3 +254,13 @@ def _do_all(steps: Iterable[Callable[[], object]], first: BaseException | None) 
                 raised.add_note(str(late))
     if first is None and raised is not None:
         raise raised
+
+
+def resumed_seed(seed: int, frames: int) -> int:
+    """Return the seed for a run with the setting `seed` that continues after `frames` frames; `seed` itself for 0.
+
+    A resumed run must not repeat the initial states, noise and minibatches of the first one. The result has 31 bits.
+    """
+    if frames == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, frames]).generate_state(1)[0] >> 1)

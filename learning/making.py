@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
-from learning.encoders import Observation, feature_size, linear
+from learning.encoders import feature_size, linear
 from learning.networks import Critic, Network, Policy, policy_for
 from learning.normalization import ObservationNormalizer
 from learning.recurrent import FeatureSlice, RecurrentCritic, RecurrentNetwork, RecurrentPolicy, SideBySide
@@ -63,7 +62,7 @@ def _recurrent(
     initial_std: float,
     normalizer: ObservationNormalizer | None,
 ) -> tuple[RecurrentPolicy, RecurrentCritic]:
-    size = feature_size(_FirstStep(actor), observation_spec)
+    size = feature_size(actor, observation_spec)
     trunk, parts = actor, (nn.Identity(), nn.Identity())
     if critic_trunk is not actor:
         trunk, parts = SideBySide(actor, critic_trunk), (FeatureSlice(0, size), FeatureSlice(size, 2 * size))
@@ -74,20 +73,3 @@ def _recurrent(
     actions = policy_for(action_spec, lambda outputs: head(parts[0], outputs, 0.01), initial_std)
     policy = RecurrentPolicy(Network(trunk, actions.network, normalizer), actions)
     return policy, RecurrentCritic(Network(trunk, head(parts[1], 1, 1.0), normalizer))
-
-
-class _FirstStep(nn.Module):
-    """A recurrent network as a map from observations to features, its state zero; for `feature_size`."""
-
-    def __init__(self, network: RecurrentNetwork) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, observation: Observation) -> Tensor:
-        state = torch.zeros(*observation.shape[:2], self.network.state_size)  # the leading dimensions are two
-        features, new = self.network(observation, state)
-        if new.shape != state.shape:
-            raise ValueError(
-                f"the network has to give new states of shape {list(state.shape)}, and it gave {list(new.shape)}"
-            )
-        return features

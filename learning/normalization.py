@@ -95,14 +95,9 @@ class RewardNormalizer:
     """What the learner gets as rewards: ``raw``, ``normalized`` or ``sign``.
 
     ``normalized``: divided by the standard deviation of the discounted sum of rewards so far, and clipped, as in
-    Stable-Baselines3's VecNormalize. The sums continue from batch to batch, row for row; in asynchronous collection,
-    where a batch is one worker's, a row may continue another worker's sum. All sums start at 0 again where the number
-    of rows changes (a synchronous batch without a worker that has died). Where frames of a row are missing otherwise (a
-    dropped batch, a restart of the only worker), its sum continues over the gap.
-
-    Args:
-        how: one of the three.
-        gamma: discount per step.
+    Stable-Baselines3's VecNormalize. The sums continue from batch to batch, row for row, also over missing frames and
+    where another worker's batch follows; they start at 0 again where the number of rows changes. `gamma` is the
+    discount per step.
     """
 
     def __init__(self, how: str = "raw", gamma: float = 0.99) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn  # noqa: F401  (nn: wsync.config reads the types of
 from torch.distributions import Distribution
 
 from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence, zero_gaps
-from learning.gae import gae, successor_values
+from learning.advantages import gae, successor_values
 from learning.networks import Policy, evaluate
 from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
 
@@ -20,26 +20,18 @@ STATS = ("loss_policy", "loss_value", "entropy", "grad_norm", "kl", "clip_fracti
 
 
 class Frames(NamedTuple):
-    """Frames to learn from, ``[n, ...]`` each; ``value`` is from before the update.
-
-    With a decoupled objective, ``log_prob`` is that of the policy before the update, and ``weight`` is its probability
-    of the action over that of the policy that acted. Otherwise ``log_prob`` is that of the policy that acted, and
-    ``weight`` is None.
-
-    Those of a recurrent policy are sequences ``[R, T, ...]``, with the policy's ``state``; ``is_init`` is true where an
-    episode starts, and only where ``mask`` is true there is a frame. For any other policy these three are None.
-    """
+    """Frames to learn from, ``[n, ...]`` each; those of a recurrent policy are sequences ``[R, T, ...]``."""
 
     observation: Any
     action: Tensor
-    log_prob: Tensor
+    log_prob: Tensor  # of the policy that acted; with a decoupled objective, of the policy before the update
     advantage: Tensor
     target: Tensor
-    value: Tensor
-    state: Tensor | None = None
-    is_init: Tensor | None = None
-    weight: Tensor | None = None
-    mask: Tensor | None = None
+    value: Tensor  # from before the update
+    state: Tensor | None = None  # of a recurrent policy; so are `is_init` and `mask`
+    is_init: Tensor | None = None  # where an episode starts
+    weight: Tensor | None = None  # decoupled: the action's probability before the update over that when it acted
+    mask: Tensor | None = None  # where there is a frame
 
     def map(self, function: Callable[[Any], Any]) -> Frames:
         """Apply `function` to all that is not None."""

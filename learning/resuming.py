@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from collectors.errors import ConfigError
-from learning.reporting.files import reading, relative_path
+from learning.reporting.files import file_errors, relative_path
 
 SETTINGS = Path(".hydra") / "resume.yaml"
 """A file in the folder of a run: its overrides, and its config folder."""
@@ -49,7 +49,7 @@ def config_folders_of(folder: Path) -> list[str]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the content of one of a run's YAML files; raises FolderError if it is missing or damaged."""
-    with reading(path):
+    with file_errors(path, "read"):
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
@@ -100,12 +100,8 @@ def with_earlier_overrides(argv: Sequence[str]) -> list[str]:
     if dropped:
         what = "not kept, because another option of the group is chosen now (to keep one, give it again):"
         _log.warning("resume=%s: %s %s", folder, what, shlex.join(dropped))
-    kept = [one for one in stored["overrides"] if one not in dropped and not _replaced(one, given)]
+    deletions = {name for name, one in given.items() if one[0] == "~"}  # what they delete has to be there
+    replaced = [one for name, one in earlier.items() if name in given and (one[0] == "~" or name not in deletions)]
+    kept = [one for one in stored["overrides"] if one not in (*dropped, *replaced)]
     first = next(i for i, argument in enumerate(argv) if is_override(argument))
     return [*argv[:first], *kept, *argv[first:]]
-
-
-def _replaced(override: str, given: dict[str, str]) -> bool:
-    """Return whether `given` sets the same name anew; a deletion of what `override` adds needs it to be there."""
-    now = given.get(override_name(override))
-    return now is not None and not (now[0] == "~" and override[0] != "~")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from collectors.config import MultiAsyncConfig, RemoteConfig
 from collectors.errors import ConfigError
-from learning.config_errors import did_you_mean
 from learning.options import TrainConfig
 from learning.summary import objective_of, summary_without_frames
 
@@ -95,3 +96,11 @@ def _values(config: Any, settings: Collection[str], prefix: str = "") -> Iterato
             yield from _values(value, settings, f"{prefix}{name}.")
         else:
             yield from ((f"{prefix}{name}", one) for one in (value if isinstance(value, list) else [value]))
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return "; did you mean …?" with the same name in another group, or else one that is spelt similarly."""
+    last = re.split("[./]", name)[-1]
+    elsewhere = [one for one in known if re.split("[./]", one)[-1] == last]
+    close = get_close_matches(name, elsewhere, n=1, cutoff=0.0) or get_close_matches(name, known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""

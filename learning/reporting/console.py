@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -66,47 +68,33 @@ def worker_pids(collector: object) -> list[int]:
     return [process.pid for process in processes if process is not None]
 
 
+@dataclass
 class ConsoleReporter(Reporter):
     """Shows a run in `console`: live if that is a terminal, else a plain line every `interval` seconds at most.
 
     A terminal that cannot move its cursor (TERM=dumb) gets plain lines, too.
-
-    Args:
-        title: the title of the run.
-        total_frames: where it ends at the latest.
-        console: the terminal by default.
-        interval: seconds between two plain lines, at least.
-        solved_at: mean return that counts as solved.
-        resumed: what the run continues, in words.
-        resume_command: continues a run, followed by its folder; shown after one that was interrupted or has failed.
-        prefix: the prefix of every line, where several runs write to one terminal; there is no live display then.
     """
 
-    def __init__(
-        self,
-        title: str,
-        total_frames: int,
-        console: Console | None = None,
-        interval: float = 1.0,
-        *,
-        solved_at: float | None = None,
-        resumed: str = "",
-        resume_command: str = "",
-        prefix: str = "",
-    ) -> None:
-        self.title, self.total_frames = title, total_frames
-        self.solved_at, self.resumed, self.resume_command, self.prefix = solved_at, resumed, resume_command, prefix
-        self.console = console or Console(highlight=False)
-        self.worker_pids: Sequence[int] = ()  # set when the workers have been started, before `begin`
-        self.interval, self._shown_at = interval, -interval
-        self._latest: Row | None = None
-        self._printed: Row | None = None
-        self._folder: Path | None = None
-        self._live: Live | None = None
-        self._stopping = False
-        self._bar = Progress(
-            TextColumn("[bold]frames"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
-        )
+    title: str
+    total_frames: int
+    console: Console = field(default_factory=lambda: Console(highlight=False))
+    interval: float = 1.0
+    solved_at: float | None = None  # mean return that counts as solved
+    resumed: str = ""  # what the run continues, in words
+    resume_command: str = ""  # continues a run that was interrupted or has failed, followed by its folder
+    prefix: str = ""  # of every line, where several runs write to one terminal; there is no live display then
+    worker_pids: Sequence[int] = ()  # set when the workers have been started, before `begin`
+    _shown_at: float = -math.inf
+    _latest: Row | None = None
+    _printed: Row | None = None
+    _folder: Path | None = None
+    _live: Live | None = None
+    _stopping: bool = False
+
+    def __post_init__(self) -> None:
+        """Make the bar of the live display."""
+        columns = TextColumn("[bold]frames"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
+        self._bar = Progress(*columns)
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Show the title, the folder and the ids of the workers' processes."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -30,29 +31,14 @@ def relative_path(path: str | Path) -> str:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Write `path` inside.
-
-    Raises:
-        FolderError: it could not be written.
-    """
+def file_errors(path: Path, done: str = "written") -> Iterator[None]:
+    """Turn errors of the file `path`, which is "written" or "read" inside, into a `FolderError`."""
     try:
         yield
+    except FolderError:
+        raise
     except OSError as error:
-        raise FolderError(f"{path} could not be written: {error.strerror or error}") from error
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Read `path` inside.
-
-    Raises:
-        FolderError: it could not be read, or is damaged.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise FolderError(f"{path} could not be read: {error.strerror or error}") from error
+        raise FolderError(f"{path} could not be {done}: {error.strerror or error}") from error
     except ValueError as error:  # not UTF-8, or not JSON
         raise FolderError(f"{path} is damaged: {error}") from error
 
@@ -64,7 +50,7 @@ def replace_file(path: Path, content: bytes | memoryview) -> None:
         FolderError: it could not be written.
     """
     unfinished = path.with_suffix(".unfinished")
-    with writing(path):
+    with file_errors(path):
         try:
             with open(unfinished, "wb") as file:
                 file.write(content)
@@ -95,7 +81,7 @@ def read_rows(folder: Path, frames: int | None = None) -> Iterator[dict[str, Any
     Raises:
         FolderError: the file is missing, or damaged before its last line.
     """
-    with reading(folder / METRICS), open(folder / METRICS, encoding="utf-8") as file:
+    with file_errors(folder / METRICS, "read"), open(folder / METRICS, encoding="utf-8") as file:
         for line in file:
             if not line.endswith("\n"):
                 return
@@ -107,44 +93,38 @@ def read_rows(folder: Path, frames: int | None = None) -> Iterator[dict[str, Any
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """Return the content of a run's ``summary.json``; raises FolderError if it is missing or damaged."""
-    with reading(folder / SUMMARY):
+    with file_errors(folder / SUMMARY, "read"):
         return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
 
 
+@dataclass
 class RunFiles(Reporter):
-    """Writes a run's files, its pictures at the end.
+    """Writes a run's files, its pictures at the end."""
 
-    Args:
-        resumed_from: the folder of the run that this one continues; its metrics come first.
-        frames: the frames of that run that count.
-        resume: what a run that resumes this one reads, ``{file: content}``.
-    """
-
-    def __init__(
-        self, resumed_from: Path | None = None, frames: int = 0, resume: dict[Path, dict[str, Any]] | None = None
-    ) -> None:
-        self._resumed_from, self._frames, self._resume = resumed_from, frames, resume or {}
-        self._folder: Path | None = None
-        self._metrics: TextIOWrapper | None = None
-        self._summary: dict[str, Any] = {}
+    resumed_from: Path | None = None  # the folder of the run that this one continues; its metrics come first
+    frames: int = 0  # those of that run that count
+    resume: Mapping[Path, dict[str, Any]] = field(default_factory=dict)  # what a run that resumes this one reads
+    _folder: Path | None = None
+    _metrics: TextIOWrapper | None = None
+    _summary: dict[str, Any] = field(default_factory=dict)
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Write the settings, and open ``metrics.jsonl``; that of the earlier run may be missing."""
-        earlier = self._resumed_from
-        history = list(read_rows(earlier, self._frames)) if earlier and (earlier / METRICS).exists() else []
+        earlier = self.resumed_from
+        history = list(read_rows(earlier, self.frames)) if earlier and (earlier / METRICS).exists() else []
         self._folder = folder
-        for path, content in {Path("config.yaml"): config, **self._resume}.items():
-            with writing(folder / path):
+        for path, content in {Path("config.yaml"): config, **self.resume}.items():
+            with file_errors(folder / path):
                 (folder / path).parent.mkdir(exist_ok=True)
             replace_file(folder / path, yaml.safe_dump(content, sort_keys=False).encode())
         replace_file(folder / METRICS, "".join(to_json(row) + "\n" for row in history).encode())
-        with writing(folder / METRICS):
+        with file_errors(folder / METRICS):
             self._metrics = open(folder / METRICS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (closed by finish)
 
     def update(self, row: Row) -> None:
         """Append a line."""
         assert self._metrics is not None and self._folder is not None
-        with writing(self._folder / METRICS):
+        with file_errors(self._folder / METRICS):
             self._metrics.write(to_json(row.as_dict()) + "\n")
 
     def finish(self, summary: dict[str, Any]) -> None:
@@ -152,7 +132,7 @@ class RunFiles(Reporter):
         self._summary = summary
         if self._metrics is not None and self._folder is not None:
             try:
-                with writing(self._folder / METRICS):
+                with file_errors(self._folder / METRICS):
                     self._metrics.close()
             finally:
                 replace_file(self._folder / SUMMARY, f"{to_json(summary, indent=2)}\n".encode())
@@ -165,5 +145,5 @@ class RunFiles(Reporter):
 
         for draw in (plots.learning_curve, plots.sync_latency):
             picture = self._folder / f"{draw.__name__}.png"
-            with writing(picture):
+            with file_errors(picture):
                 draw(rows, self._summary).savefig(picture)

@@ -185,9 +185,10 @@ def sweep_setting(groups: Groups, setting: str, env: str) -> Figure:
     figure, axes = new_figure(11, 2, f"Return over {setting}{env}", subtitle, (1, 1), 4.6 + 0.1 * len(groups))
     values = sorted({float(run.settings[setting]) for group in groups.values() for run in group})
     positive = [value for value in values if value > 0]
-    for ax, of_run in zip(axes, ("final_return", "return_over_run"), strict=True):
+    for ax, whole in zip(axes, (False, True), strict=True):
         for (label, group), colour in zip(groups.items(), cycle(COLOURS), strict=False):
-            points = [(float(run.settings[setting]), getattr(run, of_run)) for run in group]
+            means = [run.return_over_run if whole else run.figures["return"] for run in group]
+            points = [(float(run.settings[setting]), mean) for run, mean in zip(group, means, strict=True)]
             ax.scatter(*zip(*points, strict=True), s=14, color=colour)
             at = sorted({x for x, _ in points})
             found = [[y for other, y in points if other == x] for x in at]
@@ -197,10 +198,11 @@ def sweep_setting(groups: Groups, setting: str, env: str) -> Figure:
             ax.set_xscale("symlog", linthresh=positive[0], base=2)
         ax.set_xticks(values, [f"{value:.3g}" for value in values], rotation=45 if len(values) > 6 else 0)
         ax.set_xlabel(setting, color=INK)
+        ax.set_ylabel(
+            f"mean return {'averaged over the whole run' if whole else 'of the last 100 episodes'}", color=INK
+        )
         if not values:
             _say_instead(ax, "No run was solved or finished.")
-    axes[0].set_ylabel("mean return of the last 100 episodes", color=INK)
-    axes[1].set_ylabel("mean return averaged over the whole run", color=INK)
     _legend(figure, axes[0], 3)
     return figure
 

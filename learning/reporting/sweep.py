@@ -7,9 +7,10 @@ import csv
 import html
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress, pairwise
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,38 @@ from rich.console import Console
 from rich.table import Table
 
 from learning.reporting.console import microseconds, number
-from learning.reporting.files import METRICS, SUMMARY, FolderError, read_rows, read_summary, writing
+from learning.reporting.files import METRICS, SUMMARY, FolderError, file_errors, read_rows, read_summary
 from learning.summary import return_text
 
 TABLE, PAGE = "sweep.csv", "sweep.html"
-_DEFAULT = "default"  # of a setting that only other runs' command lines name
+FIGURES = {
+    "s to solved": number,
+    "frames to solved": partial(number, digits=0),
+    "return": return_text,
+    "frames/s": partial(number, digits=0),
+    "sync p50": microseconds,
+    "sync p95": microseconds,
+    "sync p99": microseconds,
+    "GiB/s": partial(number, digits=3),
+    "mean staleness": partial(number, digits=2),
+}
+"""The figures of a run in the table, in the units of ``summary.json`` (µs, s), and how each is formatted."""
+_SPARE = ("frames to solved", "sync p95", "sync p99", "GiB/s", "mean staleness")
+"""Columns that a terminal does without."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep: its folder, the content of ``summary.json``, and its rows."""
+    """One run of a sweep."""
 
     folder: Path
     summary: dict[str, Any]
     rows: Sequence[dict[str, Any]]
 
     @property
-    def sync(self) -> dict[str, Any]:
-        """The weight sync part of the summary."""
-        return self.summary["weight_sync"]
+    def backend(self) -> str:
+        """The scheme's name."""
+        return self.summary["weight_sync"]["scheme"]
 
     @property
     def complete(self) -> bool:
@@ -50,44 +64,29 @@ class Run:
         return {name: value for name, _, value in asked if name not in ("weight_sync", "seed")}
 
     @property
-    def seconds_to_solved(self) -> float | None:
-        """Seconds from the first step until it was solved for the first time; None if it never was."""
-        frames = self.summary.get("solved_after_frames")
-        return None if frames is None else next((row["seconds"] for row in self.rows if row["frames"] >= frames), None)
-
-    @property
-    def final_return(self) -> float | None:
-        """The mean return of the last 100 episodes at the end; None if no episode ended."""
-        return self.summary["episode_return_mean_100"]
+    def figures(self) -> dict[str, Any]:
+        """What `FIGURES` names; None where the run has none."""
+        sync, solved = self.summary["weight_sync"], self.summary.get("solved_after_frames")
+        reached = (row["seconds"] for row in self.rows if solved is not None and row["frames"] >= solved)
+        return {
+            "s to solved": next(reached, None),
+            "frames to solved": solved,
+            "return": self.summary["episode_return_mean_100"],
+            "frames/s": self.summary["frames_per_second"],
+            **{f"sync {p}": sync["latency_us"].get(p) for p in ("p50", "p95", "p99")},
+            "GiB/s": sync.get("gib_per_second"),
+            "mean staleness": self.summary["staleness"]["mean"],
+        }
 
     @property
     def return_over_run(self) -> float | None:
         """The mean return of the last 100 episodes, averaged over the frames of the run; None if no episode ended."""
         frames = [0, *(row["frames"] for row in self.rows)]
-        means = [
+        means = (
             (row["episode_return_mean_100"], b - a) for row, (a, b) in zip(self.rows, pairwise(frames), strict=True)
-        ]
+        )
         known = [(mean, weight) for mean, weight in means if mean is not None]
         return statistics.fmean(*map(list, zip(*known, strict=True))) if known else None
-
-
-Column = tuple[Callable[[Run], Any], Callable[[Any], str]]
-"""A figure, in the units of ``summary.json`` (µs, s), and how it is formatted."""
-
-FIGURES: dict[str, Column] = {
-    "s to solved": (lambda run: run.seconds_to_solved, number),
-    "frames to solved": (lambda run: run.summary.get("solved_after_frames"), lambda value: number(value, 0)),
-    "return": (lambda run: run.final_return, return_text),
-    "frames/s": (lambda run: run.summary["frames_per_second"], lambda value: number(value, 0)),
-    "sync p50": (lambda run: run.sync["latency_us"].get("p50"), microseconds),
-    "sync p95": (lambda run: run.sync["latency_us"].get("p95"), microseconds),
-    "sync p99": (lambda run: run.sync["latency_us"].get("p99"), microseconds),
-    "GiB/s": (lambda run: run.sync.get("gib_per_second"), lambda value: number(value, 3)),
-    "mean staleness": (lambda run: run.summary["staleness"]["mean"], lambda value: number(value, 2)),
-}
-"""The figures that have a median."""
-_SPARE = ("frames to solved", "sync p95", "sync p99", "GiB/s", "mean staleness")
-"""Columns that a terminal does without."""
 
 
 def report(folder: Path, console: Console | None = None) -> None:
@@ -99,36 +98,32 @@ def report(folder: Path, console: Console | None = None) -> None:
         FolderError: no run has ended there, or the report cannot be written.
     """
     runs, left_out = read_runs(folder)
-    shown = columns(runs)
-    with writing(folder / TABLE), open(folder / TABLE, "w", encoding="utf-8", newline="") as file:
+    with file_errors(folder / TABLE), open(folder / TABLE, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)  # in the terminal and the page, each cell has its unit
-        writer.writerow(["run", *(f"{name} (µs)" if one[1] is microseconds else name for name, one in shown.items())])
+        units = [f"{name} (µs)" if FIGURES.get(name) is microseconds else name for name in columns(runs)]
+        writer.writerow(["run", *units])
         for run in runs:
-            writer.writerow([run.folder.relative_to(folder), *(figure(run) for figure, _ in shown.values())])
+            cells = _cells(run, runs) | run.figures
+            writer.writerow([run.folder.relative_to(folder), *cells.values()])
     pictures = list(_draw(folder, runs))
-    with writing(folder / PAGE):
+    with file_errors(folder / PAGE):
         (folder / PAGE).write_text(_page(runs, left_out, pictures), encoding="utf-8")
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = 1000
-    console.print(_table(runs, console))
+    table = Table(box=SIMPLE_HEAD, title=_counted(runs), title_justify="left")
+    shown = [name for name in columns(runs) if not (console.is_terminal and name in _SPARE)]
+    for name in shown:
+        table.add_column(name, justify="left" if name in ("backend", "status") else "right", no_wrap=True)
+    for cells, is_median in table_rows(runs):
+        table.add_row(*(cells[name] for name in shown), style="bold" if is_median else None, end_section=is_median)
+    console.print(table)
     for line in (f"report: {folder / PAGE}", *(f"left out: {line}" for line in left_out)):
         console.print(line, soft_wrap=True, markup=False)
 
 
-def _table(runs: Sequence[Run], console: Console) -> Table:
-    """Return the table of the runs; in a terminal, with the figures that matter most."""
-    shown = [not (console.is_terminal and name in _SPARE) for name in columns(runs)]
-    table = Table(box=SIMPLE_HEAD, title=_counted(runs), title_justify="left")
-    for name in compress(columns(runs), shown):
-        table.add_column(name, justify="left" if name in ("backend", "status") else "right", no_wrap=True)
-    for cells, is_median in table_rows(runs):
-        table.add_row(*compress(cells, shown), style="bold" if is_median else None, end_section=is_median)
-    return table
-
-
 def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
-    """Return the runs in a sweep's folder that have ended, ordered by backend, settings and seed.
+    """Return the runs in a sweep's folder that have ended, ordered by backend and settings.
 
     With them, a line for each of the other runs that names what is missing or damaged.
 
@@ -145,7 +140,7 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
             left_out.append(str(error))
     if not runs:
         raise FolderError("\n".join([f"no run has ended in {folder}: there is no {SUMMARY} to read", *left_out]))
-    return sorted(runs, key=lambda run: (run.sync["scheme"], [_number(one) for one in run.settings.values()])), left_out
+    return sorted(runs, key=lambda run: (run.backend, [_number(one) for one in run.settings.values()])), left_out
 
 
 def _number(value: str) -> float:
@@ -181,39 +176,38 @@ def groups(runs: Sequence[Run], without: str | None = None) -> dict[str, list[Ru
     That is the backend, if there are several or nothing else differs, and settings.
     """
     names = [name for name in differing(runs) if name != without]
-    several = common([Run(run.folder, run.sync, ()) for run in runs], "scheme") is None or not names
+    named = len({run.backend for run in runs}) > 1 or not names
     found: dict[str, list[Run]] = {}
     for run in runs:
-        settings = [f"{name}={run.settings.get(name, _DEFAULT)}" for name in names]
-        found.setdefault(" ".join([run.sync["scheme"]] * several + settings), []).append(run)
+        settings = [f"{name}={run.settings.get(name, 'default')}" for name in names]
+        found.setdefault(" ".join([run.backend] * named + settings), []).append(run)
     return found
 
 
-def columns(runs: Sequence[Run]) -> dict[str, Column]:
+def columns(runs: Sequence[Run]) -> list[str]:
     """Return the columns of a table of ``runs``, including the settings that differ between them."""
-    return {
-        "backend": (lambda run: run.sync["scheme"], str),
-        **{name: (lambda run, name=name: run.settings.get(name, _DEFAULT), str) for name in differing(runs)},
-        "seed": (lambda run: run.summary.get("seed"), str),
-        "status": (lambda run: run.summary["status"], str),
-        "solved": (lambda run: run.summary["solved"], lambda value: "yes" if value else "no"),
-        **FIGURES,
-    }
+    return ["backend", *differing(runs), "seed", "status", "solved", *FIGURES]
 
 
-def table_rows(runs: Sequence[Run]) -> Iterator[tuple[list[str], bool]]:
+def _cells(run: Run, runs: Sequence[Run]) -> dict[str, str]:
+    settings = {name: run.settings.get(name, "default") for name in differing(runs)}
+    seed, status = str(run.summary.get("seed")), run.summary["status"]
+    told = {"backend": run.backend, **settings, "seed": seed, "status": status}
+    figures = {name: FIGURES[name](value) for name, value in run.figures.items()}
+    return told | {"solved": "yes" if run.summary["solved"] else "no"} | figures
+
+
+def table_rows(runs: Sequence[Run]) -> Iterator[tuple[dict[str, str], bool]]:
     """Yield the rows of the table, and whether each is a row of medians; these follow runs that differ in the seed."""
-    shown = columns(runs)
     for group in groups(runs).values():
-        rows = [[write(figure(run)) for figure, write in shown.values()] for run in group]
-        yield from ((row, False) for row in rows)
+        yield from ((_cells(run, runs), False) for run in group)
         if len(group) > 1:
             solved = f"{sum(run.summary['solved'] for run in group)} of {len(group)}"
-            cells = dict(zip(shown, rows[0], strict=True)) | {"seed": "median", "status": "", "solved": solved}
-            for name, (figure, write) in FIGURES.items():  # of the complete runs
-                known = [value for run in group if run.complete and (value := figure(run)) is not None]
-                cells[name] = write(statistics.median(known) if known else None)
-            yield list(cells.values()), True
+            medians = _cells(group[0], runs) | {"seed": "median", "status": "", "solved": solved}
+            for name, write in FIGURES.items():  # of the complete runs
+                known = [value for run in group if run.complete and (value := run.figures[name]) is not None]
+                medians[name] = write(statistics.median(known) if known else None)
+            yield medians, True
 
 
 def _draw(folder: Path, runs: Sequence[Run]) -> Iterator[Path]:
@@ -226,10 +220,10 @@ def _draw(folder: Path, runs: Sequence[Run]) -> Iterator[Path]:
         "sweep_latency.png": plots.sweep_latency(groups(runs)),
     }
     if (setting := numeric_setting(runs)) is not None:
-        ended = [run for run in runs if run.complete and run.final_return is not None]
+        ended = [run for run in runs if run.complete and run.return_over_run is not None]
         figures = {"sweep_setting.png": plots.sweep_setting(groups(ended, setting), setting, env), **figures}
     for name, figure in figures.items():
-        with writing(folder / name):
+        with file_errors(folder / name):
             figure.savefig(folder / name)
         yield folder / name
 
@@ -241,16 +235,15 @@ def _counted(runs: Sequence[Run]) -> str:
 def _page(runs: Sequence[Run], left_out: Sequence[str], pictures: Sequence[Path]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns(runs))
     rows = [
-        ("median" if is_median else "", "".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+        (is_median, "".join(f"<td>{html.escape(cell)}</td>" for cell in cells.values()))
         for cells, is_median in table_rows(runs)
     ]
-    body = "".join(f'<tr class="{kind}">{cells}</tr>\n' for kind, cells in rows)
+    body = "".join(f'<tr class="{"median" if is_median else ""}">{cells}</tr>\n' for is_median, cells in rows)
     encoded = {one.name: base64.b64encode(one.read_bytes()).decode() for one in pictures}
     images = "".join(f'<img alt="{name}" src="data:image/png;base64,{one}">\n' for name, one in encoded.items())
-    title, workers = f"{common(runs, 'env') or 'Sweep'}: {_counted(runs)}", common(runs, "num_workers")
-    title += "" if workers is None else f", {workers} workers each"
+    title = html.escape(f"{common(runs, 'env') or 'Sweep'}: {_counted(runs)}")
     missing = "".join(f"<p>Left out: {html.escape(line)}</p>\n" for line in left_out)
-    return _PAGE.format(title=html.escape(title), head=head, body=body, missing=missing, images=images)
+    return _PAGE.format(title=title, head=head, body=body, missing=missing, images=images)
 
 
 _PAGE = """<!doctype html>

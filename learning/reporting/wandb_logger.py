@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 HISTOGRAM_EVERY = 100  # updates
 
 
+@dataclass(eq=False)
 class WandbLogger(Reporter):
     """Sends rows to Weights & Biases: online if the user is logged in, offline otherwise.
 
@@ -36,19 +38,17 @@ class WandbLogger(Reporter):
         close_within: seconds that the end of a run waits for the remaining rows to be sent.
     """
 
-    def __init__(
-        self,
-        project: str = "wsync",
-        entity: str | None = None,
-        group: str | None = None,
-        tags: Sequence[str] = (),
-        mode: str | None = None,
-        start_after: float = 10.0,
-        close_within: float = 60.0,
-    ) -> None:
-        self._init = {"project": project, "entity": entity, "group": group, "tags": list(tags)}
-        self._mode = mode
-        self._start_after, self._close_within = (min(one, threading.TIMEOUT_MAX) for one in (start_after, close_within))
+    project: str = "wsync"
+    entity: str | None = None
+    group: str | None = None
+    tags: Sequence[str] = ()
+    mode: str | None = None
+    start_after: float = 10.0
+    close_within: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Start nothing yet."""
+        self._init: dict[str, Any] = {"project": self.project, "entity": self.entity, "group": self.group}
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._ending = threading.Event()
         self._summary: dict[str, Any] = {}
@@ -57,7 +57,7 @@ class WandbLogger(Reporter):
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Start the thread; wandb's files go to `folder`, and `config` is wandb's config."""
-        self._init |= {"dir": str(folder), "name": folder.name, "config": config}
+        self._init |= {"dir": str(folder), "name": folder.name, "config": config, "tags": list(self.tags)}
         # A daemon thread, so that the process can end even if wandb hangs.
         self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
         self._thread.start()
@@ -77,14 +77,14 @@ class WandbLogger(Reporter):
             return
         self._rows.put(None)
         self._ending.set()
-        self._thread.join(self._close_within)
+        self._thread.join(min(self.close_within, threading.TIMEOUT_MAX))
         if self._thread.is_alive():
-            log.warning("wandb: not done within %g s; `wandb sync` sends the rest", self._close_within)
+            log.warning("wandb: not done within %g s; `wandb sync` sends the rest", self.close_within)
         elif self._where is not None:
             print(f"wandb: {self._where}")
 
     def _run(self) -> None:
-        self._ending.wait(self._start_after)
+        self._ending.wait(min(self.start_after, threading.TIMEOUT_MAX))
         try:
             self._send_all()
         except Exception as error:  # noqa: BLE001  (an error of the dashboard must not end a run)
@@ -95,9 +95,9 @@ class WandbLogger(Reporter):
             import wandb  # slow to import, and only needed here
         except ModuleNotFoundError as error:
             raise missing_extra(error, "train") from error
-        limit = {"init_timeout": self._close_within / 2} if self._close_within else {}  # 0: nothing waits for wandb
+        limit = {"init_timeout": self.close_within / 2} if self.close_within else {}  # 0: nothing waits for wandb
         settings = wandb.Settings(console="off", silent=True, **limit)
-        mode: Any = self._mode or os.environ.get("WANDB_MODE")
+        mode: Any = self.mode or os.environ.get("WANDB_MODE")
         mode = mode or ("online" if logged_in(settings.base_url) else "offline")
         run = wandb.init(**self._init, settings=settings, reinit="create_new", mode=mode)
         run.define_metric("frames")
