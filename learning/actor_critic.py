@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from learning.networks import Policy, action_mask
-from learning.recurrent import STATE, RecurrentPolicy
+from learning.recurrent import RecurrentPolicy
 
 
 class Diverged(FloatingPointError):
@@ -30,19 +30,17 @@ class ActorCritic(ABC):
 
     Args:
         policy: trained in place.
-        critic: observations ``[*B, obs]`` to values ``[*B]``, in units of scaled reward; trained in place.
+        critic: observations ``[*B, obs]`` to values ``[*B]``, in scaled reward; trained in place.
         gamma: discount per step.
         reward_scale: factor on rewards before anything is computed from them, so that returns are of the order of one.
         epochs: passes over each batch, at most; at the start.
         epochs_final: the same, after `anneal_frames` frames; it falls linearly in between.
-        minibatch_size: frames per gradient step, at most. A pass has the fewest minibatches that this allows, and their
-            sizes differ by one at most. Sequences that a learner does not cut (the frames of one environment in one
-            batch: of recurrent policies, and of IMPALA) are whole: at least one is a minibatch.
+        minibatch_size: frames per gradient step, at most. The frames of one environment in one batch stay together for
+            a recurrent policy and for IMPALA: at least one such sequence is a minibatch.
         lr: learning rate of Adam, at the start.
         lr_end_factor: the learning rate at the end of the schedule, as a fraction of `lr`.
         anneal_frames: length of the schedules; after it the final values stay.
-        value_coef: weight of the value loss, which is half the mean of the squared errors; ``vf_coef`` of
-            Stable-Baselines3 weighs the whole mean.
+        value_coef: weight of the value loss, which is half the mean of the squared errors.
         entropy_coef: weight of the entropy bonus.
         max_grad_norm: the gradient is scaled down to this norm, over all parameters.
         adam_eps: Adam's epsilon.
@@ -168,34 +166,13 @@ class ActorCritic(ABC):
         self.frames = state["frames"]
 
 
-def zero_gaps(batch: TensorDictBase) -> TensorDictBase:
-    """Return `batch` with observation, action, log-probability and next state set to 0 where its "mask" is false.
-
-    Such a row is no frame: the environment was being reset. It repeats the last observation of the episode that has
-    ended, which may have any values, e.g. NaN.
-    """
-    mask = batch.get("mask", None)
-    if mask is None:
-        return batch
-    copy = batch.copy()  # shares the other tensors
-    for key in ("observation", "action", "action_log_prob", ("next", STATE)):
-        if (values := batch.get(key, None)) is not None:
-            zeroed = values.clone()
-            zeroed[~mask] = 0
-            copy.set(key, zeroed)
-    return copy
-
-
 def as_sequences(x: Tensor, dimensions: int) -> Tensor:
     """Return `x` ``[*B, T, ...]``, where B and T have so many `dimensions`, as ``[n, T, ...]``."""
     return x.flatten(0, dimensions - 2) if dimensions > 1 else x.unsqueeze(0)
 
 
 def kl_divergence(log_ratio: Tensor) -> Tensor:
-    """Estimate KL(old ‖ new) in nats from log(new/old) at actions that old has drawn; the estimate is never negative.
-
-    It is "k3" of http://joschu.net/blog/kl-approx.html.
-    """
+    """Estimate KL(old ‖ new) in nats from log(new/old) at old's actions: "k3" of http://joschu.net/blog/kl-approx.html."""
     return (log_ratio.exp() - 1.0 - log_ratio).mean()
 
 
@@ -205,25 +182,11 @@ def explained_variance(error_variance: Tensor, target: Tensor) -> Tensor:
 
 
 def check_finite(batch: TensorDictBase) -> None:
-    """Raise UnusableBatch if an observation or a reward of a frame of `batch` is not finite.
-
-    Observations after a terminated episode may be.
-    """
-    step, mask = batch.get("next"), batch.get("mask", None)
-    terminated = step.get("terminated").squeeze(-1)
-    frames = torch.ones_like(terminated) if mask is None else mask
-    _check_finite("observation", batch.get("observation"), frames)
-    _check_finite("next observation", step.get("observation"), frames & ~terminated)
-    _check_finite("reward", step.get("reward"), frames)
-
-
-def _check_finite(name: str, values: Tensor | TensorDictBase, rows: Tensor) -> None:
-    """Check `values` where `rows` is true."""
-    if isinstance(values, TensorDictBase):
-        for key, part in values.items():
-            _check_finite(f"{name} {key}", part, rows)
-    elif values.is_floating_point() and not values.isfinite().all():
-        wrong = rows & ~values.isfinite().reshape(*rows.shape, -1).all(-1)
-        if wrong.any():
-            where = wrong.nonzero()[0].tolist()  # the last index is the step
-            raise UnusableBatch(f"{name} is not finite at {where} of the batch: check the environment")
+    """Raise UnusableBatch if an observation or a reward of a frame of `batch` is not finite."""
+    mask = batch.get("mask", None)
+    for name, values in batch.select("observation", ("next", "reward")).flatten_keys().items():
+        if values.is_floating_point() and not values.isfinite().all():
+            wrong = ~values.isfinite().reshape(*batch.shape, -1).all(-1)
+            if (wrong if mask is None else wrong & mask).any():
+                where = wrong.nonzero()[0].tolist()  # the last index is the step
+                raise UnusableBatch(f"{name} is not finite at {where} of the batch: check the environment")

@@ -47,11 +47,8 @@ def leaves(spec: SpecTree, *path: str) -> Iterator[tuple[tuple[str, ...], Spec]]
 def feature_size(network: nn.Module, spec: SpecTree) -> int:
     """Return the number of features that `network` gives for observations of `spec`; calls it once with zeros.
 
-    The zeros have two leading dimensions, as the batches of a learner have: a network that drops them is noticed here.
+    The zeros have two leading dimensions, as the batches of a learner have: ValueError if the network drops them.
     A recurrent network has a ``state_size``.
-
-    Raises:
-        ValueError: the result is not one vector for each observation.
     """
     state_size = getattr(network, "state_size", None)
     observation = as_tensors(specs.zeros(spec, 2, 3), 2, 3)
@@ -61,10 +58,9 @@ def feature_size(network: nn.Module, spec: SpecTree) -> int:
         features = features[0] if state else features
     if not isinstance(features, Tensor) or features.ndim != 3 or features.shape[:2] != (2, 3):
         got = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        wanted = (
-            "one vector of features for each observation, [2, 3, F] for observations with leading dimensions [2, 3]"
+        raise ValueError(
+            f"the network has to give one vector of features for each observation, [2, 3, F]; it gave {got}"
         )
-        raise ValueError(f"the network has to give {wanted}, and it gave {got}")
     return features.shape[2]
 
 

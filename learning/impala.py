@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn  # noqa: F401  (nn: wsync.config reads the types of the arguments here)
 
-from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence, zero_gaps
+from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence
 from learning.advantages import successor_values, vtrace
 from learning.networks import Policy, evaluate
 from learning.recurrent import RecurrentPolicy
@@ -73,7 +73,6 @@ class IMPALA(ActorCritic):
 
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
         """
-        batch = zero_gaps(batch)
         lr, epochs = self._begin_update(batch)
         trajectories = self._prepare(batch)
         steps = [step for _ in self._epochs(epochs) for step in self._epoch(trajectories)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -27,24 +27,9 @@ from learning.summary import summarise
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
-    from torch import nn
 
-    from collectors.staleness import Staleness
-    from collectors.workers.records import Failures
+    from collectors import BaseCollector
     from wsync import WeightSyncScheme
-
-
-class Collector(Iterable[Any], Protocol):
-    """The methods of a collector that the loop uses."""
-
-    failures: Failures
-    staleness: Staleness
-
-    def interrupt(self) -> None:
-        """End the wait for the current batch soon."""
-
-    def update_policy_weights_(self, policy: nn.Module, /) -> Any:
-        """Send the weights of `policy` to every worker. Called as ``sync_each`` says; may raise WeightSyncError."""
 
 
 class StopRequest:
@@ -130,7 +115,7 @@ class Training:
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))  # the learner's
     facts: dict[str, Any] = field(default_factory=dict)  # entries of the summary that describe the run
 
-    def run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
+    def run(self, collector: BaseCollector, stop: StopRequest, config: Any) -> dict[str, Any]:
         """Train until the goal is reached or `stop` is requested; return the summary, which reporters get too.
 
         However the run ends, a checkpoint and the summary are written. Networks that have diverged are not: the last
@@ -162,7 +147,7 @@ class Training:
             _do_all(steps, error)
         return summary
 
-    def _loop(self, collector: Collector, stop: StopRequest) -> str:
+    def _loop(self, collector: BaseCollector, stop: StopRequest) -> str:
         progress, scheme, saved_at = self.progress, self.scheme, time.monotonic()
         batches, not_sent = iter(collector), 0  # updates with weight_sync=none, which has no versions: counted instead
         progress.begin(scheme.version)
@@ -175,7 +160,8 @@ class Training:
             batch = next(batches)
             check_finite(batch)  # before it counts; a learner of the user's may not check it
             progress.collected(batch, scheme.version + len(self.delay) + not_sent, collector.staleness)
-            progress.note_solved(self.goal.solved_at)
+            if progress.solved_after is None and progress.solved(self.goal.solved_at):
+                progress.solved_after = progress.frames
             began = time.perf_counter()
             learning = self._learn(batch)
             progress.seconds_learning += time.perf_counter() - began

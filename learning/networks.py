@@ -19,12 +19,9 @@ from learning.normalization import ObservationNormalizer
 
 
 class Network(nn.Module):
-    """A trunk, which computes features, and a head, which computes outputs of them. Several may share one trunk.
+    """A trunk, which maps normalised observations to features ``[*B, F]``, and a head, which maps these to outputs.
 
-    Args:
-        trunk: observations ``[*B, *obs]`` to features ``[*B, F]``.
-        head: features to outputs ``[*B, N]``.
-        normalizer: applied to observations first, if there is one.
+    Several networks may share one trunk.
     """
 
     def __init__(self, trunk: nn.Module, head: nn.Module, normalizer: ObservationNormalizer | None = None) -> None:
@@ -47,10 +44,8 @@ class Network(nn.Module):
 class Policy(SampledPolicy):
     """A distribution over actions with the output of a network as its parameters; a :class:`SampledPolicy`.
 
-    Where an observation has a part "action_mask", choices at which it is zero are not taken.
-
-    Args:
-        network: maps observations ``[*B, *obs]`` to outputs ``[*B, N]``, one for each parameter.
+    The network maps observations ``[*B, *obs]`` to outputs ``[*B, N]``, one for each parameter. Where an observation
+    has a part "action_mask", choices at which it is zero are not taken.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -126,10 +121,7 @@ class MultiCategoricalPolicy(CategoricalPolicy):
     """A policy over several choices at once; ``action`` is int64 indices ``[*B, len(nvec)]``.
 
     Its parameters are the scores of the options of all choices, end to end, ``[*B, sum(nvec)]``; so is an action mask.
-
-    Args:
-        network: maps observations ``[*B, *obs]`` to scores.
-        nvec: number of options of each choice.
+    `nvec` has the number of options of each choice.
     """
 
     def __init__(self, network: nn.Module, nvec: Sequence[int]) -> None:
@@ -168,8 +160,8 @@ class GaussianPolicy(Policy):
 
     Args:
         network: maps observations ``[*B, obs]`` to scaled means ``[*B, dim]``.
-        low: lower bounds of the action, ``[dim]``.
-        high: upper bounds, ``[dim]``. Where a range is infinite or empty, the scale is 1 and the middle 0.
+        low: lower bounds of the action, ``[dim]``. Where a range is infinite or empty, the scale is 1, the middle 0.
+        high: upper bounds, ``[dim]``.
         initial_std: standard deviation at the start, in units of half the range.
     """
 

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn  # noqa: F401  (nn: wsync.config reads the types of the arguments here)
 from torch.distributions import Distribution
 
-from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence, zero_gaps
+from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence
 from learning.advantages import gae, successor_values
 from learning.networks import Policy, evaluate
 from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
@@ -79,7 +79,6 @@ class PPO(ActorCritic):
 
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
         """
-        batch = zero_gaps(batch)
         lr, epochs = self._begin_update(batch)
         clip = self._scheduled(self.clip, self.clip_final)
         frames, summary = self._prepare(batch)

@@ -23,7 +23,7 @@ WINDOW = 100  # episodes in the mean return that is compared with the threshold 
 RECENT = 1000  # updates in a row's percentiles; the summary's are over all of them
 _SAVED = (
     *("frames", "episodes", "acted_frames", "versions_behind", "staleness_max", "version", "seconds_learning"),
-    *("first_solved", "resumes", "dropped_batches", "dropped_frames"),
+    *("solved_after", "resumes", "dropped_batches", "dropped_frames"),
 )
 """Counters that a checkpoint has as they are."""
 
@@ -46,9 +46,9 @@ class SyncRow:
         return cls(
             report.seconds * 1e6,
             *(percentile(recent_us, share) for share in (0.5, 0.95, 0.99)),
-            bytes=report.bytes,
-            gib_per_second=report.bytes / 2**30 / max(report.seconds, 1e-9),
-            phases_us={phase: seconds * 1e6 for phase, seconds in report.phases.items()},
+            report.bytes,
+            report.bytes / 2**30 / max(report.seconds, 1e-9),
+            {phase: seconds * 1e6 for phase, seconds in report.phases.items()},
         )
 
 
@@ -60,15 +60,13 @@ class Row:
         frames: collected so far, including those before a resume.
         seconds: since the first environment step, interruptions not counted.
         frames_per_second: `frames` by `seconds`.
-        seconds_learning: of `seconds`, those of the learner's updates, sends between its passes included; in most
-            others the loop waited for a batch.
+        seconds_learning: of `seconds`, those of the learner's updates; in most others the loop waited for a batch.
         episodes: ended so far.
         episodes_in_mean: 100, or all while there are fewer.
         episode_return_mean_100: over these episodes, the last ones; None before the first.
         episode_returns: the returns of the episodes that ended in this batch, in the order of time.
         version: the newest version number, also of an update that failed; a resumed run counts on.
-        staleness: versions between the weights that acted and the learner's when the batch was learnt from, mean over
-            frames; with a scheme that sends nothing, updates.
+        staleness: versions (with weight_sync=none, updates) from the weights that acted to the learner's, mean.
         staleness_max: the staleness of the oldest frame.
         dropped_batches: workers' batches that were too old to be delivered (``collector.max_staleness``), so far.
         dropped_frames: frames of these.
@@ -117,7 +115,7 @@ class Progress:
     dropped_frames: int = 0
     version: int = 0
     window: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    first_solved: tuple[int, float] | None = None  # the frames after which a threshold was first reached, and it
+    solved_after: int | None = None  # the frames after which the environment was first solved
     resumes: int = 0
     _began: float | None = None
     _staleness: float = 0.0
@@ -146,27 +144,10 @@ class Progress:
         """Mean return of the last 100 episodes, or of all while there are fewer; None before the first."""
         return float(np.mean(self.window)) if self.window else None
 
-    @property
-    def staleness_mean(self) -> float:
-        """Mean staleness over all frames in which the policy acted."""
-        return self.versions_behind / self.acted_frames if self.acted_frames else 0.0
-
     def solved(self, threshold: float | None) -> bool:
         """Whether the last 100 episodes reach `threshold` in the mean."""
         mean = self.return_mean
         return threshold is not None and mean is not None and len(self.window) == WINDOW and mean >= threshold
-
-    def solved_after(self, threshold: float | None) -> int | None:
-        """Return the frames after which the last 100 episodes first reached `threshold`; None if they never did."""
-        if self.first_solved is not None and self.first_solved[1] == threshold:
-            return self.first_solved[0]
-        return self.frames if self.solved(threshold) else None
-
-    def note_solved(self, threshold: float | None) -> None:
-        """Note the current frames if the last 100 episodes reach `threshold` for the first time."""
-        frames = self.solved_after(threshold)
-        if threshold is not None and frames is not None:
-            self.first_solved = frames, threshold
 
     def collected(self, batch: TensorDictBase, version: int, limits: Staleness | None = None) -> None:
         """Count a batch ``[*B, T]`` before it is learnt from; `version` is the learner's, which may not have been sent.

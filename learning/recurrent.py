@@ -157,12 +157,8 @@ class FeatureSlice(nn.Module):
 class RecurrentPolicy(TensorDictModuleBase):
     """A policy with a state: reads "recurrent_state" ``[*B, S]``, and writes the new one under "next".
 
-    Without a state it starts from zero. A collector passes it to the next step, see its ``RecurrentState``.
-
-    Args:
-        network: its trunk is a `RecurrentNetwork`.
-        actions: makes distributions of the outputs of `network`. It is never called as a policy: its own network takes
-            features, not observations.
+    Without a state it starts from zero; a collector passes it to the next step. The trunk of `network` is a
+    `RecurrentNetwork`. `actions` makes distributions of the outputs of `network`, and is never called as a policy.
     """
 
     def __init__(self, network: Network, actions: Policy) -> None:
@@ -197,7 +193,7 @@ class RecurrentPolicy(TensorDictModuleBase):
         return self.actions.from_parameters(parameters)
 
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distributions' parameters and the features, ``[R, T, *]``; see ``RecurrentNetwork.sequence``."""
+        """Return the distributions' parameters and the features of `R` sequences of `T` steps, ``[R, T, *]``."""
         trunk = self.network.trunk
         assert isinstance(trunk, RecurrentNetwork)
         features = trunk.sequence(self.network.normalized(observation), state, is_init)

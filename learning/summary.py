@@ -44,8 +44,8 @@ def summarise(
         sentences.append(f"Faults injected by chaos: {counts}.")
     return {
         "status": status,
-        "solved": progress.solved_after(solved_at) is not None,
-        "solved_after_frames": progress.solved_after(solved_at),
+        "solved": progress.solved_after is not None,
+        "solved_after_frames": progress.solved_after,
         "verdict": " ".join(sentences),
         "frames": progress.frames,
         "seconds": progress.seconds,
@@ -56,7 +56,7 @@ def summarise(
         "solved_at": solved_at,
         "weight_sync": {**_NO_UPDATE, **metrics.summary(), "version": progress.version},
         "staleness": {
-            "mean": progress.staleness_mean,
+            "mean": progress.versions_behind / max(progress.acted_frames, 1),
             "max": progress.staleness_max,
             "max_staleness": limits.max_staleness,
             "run_ahead": limits.run_ahead,
@@ -77,7 +77,7 @@ def verdict(status: str, progress: Progress, solved_at: float | None) -> str:
     """Return how the run ended, in a sentence; with a second one if the workers never received an update."""
     if status in _TO_CONTINUE and progress.frames == progress.frames_before:
         return f"Nothing was left to do: {status} after {progress.frames:,} frames. {_TO_CONTINUE[status]}"
-    mean, count, reached = progress.return_mean, len(progress.window), progress.solved_after(solved_at)
+    mean, count, reached = progress.return_mean, len(progress.window), progress.solved_after
     text = f"{status.capitalize()} after {progress.frames:,} frames in {progress.seconds:.1f} s: "
     mean_return = f"mean return {return_text(mean, solved_at)} over the last {count} episodes"
     text += "no episode ended" if mean is None else mean_return

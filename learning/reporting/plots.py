@@ -76,9 +76,11 @@ def _say_instead(ax: Axes, text: str) -> None:
 
 
 def _legend(figure: Figure, ax: Axes, columns: int = 5) -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    if labels:
-        figure.legend(handles, labels, loc="outside lower left", ncols=columns, frameon=False, fontsize=9)
+    handles = {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    if handles:
+        figure.legend(
+            list(handles.values()), list(handles), loc="outside lower left", ncols=columns, frameon=False, fontsize=9
+        )
 
 
 def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
@@ -100,11 +102,13 @@ def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
     line = [[rows[i]["frames"] for i, _ in known], [mean for _, mean in known]]
     ax.plot(*line, color=INK, linewidth=2, linestyle="--" if few else "-", label=label)
     _threshold(ax, summary.get("solved_at"))
-    if failed := _risen(rows, "worker_failures"):
-        ax.plot(failed, [0.985] * len(failed), transform=ax.get_xaxis_transform(), marker="v", color=RED, markersize=6,
-                linestyle="none", clip_on=False, label="a worker failed")  # fmt: skip
-    for i, frames in enumerate(_risen(rows, "resumes")):
-        ax.axvline(frames, color=MUTED, linewidth=1.2, linestyle=":", label=None if i else "resumed")
+    for name, colour, style, label in (
+        ("worker_failures", RED, "-", "a worker failed"),
+        ("resumes", MUTED, ":", "resumed"),
+    ):
+        for one, two in pairwise(rows):
+            if two[name] > one[name]:
+                ax.axvline(two["frames"], color=colour, linewidth=1.2, linestyle=style, label=label)
     ax.set_xlabel("frames (environment steps)", color=INK)
     ax.set_ylabel("return of an episode", color=INK)
     ax.set_xlim(left=0, right=rows[-1]["frames"])
@@ -113,12 +117,6 @@ def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
         _say_instead(ax, "No episode has ended.")
     _legend(figure, ax)
     return figure
-
-
-def _risen(rows: Rows, name: str) -> list[int]:
-    """Return the frames at which a counter has risen."""
-    counts = [0, *(row.get(name, 0) for row in rows)]
-    return [row["frames"] for row, (one, two) in zip(rows, pairwise(counts), strict=True) if two > one]
 
 
 def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
@@ -199,7 +197,7 @@ def sweep_setting(groups: Groups, setting: str, env: str) -> Figure:
         ax.set_xticks(values, [f"{value:.3g}" for value in values], rotation=45 if len(values) > 6 else 0)
         ax.set_xlabel(setting, color=INK)
         ax.set_ylabel(
-            f"mean return {'averaged over the whole run' if whole else 'of the last 100 episodes'}", color=INK
+            "mean return " + ("averaged over the whole run" if whole else "of the last 100 episodes"), color=INK
         )
         if not values:
             _say_instead(ax, "No run was solved or finished.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import html
 import math
 import statistics
@@ -22,7 +21,7 @@ from learning.reporting.console import microseconds, number
 from learning.reporting.files import METRICS, SUMMARY, FolderError, file_errors, read_rows, read_summary
 from learning.summary import return_text
 
-TABLE, PAGE = "sweep.csv", "sweep.html"
+PAGE = "sweep.html"
 FIGURES = {
     "s to solved": number,
     "frames to solved": partial(number, digits=0),
@@ -81,12 +80,10 @@ class Run:
     @property
     def return_over_run(self) -> float | None:
         """The mean return of the last 100 episodes, averaged over the frames of the run; None if no episode ended."""
-        frames = [0, *(row["frames"] for row in self.rows)]
-        means = (
-            (row["episode_return_mean_100"], b - a) for row, (a, b) in zip(self.rows, pairwise(frames), strict=True)
-        )
-        known = [(mean, weight) for mean, weight in means if mean is not None]
-        return statistics.fmean(*map(list, zip(*known, strict=True))) if known else None
+        frames = [after - before for before, after in pairwise([0, *(row["frames"] for row in self.rows)])]
+        known = [one for one in zip(self.rows, frames, strict=True) if one[0]["episode_return_mean_100"] is not None]
+        total = sum(row["episode_return_mean_100"] * weight for row, weight in known)
+        return total / sum(weight for _, weight in known) if known else None
 
 
 def report(folder: Path, console: Console | None = None) -> None:
@@ -98,13 +95,6 @@ def report(folder: Path, console: Console | None = None) -> None:
         FolderError: no run has ended there, or the report cannot be written.
     """
     runs, left_out = read_runs(folder)
-    with file_errors(folder / TABLE), open(folder / TABLE, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)  # in the terminal and the page, each cell has its unit
-        units = [f"{name} (µs)" if FIGURES.get(name) is microseconds else name for name in columns(runs)]
-        writer.writerow(["run", *units])
-        for run in runs:
-            cells = _cells(run, runs) | run.figures
-            writer.writerow([run.folder.relative_to(folder), *cells.values()])
     pictures = list(_draw(folder, runs))
     with file_errors(folder / PAGE):
         (folder / PAGE).write_text(_page(runs, left_out, pictures), encoding="utf-8")
@@ -262,7 +252,7 @@ img {{ width: 100%; margin: 1.2rem 0 }}
 <p>Latency is from the call of <code>send</code> until later forwards use the weights. With
 <code>weight_sync.acknowledge=published</code>, as <code>train.py</code> uses <code>shared_mem</code>, no worker has to
 wake for that; otherwise every worker has installed them. Seconds are counted from the
-first environment step. Medians, and the picture of latencies, are of the runs that were solved or finished. The same
-figures are in <code>sweep.csv</code> and in each run's <code>summary.json</code>.</p>
+first environment step. Medians, and the picture of latencies, are of the runs that were solved or finished. The
+figures are in each run's <code>summary.json</code>.</p>
 {missing}{images}</body></html>
 """

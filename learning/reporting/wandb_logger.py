@@ -103,16 +103,12 @@ class WandbLogger(Reporter):
         run.define_metric("frames")
         run.define_metric("*", step_metric="frames")
         latencies: list[float] = []
-        figures: dict[str, Any] = {}
         while (row := self._rows.get()) is not None:
             figures = flat(row)
-            if row.weight_sync is not None:
-                latencies.append(row.weight_sync.latency_us)
-                if len(latencies) % HISTOGRAM_EVERY == 0:
-                    figures["weight_sync/latency_histogram_us"] = wandb.Histogram(latencies)
+            latencies += [] if row.weight_sync is None else [row.weight_sync.latency_us]
+            if len(latencies) % HISTOGRAM_EVERY == 1:
+                figures["weight_sync/latency_histogram_us"] = wandb.Histogram(latencies)
             run.log(figures)
-        if latencies:
-            run.log({"frames": figures["frames"], "weight_sync/latency_histogram_us": wandb.Histogram(latencies)})
         run.summary.update(self._summary)
         self._where = f"offline; send it with: wandb sync {Path(run.dir).parent}" if run.offline else run.url
         run.finish(exit_code=1 if self._summary.get("status") == "failed" else 0)
@@ -142,9 +138,7 @@ def flat(row: Row) -> dict[str, Any]:
         "weight_sync/dropped_frames": row.dropped_frames,
         **{f"learning/{name}": value for name, value in row.learning.items()},
     }
-    if row.weight_sync is not None:
-        sync = row.as_dict()["weight_sync"]
-        phases = sync.pop("phases_us")
-        figures |= {f"weight_sync/{name}": value for name, value in sync.items()}
-        figures |= {f"weight_sync/phases/{name}_us": value for name, value in phases.items()}
+    sync = row.as_dict()["weight_sync"] or {"phases_us": {}}
+    figures |= {f"weight_sync/phases/{name}_us": value for name, value in sync.pop("phases_us").items()}
+    figures |= {f"weight_sync/{name}": value for name, value in sync.items()}
     return {name: value for name, value in figures.items() if value is not None}
