@@ -62,8 +62,7 @@ from collectors.errors import ConfigError
 from collectors.rollouts.rollout import seed_generators
 from collectors.targets import instantiate_setting
 from learning.config import describe_error, folders_named, line_prefix, resolved, run_hydra
-from learning.delay import WeightDelay
-from learning.loop import Goal, StopRequest, Training, resumed_seed
+from learning.loop import Goal, StopRequest, Training, WeightDelay, resumed_seed
 from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
 from learning.reporting import Reporter

@@ -109,21 +109,10 @@ def vtrace(
     ``v_t = V(s_t) + delta_t + gamma c_t (v_{t+1} - V(s_{t+1}))``. The policy's advantage is that of section 4.2.
     If both policies are the same and no clip is below 1, ``v_t - V(s_t)`` is the advantage of :func:`learning.gae`.
 
-    As in `gae`, ``V(s'_t)`` is zero where an episode is *terminated*, and that of the true successor where it is
-    truncated by a time limit, or continues after the last column; at these two, it is also used for ``v_{t+1}``.
-
-    Args:
-        log_ratio: ``[*B, T]``, ``log pi(a_t | s_t) - log mu(a_t | s_t)``, time last, as in all the others.
-        reward: this, and the next four, are as in `gae`.
-        value: the value ``V(s_t)``.
-        next_value: the value ``V(s'_t)``.
-        terminated: the episode reached a terminal state.
-        done: the episode ended.
-        gamma: discount per step, in [0, 1].
-        lmbda: the weight of longer estimates, in [0, 1] (remark 2 of the paper).
-        clip_rho: limit of the ratio in ``delta_t`` and in the policy gradient. It decides which policy the values are
-            of: infinite for the trained one, near 0 for the one that acted.
-        clip_c: limit of the ratios that carry later errors back: a smaller one has less variance.
+    ``V(s'_t)`` is that of `gae`; where an episode is done, and in the last column, it is also used for ``v_{t+1}``. All
+    tensors are ``[*B, T]``, time last: ``log_ratio`` is ``log pi(a_t | s_t) - log mu(a_t | s_t)``, and those with names
+    that `gae` has are the same here. ``clip_rho`` decides which policy the values are of: infinite for the trained one,
+    near 0 for the one that acted. A smaller ``clip_c`` carries less of later errors back, with less variance.
     """
     ratio = log_ratio.exp()
     rho = ratio.clamp_max(clip_rho)

@@ -27,19 +27,14 @@ def save(folder: Path, state: dict[str, Any]) -> Path:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Return the state that `save` wrote. Nothing in the file is executed (``weights_only``).
-
-    Raises:
-        CheckpointError: there is no file; or it cannot be opened, is truncated, or is not a checkpoint.
-    """
+    """Return the state that `save` wrote; raises CheckpointError. Nothing in the file is executed."""
     path = folder / FILE
     if not path.is_file():
         raise CheckpointError(f"no checkpoint in {folder}: {FILE} is missing")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # other bytes raise any error in the unpickler (IndexError, …), and OSError
-        reason = f" ({error.strerror})" if isinstance(error, OSError) else ""
-        raise CheckpointError(f"{path} cannot be read{reason}: truncated, or not a checkpoint of train.py") from error
+        raise CheckpointError(f"{path} cannot be read: truncated, or not a checkpoint of train.py") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("state"), dict):
         raise CheckpointError(f"{path} is not a checkpoint of train.py (expected the format {FORMAT})")
     return content["state"]

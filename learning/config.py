@@ -131,17 +131,13 @@ class RunFolders(Callback):
 
     @classmethod
     def write(cls) -> None:
-        """Print the table and write the report of a sweep that has none yet; nothing if no run has ended in it.
-
-        A report that cannot be written is a line on stderr, not an error: the errors of runs come first.
-        """
-        while cls._pending:
-            folder = cls._pending.pop()
-            if any(folder.glob("*/**/summary.json")):
-                try:
-                    report(folder)
-                except FolderError as error:
-                    print(f"no report of the sweep: {error}", file=sys.stderr)  # Hydra has removed its log handlers
+        """Print the table and write the report of a sweep that has none yet; its error is only a line on stderr."""
+        for folder in [one for one in cls._pending if any(one.glob("*/**/summary.json"))]:
+            cls._pending.remove(folder)
+            try:
+                report(folder)
+            except FolderError as error:
+                print(f"no report of the sweep: {error}", file=sys.stderr)  # Hydra has removed its log handlers
 
 
 def _refuse_used(folder: Path, files: str, used: str, instead: str) -> None:

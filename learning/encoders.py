@@ -81,8 +81,6 @@ class Flatten(nn.Module):
 class MLP(nn.Module):
     """Linear layers, each followed by the activation, on all tensors of an observation as one vector.
 
-    Weights are orthogonal with a gain of the square root of 2; biases are zero.
-
     Args:
         observation_spec: the spec of an observation.
         hidden: widths of the layers.

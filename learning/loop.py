@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+from torch import nn
 
 from collectors.errors import ConfigError
 from learning import checkpoint
 from learning.actor_critic import ActorCritic, Diverged, check_finite
-from learning.delay import WeightDelay
 from learning.normalization import ObservationNormalizer, RewardNormalizer
 from learning.progress import Progress
 from learning.reporting import Reporter
@@ -80,6 +82,56 @@ class StopRequest:
             signal.signal(*self._handlers.popitem())
 
 
+class WeightDelay:
+    """Holds each version of a policy's weights back until the learner has done `updates` further updates.
+
+    This is a weight sync with a long latency and enough bandwidth: every version arrives, in order, and late. Until the
+    first one is due, workers act with the weights that they were started with. The staleness of a frame is the newest
+    version sent, plus the number held back (``len``), less the frame's version.
+    """
+
+    def __init__(self, updates: int = 0) -> None:
+        self.updates = updates
+        self._held_back: deque[dict[str, Any]] = deque()
+        self._acting: nn.Module | None = None
+
+    def __len__(self) -> int:
+        """Return the number of versions held back."""
+        return len(self._held_back)
+
+    def acting_policy(self, policy: nn.Module) -> nn.Module:
+        """Return a module with the weights that workers have or start with; after a resume they may be older."""
+        if self.updates == 0:
+            return policy
+        if self._acting is None:
+            self._acting = copy.deepcopy(policy)
+        return self._acting
+
+    def exchange(self, policy: nn.Module) -> nn.Module | None:
+        """Take the weights of `policy` after an update; return what to send now, valid until the next call, or None."""
+        if self.updates == 0:
+            return policy
+        acting, due = self.acting_policy(policy), None
+        self._held_back.append(copy.deepcopy(policy.state_dict()))
+        while len(self) > self.updates:  # more than one, if a resumed run has a shorter delay
+            due = self._held_back.popleft()
+        if due is None:
+            return None
+        acting.load_state_dict(due)
+        return acting
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights that are held back, and those that workers have."""
+        acting = None if self._acting is None else self._acting.state_dict()
+        return {"held_back": list(self._held_back), "acting": acting}
+
+    def load_state_dict(self, state: Mapping[str, Any], policy: nn.Module) -> None:
+        """Continue from where `state_dict` was taken; `policy` is the learner's."""
+        if self.updates and state["acting"] is not None:
+            self.acting_policy(policy).load_state_dict(state["acting"])
+            self._held_back.extend(state["held_back"])
+
+
 @dataclass(frozen=True)
 class Goal:
     """When a run ends."""
@@ -118,9 +170,9 @@ class Training:
     def run(self, collector: BaseCollector, stop: StopRequest, config: Any) -> dict[str, Any]:
         """Train until the goal is reached or `stop` is requested; return the summary, which reporters get too.
 
-        However the run ends, a checkpoint and the summary are written. Networks that have diverged are not: the last
-        checkpoint stays. After a ``KeyboardInterrupt`` (the second request) no reporter concludes. A RuntimeError
-        after a request to stop is the end of the run: the signal may have ended the workers as well.
+        However the run ends, a checkpoint (unless the networks have diverged) and the summary are written. After a
+        ``KeyboardInterrupt``, the second request, no reporter concludes. A RuntimeError after a request to stop is the
+        end of the run: the signal may have ended the workers as well.
         """
         status = "failed"
         stop.add_callback(collector.interrupt)
@@ -206,12 +258,7 @@ class Training:
         }
 
     def resume(self, folder: Path) -> None:
-        """Continue from the checkpoint in `folder`.
-
-        Raises:
-            CheckpointError: there is no checkpoint, it is damaged, or it belongs to another model or learner.
-            ConfigError: the scheme sends no weights.
-        """
+        """Continue from the checkpoint in `folder`; raises CheckpointError, ConfigError if nothing is sent."""
         if not self.scheme.sends_weights:
             what = "workers would keep the weights of the checkpoint: choose another weight_sync"
             raise ConfigError(f"resume={folder}: with weight_sync={self.scheme.name}, {what}")
@@ -243,10 +290,7 @@ def _do_all(steps: Iterable[Callable[[], object]], first: BaseException | None) 
 
 
 def resumed_seed(seed: int, frames: int) -> int:
-    """Return the seed for a run with the setting `seed` that continues after `frames` frames; `seed` itself for 0.
-
-    A resumed run must not repeat the initial states, noise and minibatches of the first one. The result has 31 bits.
-    """
+    """Return the seed of a run that continues after `frames` frames: it must not repeat the noise of the first one."""
     if frames == 0:
         return seed
     return int(np.random.SeedSequence([seed, frames]).generate_state(1)[0] >> 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -36,40 +36,24 @@ def make_actor_critic(
     """
     mask = observation_spec.get(ACTION_MASK) if isinstance(observation_spec, Mapping) else None
     if isinstance(mask, Spec) and action_spec.options and mask.shape != (sum(action_spec.options),):
-        raise ValueError(
-            f"{ACTION_MASK} has {mask.shape.numel()} elements, and the action has {sum(action_spec.options)} options"
-        )
+        sizes = f"{mask.shape.numel()} elements, and the action has {sum(action_spec.options)} options"
+        raise ValueError(f"{ACTION_MASK} has {sizes}")
     trunk = make_network(observation_spec)
     if isinstance(trunk, RecurrentNetwork):
-        critic_trunk = trunk if shared else make_network(observation_spec)
-        assert isinstance(critic_trunk, RecurrentNetwork)
         if not isinstance(getattr(trunk, "state_size", None), int):
             raise ValueError(f"{type(trunk).__name__} needs the attribute state_size, an int: the length of its state")
-        return _recurrent(trunk, critic_trunk, observation_spec, action_spec, initial_std, normalizer)
+        parts: Sequence[nn.Module] = (nn.Identity(), nn.Identity())
+        critic_trunk = trunk if shared else make_network(observation_spec)
+        size = feature_size(trunk, observation_spec)
+        if isinstance(critic_trunk, RecurrentNetwork) and not shared:
+            trunk, parts = SideBySide(trunk, critic_trunk), (FeatureSlice(0, size), FeatureSlice(size, 2 * size))
+        heads = policy_for(action_spec, lambda n: nn.Sequential(parts[0], linear(size, n, 0.01)), initial_std)
+        critic_head = nn.Sequential(parts[1], linear(size, 1, 1.0))
+        policy = RecurrentPolicy(Network(trunk, heads.network, normalizer), heads)
+        return policy, RecurrentCritic(Network(trunk, critic_head, normalizer))
     size = feature_size(trunk, observation_spec)
     policy = policy_for(
         action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01), normalizer), initial_std
     )
     critic_trunk = trunk if shared else make_network(observation_spec)
     return policy, Critic(Network(critic_trunk, linear(size, 1, 1.0), normalizer))
-
-
-def _recurrent(
-    actor: RecurrentNetwork,
-    critic_trunk: RecurrentNetwork,
-    observation_spec: SpecTree,
-    action_spec: Spec,
-    initial_std: float,
-    normalizer: ObservationNormalizer | None,
-) -> tuple[RecurrentPolicy, RecurrentCritic]:
-    size = feature_size(actor, observation_spec)
-    trunk, parts = actor, (nn.Identity(), nn.Identity())
-    if critic_trunk is not actor:
-        trunk, parts = SideBySide(actor, critic_trunk), (FeatureSlice(0, size), FeatureSlice(size, 2 * size))
-
-    def head(part: nn.Module, outputs: int, gain: float) -> nn.Module:
-        return nn.Sequential(part, linear(size, outputs, gain))
-
-    actions = policy_for(action_spec, lambda outputs: head(parts[0], outputs, 0.01), initial_std)
-    policy = RecurrentPolicy(Network(trunk, actions.network, normalizer), actions)
-    return policy, RecurrentCritic(Network(trunk, head(parts[1], 1, 1.0), normalizer))

@@ -253,7 +253,6 @@ def make_policy(
 
     Raises:
         ValueError: an unknown `activation`, or a continuous action without bounds.
-
     """
     trunk = MLP(_spec(observation), hidden, activation)
     size = feature_size(trunk, _spec(observation))

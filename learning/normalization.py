@@ -1,7 +1,7 @@
 """Normalisation of observations and rewards: one set of statistics over all environments and workers.
 
-The trainer updates the statistics from its batches. Those of observations are buffers of the policy, so that they are
-checkpointed with it and travel to the workers with its weights; those of rewards are used by the trainer alone.
+The trainer updates the statistics from its batches. Those of observations are buffers of the policy, and travel with
+its weights; those of rewards are used by the trainer alone.
 """
 
 from __future__ import annotations

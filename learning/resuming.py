@@ -74,11 +74,8 @@ def with_earlier_overrides(argv: Sequence[str]) -> list[str]:
     """Return the command line `argv` with the overrides of the run that it resumes (``resume=<folder>``) inserted.
 
     They stand before those in `argv`, which take precedence. The settings of a group are left out, with a warning, if
-    `argv` chooses an option of it, or of a group that decides about it.
-
-    Raises:
-        ConfigError: the folder is not that of a run; or that run had a config folder, and `argv` has none.
-        FolderError: a file of that run is damaged.
+    `argv` chooses an option of it, or of a group that decides about it. Raises ConfigError or FolderError if the folder
+    has no usable settings, or the run had a config folder and `argv` has none.
     """
     given = {override_name(one): one for one in argv if is_override(one)}
     folder = given.get("resume", "").partition("=")[2].strip("'\"")

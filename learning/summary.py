@@ -103,10 +103,8 @@ def return_text(value: float | None, solved_at: float | None = None) -> str:
 def objective_of(summary: Mapping[str, Any], name: str) -> float:
     """Return the figure of a run that a sweeper compares; NaN if the run has none (no episode has ended).
 
-    `name` is that of a number in ``summary.json``; ``weight_sync.latency_us.p50`` is inside others.
-
-    Raises:
-        ValueError: there is no such entry, or it is not a number.
+    `name` is that of a number in ``summary.json``; ``weight_sync.latency_us.p50`` is inside others. Raises ValueError
+    if there is no such entry, or it is not a number.
     """
     value: Any = summary
     for part in name.split("."):

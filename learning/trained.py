@@ -56,12 +56,8 @@ def load_policy(folder: str | Path) -> tuple[nn.Module, Callable[[], GymEnv]]:
 def actor_critic(config: Any, env: EnvConfig) -> tuple[nn.Module, nn.Module, ObservationNormalizer | None]:
     """Make the policy, the critic and their normaliser, if any, for an environment; makes one for its specs.
 
-    Args:
-        config: a ``PolicyConfig``, or a mapping with a ``_target_`` of the user's own.
-        env: the environment.
-
-    Raises:
-        ConfigError: there is no such environment, or the network does not suit it, or there is no ``_target_``.
+    `config` is a ``PolicyConfig``, or a mapping with a ``_target_`` of the user's own. Raises ConfigError if there is
+    no such environment, or the network does not suit it.
     """
     given = dict(config) if isinstance(config, Mapping) else dict(vars(config))
     if "_target_" not in given:

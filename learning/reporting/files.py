@@ -44,11 +44,7 @@ def file_errors(path: Path, done: str = "written") -> Iterator[None]:
 
 
 def replace_file(path: Path, content: bytes | memoryview) -> None:
-    """Write a file in one step: the former one is there until the new one is complete, and stays after an error.
-
-    Raises:
-        FolderError: it could not be written.
-    """
+    """Write a file in one step: the former one is there until the new one is complete, and stays after an error."""
     unfinished = path.with_suffix(".unfinished")
     with file_errors(path):
         try:
@@ -76,11 +72,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def read_rows(folder: Path, frames: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's ``metrics.jsonl``, up to `frames`; a last line that was cut off is left out.
-
-    Raises:
-        FolderError: the file is missing, or damaged before its last line.
-    """
+    """Yield the rows of a run's ``metrics.jsonl``, up to `frames`; a last line that was cut off is left out."""
     with file_errors(folder / METRICS, "read"), open(folder / METRICS, encoding="utf-8") as file:
         for line in file:
             if not line.endswith("\n"):
@@ -131,11 +123,9 @@ class RunFiles(Reporter):
         """Write ``summary.json``."""
         self._summary = summary
         if self._metrics is not None and self._folder is not None:
-            try:
-                with file_errors(self._folder / METRICS):
-                    self._metrics.close()
-            finally:
-                replace_file(self._folder / SUMMARY, f"{to_json(summary, indent=2)}\n".encode())
+            replace_file(self._folder / SUMMARY, f"{to_json(summary, indent=2)}\n".encode())
+            with file_errors(self._folder / METRICS):
+                self._metrics.close()
 
     def conclude(self) -> None:
         """Draw ``learning_curve.png`` and ``sync_latency.png``, if there are rows."""
@@ -144,6 +134,6 @@ class RunFiles(Reporter):
         from learning.reporting import plots  # matplotlib takes most of a second to import
 
         for draw in (plots.learning_curve, plots.sync_latency):
-            picture = self._folder / f"{draw.__name__}.png"
-            with file_errors(picture):
-                draw(rows, self._summary).savefig(picture)
+            figure, path = draw(rows, self._summary), self._folder / f"{draw.__name__}.png"
+            with file_errors(path):
+                figure.savefig(path)

@@ -78,9 +78,8 @@ def _say_instead(ax: Axes, text: str) -> None:
 def _legend(figure: Figure, ax: Axes, columns: int = 5) -> None:
     handles = {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if handles:
-        figure.legend(
-            list(handles.values()), list(handles), loc="outside lower left", ncols=columns, frameon=False, fontsize=9
-        )
+        where: Any = {"loc": "outside lower left", "ncols": columns}
+        figure.legend(list(handles.values()), list(handles), frameon=False, fontsize=9, **where)
 
 
 def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
@@ -102,13 +101,9 @@ def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
     line = [[rows[i]["frames"] for i, _ in known], [mean for _, mean in known]]
     ax.plot(*line, color=INK, linewidth=2, linestyle="--" if few else "-", label=label)
     _threshold(ax, summary.get("solved_at"))
-    for name, colour, style, label in (
-        ("worker_failures", RED, "-", "a worker failed"),
-        ("resumes", MUTED, ":", "resumed"),
-    ):
-        for one, two in pairwise(rows):
-            if two[name] > one[name]:
-                ax.axvline(two["frames"], color=colour, linewidth=1.2, linestyle=style, label=label)
+    for name, colour, label in (("worker_failures", RED, "a worker failed"), ("resumes", MUTED, "resumed")):
+        for frames in (two["frames"] for one, two in pairwise(rows) if two[name] > one[name]):
+            ax.axvline(frames, color=colour, linewidth=1.2, linestyle=":", label=label)
     ax.set_xlabel("frames (environment steps)", color=INK)
     ax.set_ylabel("return of an episode", color=INK)
     ax.set_xlim(left=0, right=rows[-1]["frames"])
@@ -196,9 +191,7 @@ def sweep_setting(groups: Groups, setting: str, env: str) -> Figure:
             ax.set_xscale("symlog", linthresh=positive[0], base=2)
         ax.set_xticks(values, [f"{value:.3g}" for value in values], rotation=45 if len(values) > 6 else 0)
         ax.set_xlabel(setting, color=INK)
-        ax.set_ylabel(
-            "mean return " + ("averaged over the whole run" if whole else "of the last 100 episodes"), color=INK
-        )
+        ax.set_ylabel(f"mean return {'of the whole run' if whole else 'of the last 100 episodes'}", color=INK)
         if not values:
             _say_instead(ax, "No run was solved or finished.")
     _legend(figure, axes[0], 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import netrc
 import os
 import queue
 import threading
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 from learning.progress import Row
 from learning.reporting import Reporter
@@ -98,7 +96,7 @@ class WandbLogger(Reporter):
         limit = {"init_timeout": self.close_within / 2} if self.close_within else {}  # 0: nothing waits for wandb
         settings = wandb.Settings(console="off", silent=True, **limit)
         mode: Any = self.mode or os.environ.get("WANDB_MODE")
-        mode = mode or ("online" if logged_in(settings.base_url) else "offline")
+        mode = mode or ("online" if wandb.login(prompt=False) else "offline")
         run = wandb.init(**self._init, settings=settings, reinit="create_new", mode=mode)
         run.define_metric("frames")
         run.define_metric("*", step_metric="frames")
@@ -112,17 +110,6 @@ class WandbLogger(Reporter):
         run.summary.update(self._summary)
         self._where = f"offline; send it with: wandb sync {Path(run.dir).parent}" if run.offline else run.url
         run.finish(exit_code=1 if self._summary.get("status") == "failed" else 0)
-
-
-def logged_in(base_url: str) -> bool:
-    """Whether this user has credentials for the wandb server at `base_url`: in the environment, or in a netrc file."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        found = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc")
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return found.authenticators(urlparse(base_url).hostname or base_url) is not None
 
 
 def flat(row: Row) -> dict[str, Any]:
