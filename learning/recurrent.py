@@ -36,10 +36,8 @@ class RecurrentNetwork(nn.Module, ABC):
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
         """Run `R` sequences of `T` steps; return features ``[R, T, F]``, with gradients through time.
 
-        Args:
-            observation: ``[R, T, *obs]``.
-            state: ``[R, T, S]``; only those at the start of a sequence are used.
-            is_init: bool ``[R, T]``, where an episode starts, with a state of zero.
+        Of the states ``[R, T, S]``, only those at the start of a sequence are used. An episode starts, with a state of
+        zero, where the bool `is_init` ``[R, T]`` is true.
         """
         features, current = [], state[:, 0]
         for t in range(is_init.shape[1]):
@@ -184,12 +182,12 @@ class RecurrentPolicy(TensorDictModuleBase):
         tensordict.set(("next", STATE), state)
         return tensordict
 
-    @override
     def can_act(self, mask: Tensor) -> Tensor:
+        """Return whether an action mask, bool ``[*B, N]``, leaves an action, ``[*B]``."""
         return self.actions.can_act(mask)
 
-    @override
     def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
+        """Return the distribution with these parameters ``[*B, P]``, batch shape ``[*B]``."""
         return self.actions.from_parameters(parameters)
 
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> tuple[Tensor, Tensor]:

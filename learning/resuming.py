@@ -60,10 +60,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def resume_command(script: str, overrides: Sequence[str], folders: Sequence[str]) -> str:
-    """Return the command that continues a run of `script`, without the folder of the run at its end.
-
-    What has started a run on several machines is not known here, so of such a run this returns a description.
-    """
+    """Return the command that continues a run of `script`, without the folder of the run at its end."""
     if "collector.launcher=join" in overrides:
         return "the command that started it on each machine, on the first one with resume="
     words = [word for folder in folders for word in ("--config-dir", relative_path(folder))]

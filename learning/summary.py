@@ -33,9 +33,8 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the content of ``summary.json``.
 
-    `progress` counts the whole run, those before a resume included; the cost of updates, the `failures` of workers and
-    the faults of `chaos` are of this process. `status` is "solved", "finished" (all frames were collected),
-    "interrupted" or "failed".
+    `progress` counts the whole run; the cost of updates, the `failures` of workers and the faults of `chaos` are those
+    since a resume. `status` is "solved", "finished", "interrupted" or "failed".
     """
     sentences = [verdict(status, progress, solved_at)]
     sentences += [f"{failures}."] if failures else []

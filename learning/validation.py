@@ -56,11 +56,7 @@ LIMITS = {
 
 
 def check(config: TrainConfig, settings: Collection[str]) -> None:
-    """Check all settings, before anything is started.
-
-    Raises:
-        ConfigError: a setting is not among `settings`, is out of range, or contradicts another one; names the first.
-    """
+    """Raise ConfigError for a setting that is not among `settings`, is out of range, or contradicts another one."""
     for name, value in _values(config, settings):
         if name in LIMITS and value is not None:
             try:

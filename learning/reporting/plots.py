@@ -180,13 +180,14 @@ def sweep_setting(groups: Groups, setting: str, env: str) -> Figure:
     positive = [value for value in values if value > 0]
     for ax, whole in zip(axes, (False, True), strict=True):
         for (label, group), colour in zip(groups.items(), cycle(COLOURS), strict=False):
-            means = [run.return_over_run if whole else run.figures["return"] for run in group]
+            means: list[Any] = [run.return_over_run if whole else run.figures["return"] for run in group]
             points = [(float(run.settings[setting]), mean) for run, mean in zip(group, means, strict=True)]
             ax.scatter(*zip(*points, strict=True), s=14, color=colour)
             at = sorted({x for x, _ in points})
             found = [[y for other, y in points if other == x] for x in at]
             ax.plot(at, [float(np.median(ys)) for ys in found], color=colour, linewidth=2, label=label)
-            ax.fill_between(at, list(map(min, found)), list(map(max, found)), color=colour, alpha=0.15, linewidth=0)
+            low, high = [min(ys) for ys in found], [max(ys) for ys in found]
+            ax.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
         if positive and values[0] >= 0 and values[-1] >= 8 * positive[0]:
             ax.set_xscale("symlog", linthresh=positive[0], base=2)
         ax.set_xticks(values, [f"{value:.3g}" for value in values], rotation=45 if len(values) > 6 else 0)

@@ -87,9 +87,7 @@ class Run:
 
 
 def report(folder: Path, console: Console | None = None) -> None:
-    """Write the report of the sweep in ``folder`` into it, and print its table.
-
-    Runs without a summary are left out and named.
+    """Write the report of the sweep in ``folder`` into it, and print its table; runs without a summary are left out.
 
     Raises:
         FolderError: no run has ended there, or the report cannot be written.
@@ -113,13 +111,7 @@ def report(folder: Path, console: Console | None = None) -> None:
 
 
 def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
-    """Return the runs in a sweep's folder that have ended, ordered by backend and settings.
-
-    With them, a line for each of the other runs that names what is missing or damaged.
-
-    Raises:
-        FolderError: no run has ended there, or none is readable.
-    """
+    """Return the runs in a sweep's folder that have ended, by backend and settings; and why others are left out."""
     runs, left_out = [], []
     for each in sorted({path.parent for name in (".hydra", METRICS, SUMMARY) for path in folder.glob(f"*/**/{name}")}):
         try:

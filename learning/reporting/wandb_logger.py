@@ -93,11 +93,16 @@ class WandbLogger(Reporter):
             import wandb  # slow to import, and only needed here
         except ModuleNotFoundError as error:
             raise missing_extra(error, "train") from error
-        limit = {"init_timeout": self.close_within / 2} if self.close_within else {}  # 0: nothing waits for wandb
+        limit: Any = {"init_timeout": self.close_within / 2} if self.close_within else {}  # 0: nothing waits for wandb
         settings = wandb.Settings(console="off", silent=True, **limit)
         mode: Any = self.mode or os.environ.get("WANDB_MODE")
         mode = mode or ("online" if wandb.login(prompt=False) else "offline")
-        run = wandb.init(**self._init, settings=settings, reinit="create_new", mode=mode)
+        options: Any = {**self._init, "settings": settings, "reinit": "create_new"}
+        try:
+            run = wandb.init(**options, mode=mode)
+        except wandb.Error as error:
+            log.warning("wandb: going offline: %s", error)
+            run = wandb.init(**options, mode="offline")
         run.define_metric("frames")
         run.define_metric("*", step_metric="frames")
         latencies: list[float] = []
