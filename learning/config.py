@@ -77,7 +77,7 @@ def settings() -> list[str]:
     for group in [name for name in names if name in stored]:
         configs = [*stored[group].items(), *stored[group].get("schema", {}).items()]
         nodes = [one.node for name, one in configs if name.endswith(".yaml")]
-        names += dict.fromkeys(f"{group}.{name}" for node in nodes for name in node if name != "_target_")
+        names += dict.fromkeys(f"{group}.{name}" for node in nodes for name in map(str, node) if name[0] != "_")
     return names
 
 

@@ -50,6 +50,7 @@ LIMITS = {
     **_each(Annotated[int, Field(ge=0, le=65535)], "collector.port"),
     **_each(Annotated[str, Field(min_length=1)], "weight_sync.host collector.host"),
     **_each(Literal["update", "epoch"], "sync_each"),
+    **_each(Literal["tanh", "relu", "elu", "silu"], "policy.activation"),
     **_each(Literal["online", "offline", "disabled"], "logger.mode"),
 }
 """What each setting may be, beyond its type; None is possible wherever the type allows it."""

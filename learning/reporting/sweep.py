@@ -89,8 +89,7 @@ class Run:
 def report(folder: Path, console: Console | None = None) -> None:
     """Write the report of the sweep in ``folder`` into it, and print its table; runs without a summary are left out.
 
-    Raises:
-        FolderError: no run has ended there, or the report cannot be written.
+    Raises FolderError if no run has ended there, or the report cannot be written.
     """
     runs, left_out = read_runs(folder)
     pictures = list(_draw(folder, runs))
@@ -117,9 +116,11 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
         try:
             if not (each / SUMMARY).is_file():
                 raise FolderError(f"{each} has no {SUMMARY}: it has not begun, or not ended, or was killed")
-            runs.append(Run(each, read_summary(each), list(read_rows(each))))
-        except FolderError as error:
-            left_out.append(str(error))
+            run = Run(each, read_summary(each), list(read_rows(each)))
+            _cells(run, [run]), run.return_over_run  # so that what they need is there
+            runs.append(run)
+        except (AttributeError, FolderError, KeyError, TypeError) as error:
+            left_out.append(str(error) if isinstance(error, FolderError) else f"{each} is damaged: {error!r}")
     if not runs:
         raise FolderError("\n".join([f"no run has ended in {folder}: there is no {SUMMARY} to read", *left_out]))
     return sorted(runs, key=lambda run: (run.backend, [_number(one) for one in run.settings.values()])), left_out
@@ -202,7 +203,7 @@ def _draw(folder: Path, runs: Sequence[Run]) -> Iterator[Path]:
         "sweep_latency.png": plots.sweep_latency(groups(runs)),
     }
     if (setting := numeric_setting(runs)) is not None:
-        ended = [run for run in runs if run.complete and run.return_over_run is not None]
+        ended = [run for run in runs if run.complete and None not in (run.figures["return"], run.return_over_run)]
         figures = {"sweep_setting.png": plots.sweep_setting(groups(ended, setting), setting, env), **figures}
     for name, figure in figures.items():
         with file_errors(folder / name):

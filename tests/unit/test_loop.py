@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,11 @@ from collectors.errors import ConfigError
 from collectors.staleness import Staleness
 from learning import IMPALA, PPO, checkpoint, make_critic, make_policy
 from learning.actor_critic import Diverged, UnusableBatch
-from learning.loop import Goal, Training
+from learning.loop import Goal, StopRequest, Training
 from learning.normalization import ObservationNormalizer, RewardNormalizer
 from learning.progress import Row
 from learning.reporting import Reporter
 from learning.reporting.files import RunFiles
-from learning.reporting.guarded import Guarded, ReporterError
-from learning.run import StopRequest
 from wsync import NoWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
 
 
@@ -85,12 +82,10 @@ class RecordingReporter(Reporter):
         self.concluded = True
 
 
-def training(
-    folder: Path, *reporters: Reporter, env: str = "CartPole-v1", scheme: type[WeightSyncScheme] = NoWeightSyncScheme
-) -> Training:
+def training(folder: Path, *reporters: Reporter, scheme: type[WeightSyncScheme] = NoWeightSyncScheme) -> Training:
     policy = make_policy(4, Spec(torch.Size([2]), torch.int64, n=2), (8,))
-    learner, task = PPO(policy, make_critic(4, (8,))), {"id": env, "kwargs": {}}
-    return Training(learner, scheme(), Goal(1000), folder, 0.0, reporters=reporters, task=task)
+    learner = PPO(policy, make_critic(4, (8,)))
+    return Training(learner, scheme(), Goal(1000), folder, 0.0, reporters=reporters)
 
 
 def training_with(collector: type[FakeCollector], folder: Path, *reporters: Reporter) -> dict[str, Any]:
@@ -121,21 +116,6 @@ def test_after_a_second_interrupt_only_the_files_are_written(tmp_path: Path) -> 
     assert not reporter.concluded
 
 
-def test_a_second_interrupt_ends_the_run_also_if_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: object) -> None:
-        raise checkpoint.CheckpointError("the disk is full")
-
-    monkeypatch.setattr(checkpoint, "save", refuse)
-    reporter = RecordingReporter()
-    one = training(tmp_path, reporter)
-    one.checkpoint_every = 60.0
-    with pytest.raises(KeyboardInterrupt):
-        one.run(InterruptedCollector(one.learner.policy), StopRequest(), {})
-    assert not reporter.concluded and "the disk is full" in capsys.readouterr().err
-
-
 class RefusingCollector(FakeCollector):
     """Its workers refuse weights that are not finite."""
 
@@ -159,7 +139,7 @@ def test_networks_that_have_diverged_do_not_replace_the_last_checkpoint(sync_eac
 
 class FailingReporter(Reporter):
     def __init__(self, method: str) -> None:
-        self.method, self.called = method, []
+        self.method = method
 
     def update(self, row: Row) -> None:
         self._call("update")
@@ -168,28 +148,21 @@ class FailingReporter(Reporter):
         self._call("finish")
 
     def _call(self, method: str) -> None:
-        self.called.append(method)
         if method == self.method:
             raise KeyError(method)
 
 
-def test_an_error_in_a_callback_names_it_and_its_lines_and_ends_the_run_with_its_files(tmp_path: Path) -> None:
-    failing = FailingReporter("update")
-    with pytest.raises(ReporterError, match=r"^callback FailingReporter, update\(\): KeyError: 'update'") as caught:
-        training_with(FakeCollector, tmp_path, RunFiles(), Guarded("callback", failing))
-    assert [re.sub(r".*, in ", "", note) for note in caught.value.__notes__] == [
-        'update: self._call("update")',
-        "_call: raise KeyError(method)",
-    ]
-    assert failing.called == ["update"]
+def test_an_error_in_a_callback_ends_the_run_with_its_files(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="update"):
+        training_with(FakeCollector, tmp_path, RunFiles(), FailingReporter("update"))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
     assert checkpoint.load(tmp_path)["progress"]["frames"] == 16
 
 
 def test_an_error_in_the_finish_of_a_callback_does_not_hide_an_earlier_one(tmp_path: Path) -> None:
     with pytest.raises(Diverged) as caught:
-        training_with(FakeCollector, tmp_path, Guarded("callback", FailingReporter("finish")))
-    assert caught.value.__notes__ == ["callback FailingReporter, finish(): KeyError: 'finish'"]
+        training_with(FakeCollector, tmp_path, FailingReporter("finish"))
+    assert caught.value.__notes__ == ["'finish'"]
 
 
 def test_without_weight_sync_workers_are_one_update_more_behind_in_each_batch(tmp_path: Path) -> None:
@@ -197,31 +170,6 @@ def test_without_weight_sync_workers_are_one_update_more_behind_in_each_batch(tm
         training_with(FakeCollector, tmp_path, RunFiles())
     staleness = json.loads((tmp_path / "summary.json").read_text())["staleness"]
     assert (staleness["mean"], staleness["max"]) == (1.0, 2)  # of 0, 1 and 2
-
-
-def test_returns_of_another_environment_do_not_count(tmp_path: Path) -> None:
-    before = training(tmp_path)
-    before.progress.window.extend([500.0] * 100)
-    checkpoint.save(tmp_path, before.state_dict())
-    scheme = SharedMemWeightSyncScheme
-    same, other = training(tmp_path, scheme=scheme), training(tmp_path, env="CartPole-v0", scheme=scheme)
-    changed = training(tmp_path, scheme=scheme)
-    changed.task = {**before.task, "kwargs": {"sutton_barto_reward": True}}
-    for one in (same, other, changed):
-        one.resume(tmp_path)
-    assert same.progress.solved(475.0) and not other.progress.solved(195.0) and not changed.progress.solved(195.0)
-    assert same.facts["resumed_from"] == other.facts["resumed_from"]
-
-
-def test_faults_that_were_injected_before_a_resume_count(tmp_path: Path) -> None:
-    before, after = (training(tmp_path, scheme=SharedMemWeightSyncScheme) for _ in range(2))
-    before.chaos = {"kill": 2}
-    checkpoint.save(tmp_path, before.state_dict())
-    after.resume(tmp_path)
-    after.chaos = {"kill": 1, "pause": 3}
-    with pytest.raises(Diverged):
-        after.run(FakeCollector(after.learner.policy), StopRequest(), {})
-    assert after.state_dict()["chaos"] == {"kill": 3, "pause": 3}
 
 
 def test_statistics_are_set_before_the_first_batch_is_learnt_from_and_resumed(tmp_path: Path) -> None:
@@ -249,7 +197,7 @@ def test_statistics_are_set_before_the_first_batch_is_learnt_from_and_resumed(tm
 
 def test_a_control_is_not_resumed_with_weights_that_were_learnt(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, training(tmp_path).state_dict())
-    with pytest.raises(ConfigError, match="workers keep the weights that they begin with"):
+    with pytest.raises(ConfigError, match="workers would keep the weights of the checkpoint"):
         training(tmp_path).resume(tmp_path)
 
 
@@ -266,7 +214,7 @@ def test_values_that_are_not_finite_change_nothing_and_the_checkpoint_is_written
                     batch[key][0, 3, 0] = torch.inf
                 yield batch
 
-    with pytest.raises(UnusableBatch, match=r"is not finite at row 0, step 3 of the batch"):
+    with pytest.raises(UnusableBatch, match=r"is not finite at \[0, 3\] of the batch"):
         one.run(Collector(one.learner.policy), StopRequest(), {})
     for moments in (one.observations.moments[0], one.rewards.moments):
         assert moments.mean.isfinite().all() and int(moments.count) == 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from learning.run import resumed_seed
+from learning.loop import resumed_seed
 
 
 def test_a_new_run_has_the_seed_of_its_config() -> None:
