@@ -19,7 +19,7 @@ import threading
 from importlib.util import find_spec
 from multiprocessing import forkserver, util
 
-NEEDED = ("gymnasium", "hydra", "matplotlib", "rich")
+NEEDED = ("gymnasium", "hydra", "matplotlib", "pydantic", "rich")
 
 if missing := [name for name in NEEDED if find_spec(name) is None]:
     sys.exit(f"not installed: {', '.join(missing)}: pip install -e '.[train]' installs what train.py needs")
