@@ -36,6 +36,7 @@ from wsync import WeightSyncError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 """The folder of the project's configs."""
+TRACEBACKS = "HYDRA_FULL_ERROR" in os.environ  # set by the user; `run_hydra` sets it for Hydra afterwards
 _NOISE = ("full_key", "object_type", "reference_type", "See http", "To append")
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
 _EXPECTED = (CheckpointError, ConfigError, Diverged, FolderError, UnusableBatch, WeightSyncError)
@@ -157,7 +158,6 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
     An error that a user can act on is one line on stderr, or a traceback if HYDRA_FULL_ERROR is set. Exit statuses: 1
     after an error, 130 after Ctrl-C.
     """
-    tracebacks = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     try:
         register_configs(config_folders(sys.argv[1:]))
@@ -170,7 +170,7 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
             sys.stdout.flush()
             os._exit(128 + signal.SIGINT)  # without exit handlers: those of other libraries may wait for a server
         message = describe_error(error)
-        if message is None or tracebacks:
+        if message is None or TRACEBACKS:
             raise
         sys.exit(f"{Path(sys.argv[0]).name}: {message}")
     sys.exit(0)
