@@ -61,7 +61,7 @@ from collectors.env_config import env_config, env_factory, solved_at
 from collectors.errors import ConfigError
 from collectors.rollouts.rollout import seed_generators
 from collectors.targets import instantiate_setting
-from learning.config import describe_error, folders_named, line_prefix, resolved, run_hydra
+from learning.config import TRACEBACKS, describe_error, folders_named, line_prefix, resolved, run_hydra
 from learning.loop import Goal, StopRequest, Training, WeightDelay, resumed_seed
 from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
@@ -170,12 +170,12 @@ def main(composed: DictConfig) -> float:
         # Given NaN, Optuna's sweeper ends with an error of its own, also where failed runs are allowed.
         if not status and math.isnan(objective) and swept and run.runtime.choices["hydra/sweeper"] != "basic":
             raise ConfigError(f"objective={composed.objective} is null: the run has no figure for the sweeper")
-    except (
-        Exception
-    ) as error:  # Hydra goes on with the other runs of a sweep, and raises only the first error, at the end
-        if swept:
-            message = describe_error(error)
+    except Exception as error:  # of any class; raised again, or in one line
+        message = describe_error(error)
+        if swept:  # Hydra goes on with the other runs, and raises only the first error, at the end
             log.error("run %d (%s): %s", run.job.num, folder.name, message or error, exc_info=message is None)
+        elif message is not None and not TRACEBACKS:  # to other errors, Hydra adds a line
+            raise SystemExit(f"train.py: {message}") from error
         raise
     if status:
         raise SystemExit(status)
