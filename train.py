@@ -19,7 +19,7 @@ import threading
 from importlib.util import find_spec
 from multiprocessing import forkserver, util
 
-NEEDED = ("gymnasium", "hydra", "matplotlib", "rich")
+NEEDED = ("gymnasium", "hydra", "matplotlib", "pydantic", "rich")
 
 if missing := [name for name in NEEDED if find_spec(name) is None]:
     sys.exit(f"not installed: {', '.join(missing)}: pip install -e '.[train]' installs what train.py needs")
@@ -46,7 +46,7 @@ def start_fork_server() -> None:
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":  # torchrun: ranks above 0 fork no workers
     start_fork_server()
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import hydra
@@ -57,38 +57,25 @@ from omegaconf import DictConfig, OmegaConf
 
 import collectors.config
 from collectors.distributed import is_worker, join_trainer
-from collectors.env_config import env_config, env_factory, solved_at, task_of
+from collectors.env_config import env_config, env_factory, solved_at
 from collectors.errors import ConfigError
 from collectors.rollouts.rollout import seed_generators
 from collectors.targets import instantiate_setting
-from learning.config import (
-    choice_in_words,
-    describe_error,
-    env_option,
-    facts,
-    failure_advice,
-    line_prefix,
-    resolved,
-    run_hydra,
-)
-from learning.delay import WeightDelay
-from learning.hints import hints
-from learning.loop import Goal, Training
-from learning.making import learner_device
+from learning.config import TRACEBACKS, describe_error, folders_named, line_prefix, resolved, run_hydra
+from learning.loop import Goal, StopRequest, Training, WeightDelay, resumed_seed
 from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
+from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter, worker_pids
-from learning.reporting.files import SUMMARY, Pictures, RunFiles
-from learning.reporting.guarded import Guarded
-from learning.resuming import SettingsFiles, config_folders, resume_command
-from learning.run import own_folder, reported_errors, resumed_seed, stop_requests
+from learning.reporting.files import METRICS, RunFiles
+from learning.resuming import SETTINGS, config_folders, resume_command
 from learning.summary import objective_of
-from learning.validation import actor_critic, check_parts, network_settings
+from learning.trained import actor_critic
 
 log = logging.getLogger(__name__)
 
 
-def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tuple[int, float]:
+def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
     """Run one training into `folder`; return the exit status, and the objective of a sweeper (``cfg.objective``)."""
     torch.set_num_threads(cfg.threads)
     seed_generators(cfg.seed)
@@ -96,23 +83,26 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
     collectors.config.check(cfg.collector, scheme, cfg.num_workers)
 
     cfg.env = env_config(cfg.env)
-    network, settings = network_settings(cfg.policy)
-    policy, critic, normalizer = actor_critic(
-        instantiate_setting("policy", network, _partial_=True), cfg.env, choice_in_words(cfg), env_option(), **settings
-    )
-    device = learner_device(cfg.device)
+    policy, critic, normalizer = actor_critic(cfg.policy, cfg.env)
+    try:
+        device = torch.empty(0, device=cfg.device).device
+    except (AssertionError, RuntimeError) as error:  # an AssertionError: PyTorch was built without CUDA
+        raise ConfigError(f"device={cfg.device}: {str(error).splitlines()[0]}") from error
     learner = instantiate_setting("algorithm", cfg.algorithm, policy.to(device), critic.to(device))
     logger = instantiate_setting("logger", cfg.logger)
     callbacks = [instantiate_setting(f"callbacks[{i}]", one) for i, one in enumerate(cfg.callbacks)]
-    check_parts(learner, logger, callbacks, cfg.sync_each)
-    for hint in hints(cfg, learner, HydraConfig.get().runtime.choices["env"] if env_option() is None else None):
-        log.warning(hint)
+    for reporter in (logger, *callbacks):
+        if not isinstance(reporter, Reporter):
+            raise ConfigError(f"logger and callbacks derive from learning.reporting.Reporter, not so {reporter!r}")
 
     goal = Goal(cfg.total_frames, solved_at(cfg.env), cfg.stop_when_solved)
     delay = WeightDelay(cfg.staleness)
     training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, delay, cfg.sync_each)
-    training.device, training.facts = device, facts(cfg)
-    training.task, training.observations = task_of(cfg.env), normalizer
+    run = HydraConfig.get()
+    overrides = [one.replace("\\", "") for one in run.overrides.task]  # a sweep's launcher escapes colons, for example
+    training.facts = {"env": cfg.env.id, "seed": cfg.seed, "num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
+    training.facts["overrides"] = overrides
+    training.device, training.observations = device, normalizer
     training.rewards = RewardNormalizer(cfg.env.rewards, getattr(learner, "gamma", 0.99))
     if cfg.resume is not None:
         training.resume(Path(cfg.resume))
@@ -121,16 +111,15 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
     acting = delay.acting_policy(learner.policy)
     acting = acting if device.type == "cpu" else copy.deepcopy(acting).cpu()
     console = console_of(cfg, training)
+    settings = {"overrides": list(run.overrides.task), "config_folders": folders_named(run)}
     training.reporters = [
-        RunFiles(training.resumed_from, training.progress.frames),
-        settings_files,
+        RunFiles(training.resumed_from, training.progress.frames, {SETTINGS: settings}),
         console,
-        Pictures(),
-        Guarded("logger", logger),
-        *(Guarded("callback", one) for one in callbacks),
+        logger,
+        *callbacks,
     ]
 
-    with stop_requests() as stop, failure_advice(cfg.collector), ExitStack() as running:
+    with StopRequest() as stop, ExitStack() as running:
         stop.add_callback(console.note_stop_request)
         try:
             collector = instantiate_setting("collector", cfg.collector, _partial_=True)(
@@ -155,12 +144,16 @@ def train(cfg: TrainConfig, settings_files: SettingsFiles, folder: Path) -> tupl
 def console_of(cfg: TrainConfig, training: Training) -> ConsoleReporter:
     """Return what shows the run in the terminal."""
     scheme, run = training.scheme, HydraConfig.get()
+    before, resumed = training.progress, ""
+    if training.resumed_from is not None:
+        resumed = f"resumed from {training.resumed_from} at {before.frames:,} frames, version {before.version:,}"
+    continues = resume_command(__file__, run.overrides.task, folders_named(run)) if scheme.sends_weights else ""
     return ConsoleReporter(
         f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}",
         cfg.total_frames,
         solved_at=training.goal.solved_at,
-        resumed=training.resumed_in_words,
-        resume_command=resume_command(__file__, run) if scheme.sends_weights else "",
+        resumed=resumed,
+        resume_command=continues,
         prefix=line_prefix(run),
     )
 
@@ -169,14 +162,21 @@ def console_of(cfg: TrainConfig, training: Training) -> ConsoleReporter:
 def main(composed: DictConfig) -> float:
     """Check what Hydra composed, and train; return the objective, for a sweeper."""
     run = HydraConfig.get()
-    job = run.job.num if run.mode is RunMode.MULTIRUN else None
-    folder = Path(run.runtime.output_dir)
-    with reported_errors(folder, describe_error, job=job), nullcontext() if job is None else own_folder(folder):
-        cfg, settings_files = resolved(composed, run)
-        status, objective = train(cfg, settings_files, folder)
+    swept, folder = run.mode is RunMode.MULTIRUN, Path(run.runtime.output_dir)
+    try:
+        if swept and (folder / METRICS).exists():  # of another run of the sweep, or of an earlier start of this job
+            raise ConfigError(f"{folder} has a run already: continue it by resume={folder}, or see hydra.sweep.subdir")
+        status, objective = train(resolved(composed, run), folder)
         # Given NaN, Optuna's sweeper ends with an error of its own, also where failed runs are allowed.
-        if not status and math.isnan(objective) and job is not None and run.runtime.choices["hydra/sweeper"] != "basic":
-            raise ConfigError(f"objective={cfg.objective} is null in {SUMMARY}: the run has no figure for the sweeper")
+        if not status and math.isnan(objective) and swept and run.runtime.choices["hydra/sweeper"] != "basic":
+            raise ConfigError(f"objective={composed.objective} is null: the run has no figure for the sweeper")
+    except Exception as error:  # of any class; raised again, or in one line
+        message = describe_error(error)
+        if swept:  # Hydra goes on with the other runs, and raises only the first error, at the end
+            log.error("run %d (%s): %s", run.job.num, folder.name, message or error, exc_info=message is None)
+        elif message is not None and not TRACEBACKS:  # to other errors, Hydra adds a line
+            raise SystemExit(f"train.py: {message}") from error
+        raise
     if status:
         raise SystemExit(status)
     return objective

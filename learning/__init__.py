@@ -1,8 +1,8 @@
 """What is needed to train for real: policy networks, advantages, PPO, IMPALA."""
 
 from learning.actor_critic import ActorCritic
+from learning.advantages import gae, vtrace
 from learning.encoders import CNN, MLP
-from learning.gae import gae
 from learning.impala import IMPALA
 from learning.making import make_actor_critic
 from learning.networks import (
@@ -16,7 +16,6 @@ from learning.networks import (
 )
 from learning.ppo import PPO
 from learning.recurrent import RNN, RecurrentNetwork, RecurrentPolicy
-from learning.vtrace import vtrace
 
 __all__ = [
     "CNN",

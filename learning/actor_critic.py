@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from learning.networks import Policy, action_mask
-from learning.recurrent import STATE, RecurrentPolicy
+from learning.recurrent import RecurrentPolicy
 
 
 class Diverged(FloatingPointError):
@@ -23,43 +24,62 @@ class UnusableBatch(ValueError):
     """A batch has values that are not finite, or an action mask that allows no action; nothing was learnt from it."""
 
 
+@dataclass(eq=False, repr=False)
 class ActorCritic(ABC):
     """Trains a policy and its critic with one Adam optimizer.
 
-    Attributes:
+    Args:
         policy: trained in place.
-        critic: observations ``[*B, obs]`` to values ``[*B]``; trained in place.
+        critic: observations ``[*B, obs]`` to values ``[*B]``, in scaled reward; trained in place.
+        gamma: discount per step.
+        reward_scale: factor on rewards before anything is computed from them, so that returns are of the order of one.
+        epochs: passes over each batch, at most; at the start.
+        epochs_final: the same, after `anneal_frames` frames; it falls linearly in between.
+        minibatch_size: frames per gradient step, at most. The frames of one environment in one batch stay together for
+            a recurrent policy and for IMPALA: at least one such sequence is a minibatch.
+        lr: learning rate of Adam, at the start.
+        lr_end_factor: the learning rate at the end of the schedule, as a fraction of `lr`.
+        anneal_frames: length of the schedules; after it the final values stay.
+        value_coef: weight of the value loss, which is half the mean of the squared errors.
+        entropy_coef: weight of the entropy bonus.
+        max_grad_norm: the gradient is scaled down to this norm, over all parameters.
+        adam_eps: Adam's epsilon.
+
+    Attributes:
         frames: learnt from so far; the position in the schedules.
         after_epoch: called by ``update`` after each pass over a batch but the last one, if it is set.
         parameters: those of both networks that are trained, each once.
+
+    Raises:
+        ValueError: a count below 1.
     """
 
-    def __init__(
-        self,
-        policy: Policy | RecurrentPolicy,
-        critic: nn.Module,
-        *,
-        epochs: int,
-        epochs_final: int | None,
-        minibatch_size: int,
-        lr: float,
-        lr_end_factor: float,
-        anneal_frames: int,
-        max_grad_norm: float,
-        adam_eps: float,
-    ) -> None:
-        if min(epochs, epochs if epochs_final is None else epochs_final, minibatch_size, anneal_frames) < 1:
+    policy: Policy | RecurrentPolicy
+    critic: nn.Module
+    _: KW_ONLY
+    gamma: float = 0.99
+    reward_scale: float = 1.0
+    epochs: int = 10
+    epochs_final: int | None = None
+    minibatch_size: int = 256
+    lr: float = 3e-4
+    lr_end_factor: float = 1.0
+    anneal_frames: int = 100_000
+    value_coef: float = 0.5
+    entropy_coef: float = 0.0
+    max_grad_norm: float = 0.5
+    adam_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        """Make the optimizer."""
+        last = self.epochs if self.epochs_final is None else self.epochs_final
+        if min(self.epochs, last, self.minibatch_size, self.anneal_frames) < 1:
             raise ValueError("epochs, epochs_final, minibatch_size and anneal_frames must be at least 1")
-        self.policy, self.critic = policy, critic
-        self.epochs, self.epochs_final = epochs, epochs if epochs_final is None else epochs_final
-        self.minibatch_size = minibatch_size
-        self.lr, self.lr_final = lr, lr * lr_end_factor
-        self.anneal_frames, self.max_grad_norm = anneal_frames, max_grad_norm
         self.frames = 0
         self.after_epoch: Callable[[], object] | None = None
-        unique = dict.fromkeys((*policy.parameters(), *critic.parameters()))  # a shared trunk is listed once
+        unique = dict.fromkeys((*self.policy.parameters(), *self.critic.parameters()))  # a shared trunk is listed once
         self.parameters = [p for p in unique if p.requires_grad]
-        self.optimizer = torch.optim.Adam(self.parameters, lr=lr, eps=adam_eps, fused=True)
+        self.optimizer = torch.optim.Adam(self.parameters, lr=self.lr, eps=self.adam_eps, fused=True)
 
     @abstractmethod
     def update(self, batch: TensorDictBase) -> dict[str, float]:
@@ -67,15 +87,11 @@ class ActorCritic(ABC):
 
         Raises:
             Diverged: a loss, the gradient or a parameter is not finite; the networks are unusable.
-            UnusableBatch: see there; the networks are unchanged.
+            UnusableBatch: the batch cannot be learnt from; the networks are unchanged.
         """
 
     def _epochs(self, count: int) -> Iterator[None]:
-        """Yield once for each pass over a batch; between two passes, call ``after_epoch``.
-
-        Raises:
-            Diverged: before ``after_epoch``, if a parameter is not finite.
-        """
+        """Yield once for each pass over a batch; between two passes, call ``after_epoch`` with finite parameters."""
         for number in range(count):
             if number and self.after_epoch is not None:
                 if not all(bool(one.isfinite().all()) for one in self.parameters):
@@ -83,26 +99,21 @@ class ActorCritic(ABC):
                 self.after_epoch()
             yield
 
-    def _scheduled(self, first: float, final: float) -> float:
+    def _scheduled(self, first: float, final: float | None) -> float:
         """Return the value, after ``frames``, that falls linearly from `first` to `final` over ``anneal_frames``."""
+        final = first if final is None else final
         return final + max(0.0, 1.0 - self.frames / self.anneal_frames) * (first - final)
 
     def _begin_update(self, batch: TensorDictBase) -> tuple[float, int]:
-        """Check `batch`; set the scheduled learning rate; return it, and the scheduled number of passes.
-
-        Raises:
-            UnusableBatch: see there.
-        """
+        """Check `batch`; set the scheduled learning rate; return it, and the scheduled number of passes."""
         check_finite(batch)
         allowed = action_mask(batch.get("observation"))
         if allowed is not None:
             frames, possible = batch.get("mask", None), self.policy.can_act(allowed)
             impossible = int((~possible if frames is None else frames & ~possible).sum())
             if impossible:
-                raise UnusableBatch(
-                    f"the action mask of {impossible} frame(s) of the batch allows no action: check the environment"
-                )
-        lr = self._scheduled(self.lr, self.lr_final)
+                raise UnusableBatch(f"the action mask allows no action in {impossible} frames: check the environment")
+        lr = self._scheduled(self.lr, self.lr * self.lr_end_factor)
         self.optimizer.param_groups[0]["lr"] = lr
         return lr, round(self._scheduled(self.epochs, self.epochs_final))
 
@@ -125,9 +136,8 @@ class ActorCritic(ABC):
 
     def _check_diverged(self, stats: dict[str, float]) -> None:
         """Raise Diverged if a loss or the norm of the gradient is not finite."""
-        needed = {name: stats[name] for name in ("loss_policy", "loss_value", "grad_norm")}
-        wrong = [f"{name} is {value}" for name, value in needed.items() if not math.isfinite(value)]
-        if wrong:
+        needed = ("loss_policy", "loss_value", "grad_norm")
+        if wrong := [f"{name} is {stats[name]}" for name in needed if not math.isfinite(stats[name])]:
             self._raise_diverged(", ".join(wrong))
 
     def _raise_diverged(self, reason: str) -> NoReturn:
@@ -156,34 +166,13 @@ class ActorCritic(ABC):
         self.frames = state["frames"]
 
 
-def zero_gaps(batch: TensorDictBase) -> TensorDictBase:
-    """Return `batch` with observation, action, log-probability and next state set to 0 where its "mask" is false.
-
-    Such a row is no frame: the environment was being reset. It repeats the last observation of the episode that has
-    ended, which may have any values, e.g. NaN.
-    """
-    mask = batch.get("mask", None)
-    if mask is None:
-        return batch
-    copy = batch.copy()  # shares the other tensors
-    for key in ("observation", "action", "action_log_prob", ("next", STATE)):
-        if (values := batch.get(key, None)) is not None:
-            zeroed = values.clone()
-            zeroed[~mask] = 0
-            copy.set(key, zeroed)
-    return copy
-
-
 def as_sequences(x: Tensor, dimensions: int) -> Tensor:
     """Return `x` ``[*B, T, ...]``, where B and T have so many `dimensions`, as ``[n, T, ...]``."""
     return x.flatten(0, dimensions - 2) if dimensions > 1 else x.unsqueeze(0)
 
 
 def kl_divergence(log_ratio: Tensor) -> Tensor:
-    """Estimate KL(old ‖ new) in nats from log(new/old) at actions that old has drawn; the estimate is never negative.
-
-    It is "k3" of http://joschu.net/blog/kl-approx.html.
-    """
+    """Estimate KL(old ‖ new) in nats from log(new/old) at old's actions: "k3" of http://joschu.net/blog/kl-approx.html."""
     return (log_ratio.exp() - 1.0 - log_ratio).mean()
 
 
@@ -193,29 +182,11 @@ def explained_variance(error_variance: Tensor, target: Tensor) -> Tensor:
 
 
 def check_finite(batch: TensorDictBase) -> None:
-    """Check the observations and rewards of the frames of `batch`, except observations after a terminated episode.
-
-    Raises:
-        UnusableBatch: one is not finite; says where.
-    """
-    step, mask = batch.get("next"), batch.get("mask", None)
-    terminated = step.get("terminated").squeeze(-1)
-    frames = torch.ones_like(terminated) if mask is None else mask
-    _check_finite("observation", batch.get("observation"), frames)
-    _check_finite("next observation", step.get("observation"), frames & ~terminated)
-    _check_finite("reward", step.get("reward"), frames)
-
-
-def _check_finite(name: str, values: Tensor | TensorDictBase, rows: Tensor) -> None:
-    """Check `values` where `rows` is true."""
-    if isinstance(values, TensorDictBase):
-        for key, part in values.items():
-            _check_finite(f"{name} {key}", part, rows)
-    elif values.is_floating_point() and not values.isfinite().all():
-        wrong = rows & ~values.isfinite().reshape(*rows.shape, -1).all(-1)
-        if wrong.any():
-            axes, place = ("worker", "environment", "step"), wrong.nonzero()[0].tolist()
-            if rows.ndim < len(axes):  # a row is a worker with one environment, or an environment
-                axes = ("row", "step")[-rows.ndim :]
-            where = ", ".join(f"{axis} {i}" for axis, i in zip(axes, place[-len(axes) :], strict=True))
-            raise UnusableBatch(f"{name} is not finite at {where} of the batch: check the environment")
+    """Raise UnusableBatch if an observation or a reward of a frame of `batch` is not finite."""
+    mask = batch.get("mask", None)
+    for name, values in batch.select("observation", ("next", "reward")).flatten_keys().items():
+        if values.is_floating_point() and not values.isfinite().all():
+            wrong = ~values.isfinite().reshape(*batch.shape, -1).all(-1)
+            if (wrong if mask is None else wrong & mask).any():
+                where = wrong.nonzero()[0].tolist()  # the last index is the step
+                raise UnusableBatch(f"{name} is not finite at {where} of the batch: check the environment")

@@ -34,17 +34,6 @@ def linear(fan_in: int, fan_out: int, gain: float = math.sqrt(2.0)) -> nn.Linear
     return layer
 
 
-def activation_of(name: str) -> type[nn.Module]:
-    """Return the class of an activation.
-
-    Raises:
-        ValueError: it is not one of ``tanh``, ``relu``, ``elu``, ``silu``.
-    """
-    if name not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {name!r}: one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
-
-
 def leaves(spec: SpecTree, *path: str) -> Iterator[tuple[tuple[str, ...], Spec]]:
     """Yield the path and the spec of each tensor that is an input of a network: all but the action mask."""
     if isinstance(spec, Spec):
@@ -58,30 +47,25 @@ def leaves(spec: SpecTree, *path: str) -> Iterator[tuple[tuple[str, ...], Spec]]
 def feature_size(network: nn.Module, spec: SpecTree) -> int:
     """Return the number of features that `network` gives for observations of `spec`; calls it once with zeros.
 
-    The zeros have two leading dimensions, as the batches of a learner have: a network that drops them is noticed here.
-
-    Raises:
-        ValueError: the result is not one vector for each observation.
+    The zeros have two leading dimensions, as the batches of a learner have: ValueError if the network drops them.
+    A recurrent network has a ``state_size``.
     """
+    state_size = getattr(network, "state_size", None)
     observation = as_tensors(specs.zeros(spec, 2, 3), 2, 3)
     with torch.no_grad(), without_side_effects(network):
-        features = network(observation)
+        state = () if state_size is None else (torch.zeros(2, 3, state_size),)
+        features = network(observation, *state)
+        features = features[0] if state else features
     if not isinstance(features, Tensor) or features.ndim != 3 or features.shape[:2] != (2, 3):
         got = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        hint = "; flatten an image by image.flatten(-3)" if isinstance(features, Tensor) and features.ndim > 3 else ""
         raise ValueError(
-            "the network has to give one vector of features for each observation, [2, 3, F] for observations with the "
-            f"leading dimensions [2, 3], and it gave {got}{hint}"
+            f"the network has to give one vector of features for each observation, [2, 3, F]; it gave {got}"
         )
     return features.shape[2]
 
 
 class Flatten(nn.Module):
-    """All tensors of an observation as one vector of floats, ``[*B, size]``; uint8 divided by its upper bound.
-
-    Args:
-        paths: path and spec of each tensor, see `leaves`.
-    """
+    """All tensors of an observation, given by `leaves`, as one vector of floats; uint8 divided by its upper bound."""
 
     def __init__(self, paths: Sequence[tuple[tuple[str, ...], Spec]]) -> None:
         super().__init__()
@@ -97,11 +81,6 @@ class Flatten(nn.Module):
 class MLP(nn.Module):
     """Linear layers, each followed by the activation, on all tensors of an observation as one vector.
 
-    Weights are orthogonal with a gain of the square root of 2; biases are zero.
-
-    Attributes:
-        pixels: the number of inputs that belong to images for which `suits_convolutions` is true.
-
     Args:
         observation_spec: the spec of an observation.
         hidden: widths of the layers.
@@ -113,11 +92,15 @@ class MLP(nn.Module):
 
     def __init__(self, observation_spec: SpecTree, hidden: Sequence[int] = (64, 64), activation: str = "tanh") -> None:
         super().__init__()
-        make = activation_of(activation)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"unknown activation {activation!r}: one of {', '.join(ACTIVATIONS)}")
         paths = [*leaves(observation_spec)]
-        self.pixels = sum(spec.shape.numel() for _, spec in paths if suits_convolutions(spec))
         flatten = Flatten(paths)
-        layers = [layer for sizes in pairwise([flatten.size, *hidden]) for layer in (linear(*sizes), make())]
+        layers = [
+            layer
+            for sizes in pairwise([flatten.size, *hidden])
+            for layer in (linear(*sizes), ACTIVATIONS[activation]())
+        ]
         self.layers = nn.Sequential(*([] if _is_vector(observation_spec) else [flatten]), *layers)
 
     def forward(self, observation: Observation) -> Tensor:
@@ -128,12 +111,7 @@ class MLP(nn.Module):
 class NatureCNN(nn.Module):
     """Three convolutions and a linear layer for images, as in https://www.nature.com/articles/nature14236.
 
-    Pixels are divided by the upper bound of `spec`.
-
-    Args:
-        spec: the spec of an image for which `suits_convolutions` is true.
-        features: width of the last layer.
-
+    Pixels are divided by the upper bound of `spec`, which is that of an image for which `suits_convolutions` is true.
     """
 
     def __init__(self, spec: Spec, features: int = 512) -> None:
@@ -173,11 +151,8 @@ class CNN(nn.Module):
         images = [(path, spec) for path, spec in paths if suits_convolutions(spec)]
         others = [(path, spec) for path, spec in paths if not suits_convolutions(spec)]
         if not images:
-            small = [f"one of {' × '.join(map(str, spec.shape))}" for _, spec in paths if _is_image(spec)]
-            raise ValueError(
-                f"convolutions need an image (uint8, three dimensions) of at least {SMALLEST} × {SMALLEST}, and "
-                f"observations have {' and '.join(small) or 'none'}: policy=mlp takes them as vectors"
-            )
+            needed = f"an image (uint8, three dimensions) of at least {SMALLEST} × {SMALLEST}"
+            raise ValueError(f"convolutions need {needed}: policy=mlp takes observations as vectors")
         self.paths = [path for path, _ in images]
         self.images = nn.ModuleList(NatureCNN(spec, features) for _, spec in images)
         self.others = Flatten(others) if others else None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor, nn  # noqa: F401  (nn: wsync.config reads the types of the arguments here)
 
-from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence, zero_gaps
-from learning.gae import successor_values
+from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence
+from learning.advantages import successor_values, vtrace
 from learning.networks import Policy, evaluate
-from learning.vtrace import vtrace
+from learning.recurrent import RecurrentPolicy
 
 STATS = (
     *("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_norm"),
@@ -32,6 +33,7 @@ class Trajectories(NamedTuple):
     mask: Tensor
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class IMPALA(ActorCritic):
     """Improves a policy and its critic on experience of earlier versions of it, corrected by V-trace.
 
@@ -39,62 +41,28 @@ class IMPALA(ActorCritic):
     acted is computed anew for each gradient step, so a batch may be passed over several times. The optimizer is Adam,
     as in RLlib's IMPALA; the paper's is RMSProp. Losses are means over frames; the paper's are sums.
 
+    The other arguments are those of `ActorCritic`.
+
     Args:
-        policy: trained in place.
-        critic: observations ``[*B, obs]`` to values ``[*B]``, in units of scaled reward; trained in place.
-        gamma: discount per step.
         vtrace_lambda: the weight of longer estimates, see :func:`learning.vtrace`.
         clip_rho: limit of the importance ratio in the values and in the policy gradient.
         clip_c: limit of the importance ratios that carry errors back in time.
-        reward_scale: factor on rewards before anything is computed from them, so that returns are of the order of one.
-        epochs: passes over each batch, at the start.
-        epochs_final: the same, after `anneal_frames` frames; it falls linearly in between.
-        minibatch_size: frames per gradient step, at most. Trajectories are not cut: at least one is a minibatch. A
-            pass has the fewest minibatches that this allows; their numbers of trajectories differ by one at most.
-        lr: learning rate of Adam, at the start.
-        lr_end_factor: the learning rate at the end of the schedule, as a fraction of `lr`.
-        anneal_frames: length of the schedules; after it the final values stay.
-        value_coef: weight of the value loss, which is half the mean of the squared errors.
-        entropy_coef: weight of the entropy bonus.
-        max_grad_norm: the gradient is scaled down to this norm, over all parameters.
-        adam_eps: Adam's epsilon.
-
-    Raises:
-        ValueError: a count below 1.
-
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        critic: nn.Module,
-        *,
-        gamma: float = 0.99,
-        vtrace_lambda: float = 1.0,
-        clip_rho: float = 1.0,
-        clip_c: float = 1.0,
-        reward_scale: float = 1.0,
-        epochs: int = 1,
-        epochs_final: int | None = None,
-        minibatch_size: int = 512,
-        lr: float = 5e-4,
-        lr_end_factor: float = 1.0,
-        anneal_frames: int = 100_000,
-        value_coef: float = 0.5,
-        entropy_coef: float = 0.01,
-        max_grad_norm: float = 40.0,
-        adam_eps: float = 1e-5,
-    ) -> None:
-        if not isinstance(policy, Policy):
+    vtrace_lambda: float = 1.0
+    clip_rho: float = 1.0
+    clip_c: float = 1.0
+    epochs: int = 1
+    minibatch_size: int = 512
+    lr: float = 5e-4
+    entropy_coef: float = 0.01
+    max_grad_norm: float = 40.0
+
+    def __post_init__(self) -> None:
+        """Refuse a recurrent policy."""
+        if isinstance(self.policy, RecurrentPolicy):
             raise ValueError("IMPALA learns policies without a state; a recurrent one needs algorithm=ppo")
-        super().__init__(
-            policy, critic,
-            epochs=epochs, epochs_final=epochs_final, minibatch_size=minibatch_size, lr=lr, lr_end_factor=lr_end_factor,
-            anneal_frames=anneal_frames, max_grad_norm=max_grad_norm, adam_eps=adam_eps,
-        )  # fmt: skip
-        self.gamma, self.vtrace_lambda, self.reward_scale = gamma, vtrace_lambda, reward_scale
-        self.clip_rho, self.clip_c = clip_rho, clip_c
-        self.value_coef, self.entropy_coef = value_coef, entropy_coef
+        super().__post_init__()
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """Learn from one batch ``[*B, T]`` of a collector (time last); return means over the gradient steps.
@@ -104,13 +72,7 @@ class IMPALA(ActorCritic):
         reward), ``epochs``, ``lr``.
 
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
-
-        Raises:
-            Diverged: a loss or the gradient is not finite; the networks are unusable.
-            UnusableBatch: see there; the networks are unchanged.
-
         """
-        batch = zero_gaps(batch)
         lr, epochs = self._begin_update(batch)
         trajectories = self._prepare(batch)
         steps = [step for _ in self._epochs(epochs) for step in self._epoch(trajectories)]

@@ -2,65 +2,143 @@
 
 from __future__ import annotations
 
+import copy
+import signal
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
+from torch import nn
 
 from collectors.errors import ConfigError
-from collectors.workers.records import Failures
 from learning import checkpoint
 from learning.actor_critic import ActorCritic, Diverged, check_finite
-from learning.delay import WeightDelay
 from learning.normalization import ObservationNormalizer, RewardNormalizer
 from learning.progress import Progress
 from learning.reporting import Reporter
-from learning.reporting.guarded import ReporterError
-from learning.run import StopRequest
 from learning.summary import summarise
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from tensordict import TensorDictBase
-    from torch import nn
 
-    from collectors.staleness import Staleness
+    from collectors import BaseCollector
     from wsync import WeightSyncScheme
 
 
-class Collector(Iterable[Any], Protocol):
-    """The methods of a collector that the loop uses."""
+class StopRequest:
+    """Turns the first SIGINT or SIGTERM into a request to stop; a second one has its usual effect.
 
-    failures: Failures
-    staleness: Staleness
+    A context manager, for the main thread. In another thread (a launcher of sweeps may run jobs in threads) Python
+    cannot catch signals, and `requested` stays false.
+    """
 
-    def interrupt(self) -> None:
-        """End the wait for the current batch soon. Called from a signal handler, on the main thread, at most once."""
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._callbacks: list[Callable[[], object]] = []
+        self._handlers: dict[int, Any] = {}
 
-    def update_policy_weights_(self, policy: nn.Module, /) -> Any:
-        """Send the weights of `policy` to every worker. Called as ``sync_each`` says; may raise WeightSyncError."""
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has arrived."""
+        return self.signal is not None
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of a process that a signal ended, 128 + its number; 0 without a signal."""
+        return 0 if self.signal is None else 128 + self.signal
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when a signal arrives, inside the handler; at once if one has arrived."""
+        if self.requested:
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {one: signal.signal(one, self._request) for one in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        self._restore()
+        for callback in self._callbacks:
+            callback()
+
+    def _restore(self) -> None:
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
+
+
+class WeightDelay:
+    """Holds each version of a policy's weights back until the learner has done `updates` further updates.
+
+    This is a weight sync with a long latency and enough bandwidth: every version arrives, in order, and late. Until the
+    first one is due, workers act with the weights that they were started with. The staleness of a frame is the newest
+    version sent, plus the number held back (``len``), less the frame's version.
+    """
+
+    def __init__(self, updates: int = 0) -> None:
+        self.updates = updates
+        self._held_back: deque[dict[str, Any]] = deque()
+        self._acting: nn.Module | None = None
+
+    def __len__(self) -> int:
+        """Return the number of versions held back."""
+        return len(self._held_back)
+
+    def acting_policy(self, policy: nn.Module) -> nn.Module:
+        """Return a module with the weights that workers have or start with; after a resume they may be older."""
+        if self.updates == 0:
+            return policy
+        if self._acting is None:
+            self._acting = copy.deepcopy(policy)
+        return self._acting
+
+    def exchange(self, policy: nn.Module) -> nn.Module | None:
+        """Take the weights of `policy` after an update; return what to send now, valid until the next call, or None."""
+        if self.updates == 0:
+            return policy
+        acting, due = self.acting_policy(policy), None
+        self._held_back.append(copy.deepcopy(policy.state_dict()))
+        while len(self) > self.updates:  # more than one, if a resumed run has a shorter delay
+            due = self._held_back.popleft()
+        if due is None:
+            return None
+        acting.load_state_dict(due)
+        return acting
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights that are held back, and those that workers have."""
+        acting = None if self._acting is None else self._acting.state_dict()
+        return {"held_back": list(self._held_back), "acting": acting}
+
+    def load_state_dict(self, state: Mapping[str, Any], policy: nn.Module) -> None:
+        """Continue from where `state_dict` was taken; `policy` is the learner's."""
+        if self.updates and state["acting"] is not None:
+            self.acting_policy(policy).load_state_dict(state["acting"])
+            self._held_back.extend(state["held_back"])
 
 
 @dataclass(frozen=True)
 class Goal:
-    """When a run ends.
+    """When a run ends."""
 
-    Attributes:
-        total_frames: the run ends with the batch that reaches this number, at the latest.
-        solved_at: mean return of the last 100 episodes at which the environment counts as solved; None: never.
-        stop_when_solved: end as soon as it is solved, before `total_frames`.
-    """
-
-    total_frames: int
-    solved_at: float | None = None
-    stop_when_solved: bool = True
+    total_frames: int  # with the batch that reaches this number, at the latest
+    solved_at: float | None = None  # mean return of the last 100 episodes that counts as solved; None: never
+    stop_when_solved: bool = True  # end as soon as it is solved, before `total_frames`
 
     def outcome(self, progress: Progress) -> str | None:
         """Return "solved" or "finished" if the run has reached its goal, else None."""
@@ -71,101 +149,57 @@ class Goal:
 
 @dataclass
 class Training:
-    """A run: a learner, the scheme that sends its policy's weights to the workers, and a goal.
+    """A run: a learner, the scheme that sends its policy's weights to the workers, and a goal."""
 
-    Attributes:
-        learner: trains ``learner.policy``; the collector's workers have copies of it.
-        scheme: the collector's scheme for that policy; the loop reads its version and its metrics.
-        goal: when the run ends.
-        folder: for checkpoints.
-        checkpoint_every: seconds between two checkpoints; one more is written at the end.
-        delay: holds weights back, to measure what a slow weight sync costs.
-        sync_each: when the weights are sent: after each ``"update"``, or after each ``"epoch"`` (a pass over a batch).
-        progress: the counters; in a resumed run they start with those of the checkpoint.
-        resumed_from: the folder of that checkpoint.
-        reporters: receive the rows and the summary.
-        chaos: number of injected faults of each kind so far.
-        earlier_chaos: the same, before a resume.
-        observations: the normaliser in the learner's networks, which the loop updates; None if there is none.
-        rewards: makes the learner's rewards of those of the environment.
-        failures: the failures of workers in this process; those of the collector.
-        earlier_failures: the failures of workers before a resume, as ``Failures.as_dict`` gives them.
-        device: the learner's, to which batches are copied.
-        task: what defines the environment, in plain values; after a resume with another one, earlier returns do not
-            count.
-        facts: entries of the summary that describe the run (environment, seed, number of workers, ...).
-    """
-
-    learner: ActorCritic
-    scheme: WeightSyncScheme
+    learner: ActorCritic  # trains ``learner.policy``; the collector's workers have copies of it
+    scheme: WeightSyncScheme  # the collector's scheme for that policy; the loop reads its version and its metrics
     goal: Goal
-    folder: Path
-    checkpoint_every: float = 60.0
-    delay: WeightDelay = field(default_factory=WeightDelay)
-    sync_each: str = "update"
-    progress: Progress = field(default_factory=Progress)
-    resumed_from: Path | None = None
-    reporters: Sequence[Reporter] = ()
-    chaos: Mapping[str, int] = field(default_factory=dict)
-    earlier_chaos: Mapping[str, int] = field(default_factory=dict)
-    observations: ObservationNormalizer | None = None
-    rewards: RewardNormalizer = field(default_factory=RewardNormalizer)
-    failures: Failures = field(default_factory=Failures)
-    earlier_failures: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
-    task: Mapping[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    folder: Path  # for checkpoints
+    checkpoint_every: float = 60.0  # seconds; one more is written at the end
+    delay: WeightDelay = field(default_factory=WeightDelay)  # measures what a slow weight sync costs
+    sync_each: str = "update"  # when the weights are sent; "epoch": after each pass over a batch
+    progress: Progress = field(default_factory=Progress)  # a resumed run starts with that of the checkpoint
+    resumed_from: Path | None = None  # the folder of that checkpoint
+    reporters: Sequence[Reporter] = ()  # receive the rows and the summary
+    chaos: Mapping[str, int] = field(default_factory=dict)  # number of injected faults of each kind so far
+    observations: ObservationNormalizer | None = None  # of the learner's networks; the loop updates it
+    rewards: RewardNormalizer = field(default_factory=RewardNormalizer)  # makes the learner's rewards
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))  # the learner's
+    facts: dict[str, Any] = field(default_factory=dict)  # entries of the summary that describe the run
 
-    def run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
+    def run(self, collector: BaseCollector, stop: StopRequest, config: Any) -> dict[str, Any]:
         """Train until the goal is reached or `stop` is requested; return the summary, which reporters get too.
 
-        However the run ends, a checkpoint and the summary are written. Networks that have diverged are not: the last
-        checkpoint stays. An error is raised again afterwards, unless it is a RuntimeError (of a worker, or of the
-        scheme) after a request to stop: a signal may end the workers as well. A file that cannot be written is a note
-        on the first error; after a ``KeyboardInterrupt`` (the second request) a line on stderr, and nothing concludes.
+        However the run ends, a checkpoint (unless the networks have diverged) and the summary are written. After a
+        ``KeyboardInterrupt``, the second request, no reporter concludes. A RuntimeError after a request to stop is the
+        end of the run: the signal may have ended the workers as well.
         """
-        conclude = True
-        try:
-            return self._run(collector, stop, config)
-        except KeyboardInterrupt:
-            conclude = False
-            raise
-        finally:
-            if conclude:
-                with ExitStack() as steps:
-                    for reporter in self.reporters:
-                        steps.push(_last_step(reporter.conclude))
-
-    def _run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
-        status, diverged = "failed", False
-        self.failures = collector.failures
+        status = "failed"
         stop.add_callback(collector.interrupt)
         try:
             for reporter in self.reporters:
                 reporter.begin(self.folder, config)
             status = self._loop(collector, stop)
-        except Diverged:
-            diverged = True
-            raise
-        except RuntimeError:
-            if not stop.requested:
+        except (RuntimeError, KeyboardInterrupt) as error:
+            status = "interrupted" if stop.requested or isinstance(error, KeyboardInterrupt) else "failed"
+            if status == "failed" or isinstance(error, KeyboardInterrupt):
                 raise
-            status = "interrupted"
-        except KeyboardInterrupt:
-            status = "interrupted"
-            raise
         finally:
+            error = sys.exception()
             if self.sync_each == "epoch":
                 self.learner.after_epoch = None
-            summary = self._summary(status, collector, sys.exception())
-            with ExitStack() as steps:  # last in, first called; all are called, even if the disk is full
-                for reporter in reversed(self.reporters):
-                    steps.push(_last_step(partial(reporter.finish, summary)))
-                if not diverged:
-                    steps.push(_last_step(partial(checkpoint.save, self.folder, self.state_dict())))
+            described = {"error": None if error is None else f"{type(error).__name__}: {error}"}
+            counts = (self.scheme.metrics, collector.failures, self.chaos, collector.staleness)
+            summary = summarise(status, self.progress, self.goal.solved_at, *counts) | described | self.facts
+            steps: list[Callable[[], object]] = [partial(one.finish, summary) for one in self.reporters]
+            if not isinstance(error, Diverged):
+                steps.insert(0, lambda: checkpoint.save(self.folder, self.state_dict()))
+            if not isinstance(error, KeyboardInterrupt):
+                steps += [one.conclude for one in self.reporters]
+            _do_all(steps, error)
         return summary
 
-    def _loop(self, collector: Collector, stop: StopRequest) -> str:
+    def _loop(self, collector: BaseCollector, stop: StopRequest) -> str:
         progress, scheme, saved_at = self.progress, self.scheme, time.monotonic()
         batches, not_sent = iter(collector), 0  # updates with weight_sync=none, which has no versions: counted instead
         progress.begin(scheme.version)
@@ -178,14 +212,15 @@ class Training:
             batch = next(batches)
             check_finite(batch)  # before it counts; a learner of the user's may not check it
             progress.collected(batch, scheme.version + len(self.delay) + not_sent, collector.staleness)
-            progress.note_solved(self.goal.solved_at)
-            with progress.learning():
-                learning = self._learn(batch)
+            if progress.solved_after is None and progress.solved(self.goal.solved_at):
+                progress.solved_after = progress.frames
+            began = time.perf_counter()
+            learning = self._learn(batch)
+            progress.seconds_learning += time.perf_counter() - began
             if (due := self.delay.exchange(self.learner.policy)) is not None:
                 collector.update_policy_weights_(due)
                 not_sent += not scheme.sends_weights
-            failed = self._counted().failed.total()
-            row = progress.synchronised(learning, scheme.metrics, scheme.version, failed)
+            row = progress.synchronised(learning, scheme.metrics, scheme.version, collector.failures.failed.total())
             for reporter in self.reporters:
                 reporter.update(row)
             if time.monotonic() - saved_at > self.checkpoint_every:
@@ -196,9 +231,8 @@ class Training:
     def _learn(self, batch: TensorDictBase) -> Mapping[str, float]:
         """Learn from a batch and update the statistics of observations, which then travel with the new weights.
 
-        The batch is learnt from with the statistics before this update, because workers acted with these (or with
-        older ones, in asynchronous collection). Only the first batch sets them beforehand: until then observations are
-        not normalised.
+        The batch is learnt from with the statistics before this update, because workers acted with these. Only the
+        first batch sets them beforehand: until then observations are not normalised.
         """
         if self.device.type != "cpu":
             batch = batch.to(self.device)
@@ -221,80 +255,42 @@ class Training:
             "progress": self.progress.state_dict(),
             "rewards": self.rewards.state_dict(),
             "delay": self.delay.state_dict(),
-            "worker_failures": self._counted().as_dict(),
-            "chaos": self._faults(),
-            "task": self.task,
         }
 
     def resume(self, folder: Path) -> None:
-        """Continue from the checkpoint in `folder`.
-
-        Raises:
-            CheckpointError: there is no checkpoint, it is damaged, or it belongs to another model or learner.
-            ConfigError: the scheme sends no weights.
-        """
+        """Continue from the checkpoint in `folder`; raises CheckpointError, ConfigError if nothing is sent."""
         if not self.scheme.sends_weights:
-            raise ConfigError(
-                f"resume={folder}: with weight_sync={self.scheme.name}, workers keep the weights that they begin with, "
-                "and those of a resumed run have been learnt: it would be no control; choose another weight_sync"
-            )
+            what = "workers would keep the weights of the checkpoint: choose another weight_sync"
+            raise ConfigError(f"resume={folder}: with weight_sync={self.scheme.name}, {what}")
         state = checkpoint.load(folder)
         try:
             self.learner.load_state_dict(state["learner"])
             self.progress.load_state_dict(state["progress"])
             self.rewards.load_state_dict(state["rewards"])
             self.delay.load_state_dict(state["delay"], self.learner.policy)
-            self.earlier_failures, self.earlier_chaos = state["worker_failures"], state["chaos"]
-            if state["task"] != self.task:
-                self.progress.forget_returns()  # returns in another environment do not count
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            detail = " ".join(str(error).split())
-            raise checkpoint.CheckpointError(f"{folder / checkpoint.FILE} does not fit this run: {detail}") from error
-        self.resumed_from = folder
-        self.facts["resumed_from"] = {
-            "folder": str(folder), "frames": self.progress.frames, "version": self.progress.version
-        }  # fmt: skip
-
-    @property
-    def resumed_in_words(self) -> str:
-        """Return what the run continues; empty for a new run."""
-        if self.resumed_from is None:
-            return ""
-        before = self.progress
-        return f"resumed from {self.resumed_from} at {before.frames:,} frames, version {before.version:,}"
-
-    def _counted(self) -> Failures:
-        """Return the failures of workers with those before a resume."""
-        return self.failures.including(self.earlier_failures)
-
-    def _faults(self) -> dict[str, int]:
-        """Return the number of injected faults of each kind with those before a resume."""
-        kinds = dict.fromkeys([*self.earlier_chaos, *self.chaos])
-        return {kind: self.earlier_chaos.get(kind, 0) + self.chaos.get(kind, 0) for kind in kinds}
-
-    def _summary(self, status: str, collector: Collector, error: BaseException | None) -> dict[str, Any]:
-        failed = {"error": None if error is None else f"{type(error).__name__}: {error}"}
-        counts = (self._counted(), self._faults(), collector.staleness)
-        return summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics, *counts) | failed | self.facts
+            raise checkpoint.does_not_fit(folder, "this run", error) from error
+        self.resumed_from, before = folder, self.progress
+        self.facts["resumed_from"] = {"folder": str(folder), "frames": before.frames, "version": before.version}
 
 
-_Exit = Callable[[type[BaseException] | None, BaseException | None, "TracebackType | None"], None]
-
-
-def _last_step(step: Callable[[], object]) -> _Exit:
-    """Return an exit callback for `step`; an expected error in it becomes a note on an earlier error, if any."""
-    before = sys.exception()
-
-    def leave(_: object, error: BaseException | None, __: object) -> None:
-        first = error or before
+def _do_all(steps: Iterable[Callable[[], object]], first: BaseException | None) -> None:
+    """Do every step; an error in one becomes a note on the `first` error, or is the first one, which is raised."""
+    raised = first
+    for step in steps:
         try:
             step()
-        except (OSError, checkpoint.CheckpointError, ReporterError) as late:
-            if first is None:
-                raise
-            if not isinstance(first, Exception):  # after a second Ctrl-C no traceback, and so no note, is printed
-                print(late, file=sys.stderr)
-            elif str(late) != str(first):  # closing a file that is full raises the same error again
-                first.add_note(str(late))
+        except Exception as late:  # noqa: BLE001  (of any class: a step may be the user's)
+            if raised is None:
+                raised = late
+            elif str(late) != str(raised):  # closing a file that is full raises the same error again
+                raised.add_note(str(late))
+    if first is None and raised is not None:
+        raise raised
 
-    return leave
+
+def resumed_seed(seed: int, frames: int) -> int:
+    """Return the seed of a run that continues after `frames` frames: it must not repeat the noise of the first one."""
+    if frames == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, frames]).generate_state(1)[0] >> 1)

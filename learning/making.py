@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
-from collectors.errors import ConfigError, lines_of_user
-from learning.encoders import Observation, feature_size, leaves, linear
+from learning.encoders import feature_size, linear
 from learning.networks import Critic, Network, Policy, policy_for
 from learning.normalization import ObservationNormalizer
 from learning.recurrent import FeatureSlice, RecurrentCritic, RecurrentNetwork, RecurrentPolicy, SideBySide
@@ -28,8 +26,8 @@ def make_actor_critic(
     Args:
         make_network: makes a module that maps observations to features, for the spec of an observation.
         observation_spec: the environment's.
-        action_spec: the environment's; see :func:`policy_for`.
-        initial_std: see :func:`policy_for`.
+        action_spec: the environment's; it decides about the distribution of actions.
+        initial_std: standard deviation of a continuous policy at the start, in units of half the action range.
         shared: whether one network serves both; otherwise each has its own.
         normalizer: the normalizer of observations, for both; None: observations are not normalized.
 
@@ -38,95 +36,24 @@ def make_actor_critic(
     """
     mask = observation_spec.get(ACTION_MASK) if isinstance(observation_spec, Mapping) else None
     if isinstance(mask, Spec) and action_spec.options and mask.shape != (sum(action_spec.options),):
-        raise ValueError(
-            f"{ACTION_MASK} has {mask.shape.numel()} elements, and the action has {sum(action_spec.options)} options"
-        )
+        sizes = f"{mask.shape.numel()} elements, and the action has {sum(action_spec.options)} options"
+        raise ValueError(f"{ACTION_MASK} has {sizes}")
     trunk = make_network(observation_spec)
     if isinstance(trunk, RecurrentNetwork):
-        critic_trunk = trunk if shared else make_network(observation_spec)
-        assert isinstance(critic_trunk, RecurrentNetwork)
         if not isinstance(getattr(trunk, "state_size", None), int):
             raise ValueError(f"{type(trunk).__name__} needs the attribute state_size, an int: the length of its state")
-        return _recurrent(trunk, critic_trunk, observation_spec, action_spec, initial_std, normalizer)
+        parts: Sequence[nn.Module] = (nn.Identity(), nn.Identity())
+        critic_trunk = trunk if shared else make_network(observation_spec)
+        size = feature_size(trunk, observation_spec)
+        if isinstance(critic_trunk, RecurrentNetwork) and not shared:
+            trunk, parts = SideBySide(trunk, critic_trunk), (FeatureSlice(0, size), FeatureSlice(size, 2 * size))
+        heads = policy_for(action_spec, lambda n: nn.Sequential(parts[0], linear(size, n, 0.01)), initial_std)
+        critic_head = nn.Sequential(parts[1], linear(size, 1, 1.0))
+        policy = RecurrentPolicy(Network(trunk, heads.network, normalizer), heads)
+        return policy, RecurrentCritic(Network(trunk, critic_head, normalizer))
     size = feature_size(trunk, observation_spec)
     policy = policy_for(
         action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01), normalizer), initial_std
     )
     critic_trunk = trunk if shared else make_network(observation_spec)
     return policy, Critic(Network(critic_trunk, linear(size, 1, 1.0), normalizer))
-
-
-def _recurrent(
-    actor: RecurrentNetwork,
-    critic_trunk: RecurrentNetwork,
-    observation_spec: SpecTree,
-    action_spec: Spec,
-    initial_std: float,
-    normalizer: ObservationNormalizer | None,
-) -> tuple[RecurrentPolicy, RecurrentCritic]:
-    size = feature_size(_FirstStep(actor), observation_spec)
-    trunk, parts = actor, (nn.Identity(), nn.Identity())
-    if critic_trunk is not actor:
-        trunk, parts = SideBySide(actor, critic_trunk), (FeatureSlice(0, size), FeatureSlice(size, 2 * size))
-
-    def head(part: nn.Module, outputs: int, gain: float) -> nn.Module:
-        return nn.Sequential(part, linear(size, outputs, gain))
-
-    actions = policy_for(action_spec, lambda outputs: head(parts[0], outputs, 0.01), initial_std)
-    policy = RecurrentPolicy(Network(trunk, actions.network, normalizer), actions)
-    return policy, RecurrentCritic(Network(trunk, head(parts[1], 1, 1.0), normalizer))
-
-
-def learner_device(name: str) -> torch.device:
-    """Return the device called `name`; raises ConfigError if PyTorch cannot use it here."""
-    try:
-        return torch.empty(0, device=name).device
-    except (AssertionError, RuntimeError) as error:  # an AssertionError: PyTorch was built without CUDA
-        raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
-
-
-class _FirstStep(nn.Module):
-    """A recurrent network as a map from observations to features, its state zero; for `feature_size`."""
-
-    def __init__(self, network: RecurrentNetwork) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, observation: Observation) -> Tensor:
-        state = torch.zeros(*observation.shape[:2], self.network.state_size)  # the leading dimensions are two
-        features, new = self.network(observation, state)
-        if new.shape != state.shape:
-            raise ValueError(
-                f"the network has to give new states of shape {list(state.shape)}, and it gave {list(new.shape)}"
-            )
-        return features
-
-
-def network_error(error: Exception, made: str, observation_spec: SpecTree) -> ConfigError | None:
-    """Return the error for a network that could not be made or called; None if it is no error of the network.
-
-    Its notes are the lines of the user's modules that were being executed, the innermost last, and the observation.
-
-    Args:
-        error: what was raised; of any class, if in a module of the user's.
-        made: the options and the network, for the message: "policy=wide with env=gate: mine.Wide(width=256)".
-        observation_spec: what the network was made for.
-    """
-    called = lines_of_user(error)
-    usual = type(error) in (RuntimeError, TypeError, ValueError)
-    if not (called or isinstance(error, RuntimeError | TypeError | ValueError)):
-        return None
-    text = " ".join(str(error).split())
-    if not text or not usual:  # the text of a KeyError is only the key
-        text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    specs = {".".join(path): spec for path, spec in leaves(observation_spec)}
-    of_uint8 = [name or "observation" for name, spec in specs.items() if spec.dtype == torch.uint8]
-    if of_uint8 and any(word in text for word in ("Byte", "unsigned char")):
-        text += f"; {', '.join(of_uint8)} is uint8, and a network converts it: .float() / 255"
-    described = ConfigError(f"{made}: {text}")
-    for line in called:
-        described.add_note(line)
-    if called:
-        shapes = ", ".join(f"{name} {list(spec.shape)}".lstrip() for name, spec in specs.items())
-        described.add_note(f"  observation: {shapes}")
-    return described

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, distributions, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
 from collectors.rollouts.sampled import SampledPolicy
@@ -18,12 +19,9 @@ from learning.normalization import ObservationNormalizer
 
 
 class Network(nn.Module):
-    """A trunk, which computes features, and a head, which computes outputs of them. Several may share one trunk.
+    """A trunk, which maps normalised observations to features ``[*B, F]``, and a head, which maps these to outputs.
 
-    Args:
-        trunk: observations ``[*B, *obs]`` to features ``[*B, F]``.
-        head: features to outputs ``[*B, N]``.
-        normalizer: applied to observations first, if there is one.
+    Several networks may share one trunk.
     """
 
     def __init__(self, trunk: nn.Module, head: nn.Module, normalizer: ObservationNormalizer | None = None) -> None:
@@ -44,20 +42,18 @@ class Network(nn.Module):
 
 
 class Policy(SampledPolicy):
-    """A distribution over actions with the output of a network as its parameters; see :class:`SampledPolicy`.
+    """A distribution over actions with the output of a network as its parameters; a :class:`SampledPolicy`.
 
-    Where an observation has a part "action_mask", choices at which it is zero are not taken.
-
-    Args:
-        network: maps observations ``[*B, *obs]`` to outputs ``[*B, N]``, one for each parameter.
+    The network maps observations ``[*B, *obs]`` to outputs ``[*B, N]``, one for each parameter. Where an observation
+    has a part "action_mask", choices at which it is zero are not taken.
     """
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
+    @override
     def distribution_parameters(self, observation: Observation) -> Tensor:
-        """See SampledPolicy."""
         return self.to_parameters(self.network(observation), action_mask(observation))
 
     @abstractmethod
@@ -72,8 +68,8 @@ class Policy(SampledPolicy):
     def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
         """Return the distribution with these parameters ``[*B, P]``, batch shape ``[*B]``."""
 
+    @override
     def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
-        """See SampledPolicy."""
         return self.from_parameters(parameters).log_prob(action)
 
     def distribution(self, observation: Observation) -> distributions.Distribution:
@@ -92,31 +88,32 @@ def action_mask(observation: Observation) -> Tensor | None:
 class CategoricalPolicy(Policy):
     """A policy over n choices; ``action`` is an int64 index, ``[*B]``. Its parameters are scores, ``[*B, n]``."""
 
+    @override
     def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See Policy."""
         return output if mask is None else output.masked_fill(~mask, torch.finfo(output.dtype).min)
 
+    @override
     def can_act(self, mask: Tensor) -> Tensor:
-        """See Policy: whether a choice is left."""
         return mask.any(-1)
 
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:
-        """See SampledPolicy: Gumbel noise, -log(-log u)."""
+        """Draw Gumbel noise, -log(-log u)."""
         # At least float32: in a lower precision, the rounded sum would not follow the distribution of log_prob.
         dtype = torch.promote_types(parameters.dtype, torch.float32)
         uniform = parameters.new_empty((*steps, *parameters.shape), dtype=dtype).uniform_(torch.finfo(dtype).tiny, 1)
         return uniform.log_().neg_().log_().neg_()  # finite: a choice with a score of -inf is never taken
 
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
-        """See SampledPolicy: the Gumbel-max method, https://arxiv.org/abs/1611.01144."""
+        """Choose by the Gumbel-max method, https://arxiv.org/abs/1611.01144."""
         return (parameters if noise is None else parameters + noise).argmax(-1)
 
+    @override
     def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
-        """See SampledPolicy: without a distribution, which takes longer to make."""
+        # A distribution takes longer to make.
         return parameters.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
+    @override
     def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
-        """See Policy."""
         return distributions.Categorical(logits=parameters, validate_args=False)
 
 
@@ -124,29 +121,26 @@ class MultiCategoricalPolicy(CategoricalPolicy):
     """A policy over several choices at once; ``action`` is int64 indices ``[*B, len(nvec)]``.
 
     Its parameters are the scores of the options of all choices, end to end, ``[*B, sum(nvec)]``; so is an action mask.
-
-    Args:
-        network: maps observations ``[*B, *obs]`` to scores.
-        nvec: number of options of each choice.
+    `nvec` has the number of options of each choice.
     """
 
     def __init__(self, network: nn.Module, nvec: Sequence[int]) -> None:
         super().__init__(network)
         self.nvec = list(nvec)
 
+    @override
     def can_act(self, mask: Tensor) -> Tensor:
-        """See Policy: whether each choice has an option."""
         return self._by_choice(mask, False).any(-1).all(-1)
 
+    @override
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
-        """See SampledPolicy."""
         scores = parameters if noise is None else parameters + noise
         return self._by_choice(scores, -math.inf).argmax(-1)
 
     log_prob = Policy.log_prob
 
+    @override
     def from_parameters(self, parameters: Tensor) -> distributions.Independent:
-        """See Policy."""
         choices = distributions.Categorical(logits=self._by_choice(parameters, -math.inf), validate_args=False)
         return distributions.Independent(choices, 1, validate_args=False)
 
@@ -166,8 +160,8 @@ class GaussianPolicy(Policy):
 
     Args:
         network: maps observations ``[*B, obs]`` to scaled means ``[*B, dim]``.
-        low: lower bounds of the action, ``[dim]``.
-        high: upper bounds, ``[dim]``. Where a range is infinite or empty, the scale is 1 and the middle 0.
+        low: lower bounds of the action, ``[dim]``. Where a range is infinite or empty, the scale is 1, the middle 0.
+        high: upper bounds, ``[dim]``.
         initial_std: standard deviation at the start, in units of half the range.
     """
 
@@ -181,33 +175,28 @@ class GaussianPolicy(Policy):
         self.register_buffer("half_range", torch.where(bounded, (high - low) / 2, 1.0))
         self.log_std = nn.Parameter(torch.full_like(self.center, math.log(initial_std)))
 
-    def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See Policy; a mask of choices has no meaning here."""
+    @override
+    def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:  # a mask has no meaning here
         mean = self.center + self.half_range * output
         return torch.cat([mean, (self.half_range * self.log_std.exp()).expand_as(mean)], -1)
 
+    @override
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:
-        """See SampledPolicy: standard normal, ``[*steps, *B, dim]``."""
-        *batch, size = parameters.shape
-        return parameters.new_empty((*steps, *batch, size // 2)).normal_()
+        return parameters.new_empty((*steps, *parameters.shape[:-1], parameters.shape[-1] // 2)).normal_()
 
+    @override
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
-        """See SampledPolicy."""
         mean, std = parameters.chunk(2, -1)
         return mean if noise is None else mean + std * noise
 
+    @override
     def from_parameters(self, parameters: Tensor) -> distributions.Independent:
-        """See Policy; in the environment's units."""
         mean, std = parameters.chunk(2, -1)
         return distributions.Independent(distributions.Normal(mean, std, validate_args=False), 1, validate_args=False)
 
 
 class Critic(nn.Module):
-    """A value function: observations ``[*B, *obs]`` to values ``[*B]``.
-
-    Args:
-        network: observations ``[*B, *obs]`` to ``[*B, 1]``.
-    """
+    """A value function: observations ``[*B, *obs]`` to values ``[*B]``, by a network that gives ``[*B, 1]``."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -231,16 +220,10 @@ def evaluate(policy: Policy, critic: nn.Module, observation: Observation) -> tup
 def policy_for(
     action_spec: Spec, make_network: Callable[[int], nn.Module], initial_std: float = 1.0
 ) -> CategoricalPolicy | GaussianPolicy:
-    """Return the policy with the distribution that suits an environment's actions.
+    """Return the policy that suits an environment's actions; raises ValueError for a continuous one without bounds.
 
-    Args:
-        action_spec: the environment's. `n` gives a :class:`CategoricalPolicy`, `nvec` a
-            :class:`MultiCategoricalPolicy`, and a continuous action a :class:`GaussianPolicy`.
-        make_network: makes the network for a given number of outputs.
-        initial_std: standard deviation of a continuous policy at the start, in units of half the action range.
-
-    Raises:
-        ValueError: a continuous action without bounds.
+    A spec with `n` gives a :class:`CategoricalPolicy`, one with `nvec` a :class:`MultiCategoricalPolicy`, and a
+    continuous action a :class:`GaussianPolicy`. `make_network` makes the network for a given number of outputs.
     """
     if action_spec.nvec is not None:
         return MultiCategoricalPolicy(make_network(sum(action_spec.nvec)), action_spec.nvec)
@@ -263,14 +246,13 @@ def make_policy(
 
     Args:
         observation: the spec of an observation, or the length of a flat one.
-        action_spec: the environment's; see :func:`policy_for`.
+        action_spec: the environment's; it decides about the distribution of actions.
         hidden: widths of the hidden layers.
         activation: one of ``tanh``, ``relu``, ``elu``, ``silu``.
         initial_std: standard deviation of a continuous policy at the start, in units of half the action range.
 
     Raises:
         ValueError: an unknown `activation`, or a continuous action without bounds.
-
     """
     trunk = MLP(_spec(observation), hidden, activation)
     size = feature_size(trunk, _spec(observation))

@@ -1,7 +1,7 @@
 """Normalisation of observations and rewards: one set of statistics over all environments and workers.
 
-The trainer updates the statistics from its batches. Those of observations are buffers of the policy, so that they are
-checkpointed with it and travel to the workers with its weights; those of rewards are used by the trainer alone.
+The trainer updates the statistics from its batches. Those of observations are buffers of the policy, and travel with
+its weights; those of rewards are used by the trainer alone.
 """
 
 from __future__ import annotations
@@ -48,21 +48,16 @@ class Moments(nn.Module):
 
 
 class ObservationNormalizer(nn.Module):
-    """Observations with mean 0 and standard deviation 1, clipped.
+    """Observations with mean 0 and standard deviation 1, clipped; before the first update, they are only clipped.
 
     Images, action masks, and every part with the bounds 0 and 1 (one-hot, binary, rescaled) are left.
-
-    Without an update, observations are only clipped to the range.
-
-    Args:
-        spec: the spec of an observation.
     """
 
     def __init__(self, spec: SpecTree) -> None:
         super().__init__()
-        self.paths = [path for path, leaf in leaves(spec) if _is_measured(leaf)]
-        shapes = [leaf.shape for _, leaf in leaves(spec) if _is_measured(leaf)]
-        self.moments: Any = nn.ModuleList(Moments(*shape) for shape in shapes)
+        measured = {path: leaf.shape for path, leaf in leaves(spec) if _is_measured(leaf)}
+        self.paths = list(measured)
+        self.moments: Any = nn.ModuleList(Moments(*shape) for shape in measured.values())
 
     def forward(self, observation: Observation) -> Observation:
         """Return normalised observations."""
@@ -100,14 +95,9 @@ class RewardNormalizer:
     """What the learner gets as rewards: ``raw``, ``normalized`` or ``sign``.
 
     ``normalized``: divided by the standard deviation of the discounted sum of rewards so far, and clipped, as in
-    Stable-Baselines3's VecNormalize. The sums continue from batch to batch, row for row; in asynchronous collection,
-    where a batch is one worker's, a row may continue another worker's sum. All sums start at 0 again where the number
-    of rows changes (a synchronous batch without a worker that has died). Where frames of a row are missing otherwise (a
-    dropped batch, a restart of the only worker), its sum continues over the gap.
-
-    Args:
-        how: one of the three.
-        gamma: discount per step.
+    Stable-Baselines3's VecNormalize. The sums continue from batch to batch, row for row, also over missing frames and
+    where another worker's batch follows; they start at 0 again where the number of rows changes. `gamma` is the
+    discount per step.
     """
 
     def __init__(self, how: str = "raw", gamma: float = 0.99) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-MISSING: Any = "???"
-"""OmegaConf's mark of a mandatory value."""
+from omegaconf import MISSING
 
 
 @dataclass
@@ -23,7 +22,7 @@ class TrainConfig:
             ``epoch`` (a pass over the batch), which keeps asynchronous collection closer to what is learnt.
         total_frames: the run ends with the batch that reaches them, at the latest.
         stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
-        staleness: updates by which each version of the weights is sent late, see ``learning.delay.WeightDelay``.
+        staleness: updates by which each version of the weights is sent late, see ``learning.loop.WeightDelay``.
         seed: the seed of environments, policies and the learner; a resumed run derives another one from it and the
             frames so far.
         timeout: seconds that connecting and sending weights may take; None: no limit, but the collectors for workers

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor, nn  # noqa: F401  (nn: wsync.config reads the types of the arguments here)
 from torch.distributions import Distribution
 
-from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence, zero_gaps
-from learning.gae import gae, successor_values
+from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence
+from learning.advantages import gae, successor_values
 from learning.networks import Policy, evaluate
 from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
 
@@ -19,26 +20,18 @@ STATS = ("loss_policy", "loss_value", "entropy", "grad_norm", "kl", "clip_fracti
 
 
 class Frames(NamedTuple):
-    """Frames to learn from, ``[n, ...]`` each; ``value`` is from before the update.
-
-    With a decoupled objective, ``log_prob`` is that of the policy before the update, and ``weight`` is its probability
-    of the action over that of the policy that acted. Otherwise ``log_prob`` is that of the policy that acted, and
-    ``weight`` is None.
-
-    Those of a recurrent policy are sequences ``[R, T, ...]``, with the policy's ``state``; ``is_init`` is true where an
-    episode starts, and only where ``mask`` is true there is a frame. For any other policy these three are None.
-    """
+    """Frames to learn from, ``[n, ...]`` each; those of a recurrent policy are sequences ``[R, T, ...]``."""
 
     observation: Any
     action: Tensor
-    log_prob: Tensor
+    log_prob: Tensor  # of the policy that acted; with a decoupled objective, of the policy before the update
     advantage: Tensor
     target: Tensor
-    value: Tensor
-    state: Tensor | None = None
-    is_init: Tensor | None = None
-    weight: Tensor | None = None
-    mask: Tensor | None = None
+    value: Tensor  # from before the update
+    state: Tensor | None = None  # of a recurrent policy; so are `is_init` and `mask`
+    is_init: Tensor | None = None  # where an episode starts
+    weight: Tensor | None = None  # decoupled: the action's probability before the update over that when it acted
+    mask: Tensor | None = None  # where there is a frame
 
     def map(self, function: Callable[[Any], Any]) -> Frames:
         """Apply `function` to all that is not None."""
@@ -46,31 +39,18 @@ class Frames(NamedTuple):
         return Frames(*applied)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PPO(ActorCritic):
     """Improves a policy and its critic on batches of their own experience (Schulman et al., https://arxiv.org/abs/1707.06347).
 
+    The other arguments are those of `ActorCritic`.
+
     Args:
-        policy: trained in place.
-        critic: observations ``[*B, obs]`` to values ``[*B]``, in units of scaled reward; trained in place.
-        gamma: discount per step.
         gae_lambda: see :func:`learning.gae`.
-        reward_scale: factor on rewards before anything is computed from them, so that returns are of the order of one.
-        epochs: passes over each batch, at most; at the start.
-        epochs_final: the same, after `anneal_frames` frames; it falls linearly in between.
-        minibatch_size: frames per gradient step, at most. A pass has the fewest minibatches that this allows, and their
-            sizes differ by one at most. Sequences of a recurrent policy (the frames of one environment in one batch)
-            are not cut: at least one is a minibatch.
-        lr: learning rate of Adam, at the start.
-        lr_end_factor: the learning rate at the end of the schedule, as a fraction of `lr`.
         clip: at the start; a frame gives nothing more for a probability ratio beyond ``1 ± clip`` in the direction that
             its advantage favours.
         clip_final: the same, at the end of the schedule.
-        anneal_frames: length of the schedules; after it the final values stay.
-        value_coef: weight of the value loss, which is half the mean of the squared errors; ``vf_coef`` of
-            Stable-Baselines3 weighs the whole mean.
         value_clip: largest change of a value prediction that its loss rewards, in scaled reward; None: no limit.
-        entropy_coef: weight of the entropy bonus.
-        max_grad_norm: the gradient is scaled down to this norm, over all parameters.
         target_kl: no further gradient step on a batch once the policy has moved by this much, in nats, as measured on
             the next minibatch; None: no early stop. The first step is always done.
         normalize_advantage: give a minibatch's advantages mean 0 and standard deviation 1.
@@ -79,49 +59,16 @@ class PPO(ActorCritic):
             https://arxiv.org/abs/2110.00641). The two policies differ if the workers' weights are some versions old, or
             rounded to another dtype; in the first batch if observations are normalised; and for random first frames.
         max_weight: the largest of these weights.
-        adam_eps: Adam's epsilon.
-
-    Raises:
-        ValueError: a count below 1.
-
     """
 
-    def __init__(
-        self,
-        policy: Policy | RecurrentPolicy,
-        critic: nn.Module,
-        *,
-        gamma: float = 0.99,
-        gae_lambda: float = 0.95,
-        reward_scale: float = 1.0,
-        epochs: int = 10,
-        epochs_final: int | None = None,
-        minibatch_size: int = 256,
-        lr: float = 3e-4,
-        lr_end_factor: float = 1.0,
-        clip: float = 0.2,
-        clip_final: float | None = None,
-        anneal_frames: int = 100_000,
-        value_coef: float = 0.5,
-        value_clip: float | None = None,
-        entropy_coef: float = 0.0,
-        max_grad_norm: float = 0.5,
-        target_kl: float | None = None,
-        normalize_advantage: bool = True,
-        decoupled: bool = True,
-        max_weight: float = 2.0,
-        adam_eps: float = 1e-5,
-    ) -> None:
-        super().__init__(
-            policy, critic,
-            epochs=epochs, epochs_final=epochs_final, minibatch_size=minibatch_size, lr=lr, lr_end_factor=lr_end_factor,
-            anneal_frames=anneal_frames, max_grad_norm=max_grad_norm, adam_eps=adam_eps,
-        )  # fmt: skip
-        self.gamma, self.gae_lambda, self.reward_scale = gamma, gae_lambda, reward_scale
-        self.clip, self.clip_final = clip, clip if clip_final is None else clip_final
-        self.value_coef, self.value_clip, self.entropy_coef = value_coef, value_clip, entropy_coef
-        self.target_kl, self.normalize_advantage = target_kl, normalize_advantage
-        self.decoupled, self.max_weight = decoupled, max_weight
+    gae_lambda: float = 0.95
+    clip: float = 0.2
+    clip_final: float | None = None
+    value_clip: float | None = None
+    target_kl: float | None = None
+    normalize_advantage: bool = True
+    decoupled: bool = True
+    max_weight: float = 2.0
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """Learn from one batch ``[*B, T]`` of a collector (time last); return means over the gradient steps.
@@ -131,13 +78,7 @@ class PPO(ActorCritic):
         ``decoupled`` also ``kl_acted``, from the policy that acted to the one before the update (nats).
 
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
-
-        Raises:
-            Diverged: a loss or the gradient is not finite; the networks are unusable.
-            UnusableBatch: see there; the networks are unchanged.
-
         """
-        batch = zero_gaps(batch)
         lr, epochs = self._begin_update(batch)
         clip = self._scheduled(self.clip, self.clip_final)
         frames, summary = self._prepare(batch)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     from wsync import SyncMetrics, SyncReport
 
 WINDOW = 100  # episodes in the mean return that is compared with the threshold of a solved environment
+RECENT = 1000  # updates in a row's percentiles; the summary's are over all of them
 _SAVED = (
     *("frames", "episodes", "acted_frames", "versions_behind", "staleness_max", "version", "seconds_learning"),
-    *("first_mean", "first_solved", "resumes"),
+    *("first_mean", "solved_after", "resumes", "dropped_batches", "dropped_frames"),
 )
 """Counters that a checkpoint has as they are."""
-RECENT = 1000  # updates in a row's percentiles; the summary's are over all of them
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,15 @@ class SyncRow:
     @classmethod
     def of(cls, report: SyncReport, recent_us: Sequence[float]) -> SyncRow:
         """Return the row for the report of one update; `recent_us` are the recent latencies, including this one."""
+        p50, p95, p99 = (percentile(recent_us, share) for share in (0.5, 0.95, 0.99))
         return cls(
-            latency_us=report.seconds * 1e6,
-            p50_us=percentile(recent_us, 0.5),
-            p95_us=percentile(recent_us, 0.95),
-            p99_us=percentile(recent_us, 0.99),
-            bytes=report.bytes,
-            gib_per_second=report.bytes / 2**30 / max(report.seconds, 1e-9),
-            phases_us={phase: seconds * 1e6 for phase, seconds in report.phases.items()},
+            report.seconds * 1e6,
+            p50,
+            p95,
+            p99,
+            report.bytes,
+            report.bytes / 2**30 / max(report.seconds, 1e-9),
+            {phase: seconds * 1e6 for phase, seconds in report.phases.items()},
         )
 
 
@@ -63,21 +63,19 @@ class Row:
         frames: collected so far, including those before a resume.
         seconds: since the first environment step, interruptions not counted.
         frames_per_second: `frames` by `seconds`.
-        seconds_learning: of `seconds`, those of the learner's updates, sends between its passes included; in most
-            others the loop waited for a batch.
+        seconds_learning: of `seconds`, those of the learner's updates; in most others the loop waited for a batch.
         episodes: ended so far.
-        episodes_in_mean: 100, or all while there are fewer; those before a resume in another environment do not count.
+        episodes_in_mean: 100, or all while there are fewer.
         episode_return_mean_100: over these episodes, the last ones; None before the first.
         episode_returns: the returns of the episodes that ended in this batch, in the order of time.
         version: the newest version number, also of an update that failed; a resumed run counts on.
-        staleness: versions between the weights that acted and the learner's when the batch was learnt from, mean over
-            frames; with a scheme that sends nothing, updates.
+        staleness: versions (with weight_sync=none, updates) from the weights that acted to the learner's, mean.
         staleness_max: the staleness of the oldest frame.
         dropped_batches: workers' batches that were too old to be delivered (``collector.max_staleness``), so far.
         dropped_frames: frames of these.
         weight_sync: cost of the last update for this batch; None if there was none, or a worker failed during it.
-        learning: what ``update`` of the algorithm returned, by name, see ``learning.PPO.update``.
-        worker_failures: so far, including those before a resume.
+        learning: what ``update`` of the algorithm returned, by name, as ``learning.PPO.update`` explains.
+        worker_failures: so far, since the last resume.
         resumes: how often the run was resumed so far.
     """
 
@@ -120,8 +118,8 @@ class Progress:
     dropped_frames: int = 0
     version: int = 0
     window: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    first_mean: float | None = None
-    first_solved: tuple[int, float] | None = None  # the frames after which a threshold was first reached, and it
+    first_mean: float | None = None  # the mean return of the first 100 episodes
+    solved_after: int | None = None  # the frames after which the environment was first solved
     resumes: int = 0
     _began: float | None = None
     _staleness: float = 0.0
@@ -140,13 +138,6 @@ class Progress:
         """Seconds since the first environment step, summed over resumed runs."""
         return self.seconds_before + (0.0 if self._began is None else time.perf_counter() - self._began)
 
-    @contextmanager
-    def learning(self) -> Iterator[None]:
-        """Count the seconds inside as learning."""
-        began = time.perf_counter()
-        yield
-        self.seconds_learning += time.perf_counter() - began
-
     @property
     def frames_per_second(self) -> float:
         """Frames per second, over all resumed runs."""
@@ -157,27 +148,10 @@ class Progress:
         """Mean return of the last 100 episodes, or of all while there are fewer; None before the first."""
         return float(np.mean(self.window)) if self.window else None
 
-    @property
-    def staleness_mean(self) -> float:
-        """Mean staleness over all frames in which the policy acted."""
-        return self.versions_behind / self.acted_frames if self.acted_frames else 0.0
-
     def solved(self, threshold: float | None) -> bool:
         """Whether the last 100 episodes reach `threshold` in the mean."""
         mean = self.return_mean
         return threshold is not None and mean is not None and len(self.window) == WINDOW and mean >= threshold
-
-    def solved_after(self, threshold: float | None) -> int | None:
-        """Return the frames after which the last 100 episodes first reached `threshold`; None if they never did."""
-        if threshold is None or self.first_solved is None or self.first_solved[1] != threshold:
-            return self.frames if self.solved(threshold) else None
-        return self.first_solved[0]
-
-    def note_solved(self, threshold: float | None) -> None:
-        """Note the current frames if the last 100 episodes reach `threshold` for the first time."""
-        frames = self.solved_after(threshold)
-        if threshold is not None and frames is not None:
-            self.first_solved = frames, threshold
 
     def collected(self, batch: TensorDictBase, version: int, limits: Staleness | None = None) -> None:
         """Count a batch ``[*B, T]`` before it is learnt from; `version` is the learner's, which may not have been sent.
@@ -185,8 +159,7 @@ class Progress:
         `limits` counts what the collector has dropped in this process.
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
         """
-        mask = batch.get("mask", None)
-        versions = batch.get("policy_version")
+        mask, versions = batch.get("mask", None), batch.get("policy_version")
         versions = versions[versions >= 0 if mask is None else (versions >= 0) & mask]  # -1: a random action
         self._staleness = version - float(versions.double().mean()) if versions.numel() else 0.0
         self.versions_behind += self._staleness * versions.numel()
@@ -215,42 +188,29 @@ class Progress:
             self._reported = report
             self._recent_us.append(report.seconds * 1e6)
             sync = SyncRow.of(report, self._recent_us)
+        same = ("frames", "seconds", "frames_per_second", "seconds_learning", "episodes", "version", "resumes")
         return Row(
-            frames=self.frames,
-            seconds=self.seconds,
-            frames_per_second=self.frames_per_second,
-            seconds_learning=self.seconds_learning,
-            episodes=self.episodes,
+            **{name: getattr(self, name) for name in (*same, "dropped_batches", "dropped_frames")},
             episodes_in_mean=len(self.window),
             episode_return_mean_100=self.return_mean,
             episode_returns=self._returns,
-            version=version,
             staleness=self._staleness,
             staleness_max=self._oldest,
-            dropped_batches=self.dropped_batches,
-            dropped_frames=self.dropped_frames,
             weight_sync=sync,
             learning=learning,
             worker_failures=worker_failures,
-            resumes=self.resumes,
         )
-
-    def forget_returns(self) -> None:
-        """Drop the returns of a run in another environment."""
-        self.window.clear()
-        self.first_mean = self.first_solved = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain values."""
         counters = {name: getattr(self, name) for name in _SAVED}
-        dropped = [self.dropped_batches, self.dropped_frames]
-        return {**counters, "seconds": self.seconds, "dropped": dropped, "window": list(self.window)}
+        return {**counters, "seconds": self.seconds, "window": list(self.window)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue counting from where `state_dict` was taken."""
         for name in _SAVED:
             setattr(self, name, state[name])
         self.frames_before, self.seconds_before = self.frames, state["seconds"]
-        self.dropped_batches, self.dropped_frames = self._dropped_before = state["dropped"]
+        self._dropped_before = self.dropped_batches, self.dropped_frames
         self.window.extend(state["window"])
         self.resumes += 1

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, distributions, nn
+from typing_extensions import override
 
 from collectors.environments.specs import SpecTree
 from collectors.rollouts.sampled import greedy
@@ -35,10 +36,8 @@ class RecurrentNetwork(nn.Module, ABC):
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
         """Run `R` sequences of `T` steps; return features ``[R, T, F]``, with gradients through time.
 
-        Args:
-            observation: ``[R, T, *obs]``.
-            state: ``[R, T, S]``; only those at the start of a sequence are used.
-            is_init: bool ``[R, T]``, where an episode starts, with a state of zero.
+        Of the states ``[R, T, S]``, only those at the start of a sequence are used. An episode starts, with a state of
+        zero, where the bool `is_init` ``[R, T]`` is true.
         """
         features, current = [], state[:, 0]
         for t in range(is_init.shape[1]):
@@ -83,14 +82,14 @@ class RNN(RecurrentNetwork):
             nn.init.zeros_(weight) if "bias" in name else nn.init.orthogonal_(weight)
         self.state_size = 2 * size if cell == "lstm" else size
 
+    @override
     def forward(self, observation: Observation, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See RecurrentNetwork."""
         encoded = self.encoder(observation)
         features, new = self._run(encoded.reshape(-1, 1, encoded.shape[-1]), state.reshape(-1, self.state_size))
         return features.reshape(*encoded.shape[:-1], -1), new.reshape(state.shape)
 
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
-        """See RecurrentNetwork. Each part of a sequence that is of one episode is a row; all rows run at once.
+        """Run each part of a sequence that is of one episode as a row, all rows at once.
 
         The rows are padded to the longest: on a CPU, PyTorch's LSTM is faster on them than on a `PackedSequence`.
         """
@@ -117,10 +116,6 @@ class SideBySide(RecurrentNetwork):
     """Two recurrent networks on the same observations, each with its own state: a policy's and its critic's.
 
     Features and states are those of the policy's network, followed by those of the critic's.
-
-    Args:
-        policy: the policy's.
-        critic: the critic's.
     """
 
     def __init__(self, policy: RecurrentNetwork, critic: RecurrentNetwork) -> None:
@@ -128,15 +123,15 @@ class SideBySide(RecurrentNetwork):
         self.policy, self.critic = policy, critic
         self.state_size = policy.state_size + critic.state_size
 
+    @override
     def forward(self, observation: Observation, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See RecurrentNetwork."""
         of_policy, of_critic = self._split(state)
         actor, critic = self.policy(observation, of_policy), self.critic(observation, of_critic)
         features, state = (torch.cat(both, -1) for both in zip(actor, critic, strict=True))
         return features, state
 
+    @override
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
-        """See RecurrentNetwork."""
         of_policy, of_critic = self._split(state)
         features = self.policy.sequence(observation, of_policy, is_init)
         return torch.cat([features, self.critic.sequence(observation, of_critic, is_init)], -1)
@@ -146,12 +141,7 @@ class SideBySide(RecurrentNetwork):
 
 
 class FeatureSlice(nn.Module):
-    """A part of the features: the columns from `start` to `stop`.
-
-    Args:
-        start: the first.
-        stop: the one after the last.
-    """
+    """A part of the features: the columns from `start` to `stop`, which is the one after the last."""
 
     def __init__(self, start: int, stop: int) -> None:
         super().__init__()
@@ -165,12 +155,8 @@ class FeatureSlice(nn.Module):
 class RecurrentPolicy(TensorDictModuleBase):
     """A policy with a state: reads "recurrent_state" ``[*B, S]``, and writes the new one under "next".
 
-    Without a state it starts from zero. A collector passes it to the next step, see its ``RecurrentState``.
-
-    Args:
-        network: its trunk is a `RecurrentNetwork`.
-        actions: makes distributions of the outputs of `network`. It is never called as a policy: its own network takes
-            features, not observations.
+    Without a state it starts from zero; a collector passes it to the next step. The trunk of `network` is a
+    `RecurrentNetwork`. `actions` makes distributions of the outputs of `network`, and is never called as a policy.
     """
 
     def __init__(self, network: Network, actions: Policy) -> None:
@@ -197,15 +183,15 @@ class RecurrentPolicy(TensorDictModuleBase):
         return tensordict
 
     def can_act(self, mask: Tensor) -> Tensor:
-        """See Policy."""
+        """Return whether an action mask, bool ``[*B, N]``, leaves an action, ``[*B]``."""
         return self.actions.can_act(mask)
 
     def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
-        """See Policy."""
+        """Return the distribution with these parameters ``[*B, P]``, batch shape ``[*B]``."""
         return self.actions.from_parameters(parameters)
 
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distributions' parameters and the features, ``[R, T, *]``; see ``RecurrentNetwork.sequence``."""
+        """Return the distributions' parameters and the features of `R` sequences of `T` steps, ``[R, T, *]``."""
         trunk = self.network.trunk
         assert isinstance(trunk, RecurrentNetwork)
         features = trunk.sequence(self.network.normalized(observation), state, is_init)
@@ -215,8 +201,7 @@ class RecurrentPolicy(TensorDictModuleBase):
 class RecurrentCritic(nn.Module):
     """A value function on the features of a `RecurrentPolicy`: the same ones, or the critic's columns of `SideBySide`.
 
-    Args:
-        network: the trunk and the normaliser of the policy's network, with a head for the value.
+    Its network has the trunk and the normaliser of the policy's network, and a head for the value.
     """
 
     def __init__(self, network: Network) -> None:

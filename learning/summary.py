@@ -8,7 +8,7 @@ from typing import Any
 
 from collectors.staleness import Staleness
 from collectors.workers.records import Failures
-from learning.progress import WINDOW, Progress
+from learning.progress import Progress
 from wsync import SyncMetrics
 from wsync.types import PHASES
 
@@ -18,6 +18,8 @@ _NO_UPDATE: dict[str, Any] = {
     **dict.fromkeys(("gib_per_second", "plain_copy_us", "over_plain_copy")),
 }
 """The figures of a weight sync without updates."""
+_TO_CONTINUE = {"solved": "Set stop_when_solved=false to continue.", "finished": "Raise total_frames to continue."}
+"""Advice for a resumed run that has already reached its goal, by status."""
 
 
 def summarise(
@@ -31,18 +33,9 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the content of ``summary.json``.
 
-    Figures are of the whole run, those before a resume included, except the cost of updates, which is of this process.
-
-    Args:
-        status: "solved", "finished" (`total_frames` were collected), "interrupted" or "failed".
-        progress: the counters.
-        solved_at: mean return that counts as solved; None if the environment has none.
-        metrics: cost of the updates.
-        failures: the failures of workers.
-        chaos: number of injected faults of each kind.
-        limits: the limits of the collector.
+    `progress` counts the whole run; the cost of updates, the `failures` of workers and the faults of `chaos` are those
+    since a resume. `status` is "solved", "finished", "interrupted" or "failed".
     """
-    sync = {**_NO_UPDATE, **metrics.summary()}
     sentences = [verdict(status, progress, solved_at)]
     sentences += [f"{failures}."] if failures else []
     if any(chaos.values()):
@@ -50,8 +43,8 @@ def summarise(
         sentences.append(f"Faults injected by chaos: {counts}.")
     return {
         "status": status,
-        "solved": progress.solved_after(solved_at) is not None,
-        "solved_after_frames": progress.solved_after(solved_at),
+        "solved": progress.solved_after is not None,
+        "solved_after_frames": progress.solved_after,
         "verdict": " ".join(sentences),
         "frames": progress.frames,
         "seconds": progress.seconds,
@@ -60,9 +53,9 @@ def summarise(
         "episodes": progress.episodes,
         "episode_return_mean_100": progress.return_mean,
         "solved_at": solved_at,
-        "weight_sync": {**sync, "version": progress.version},
+        "weight_sync": {**_NO_UPDATE, **metrics.summary(), "version": progress.version},
         "staleness": {
-            "mean": progress.staleness_mean,
+            "mean": progress.versions_behind / max(progress.acted_frames, 1),
             "max": progress.staleness_max,
             "max_staleness": limits.max_staleness,
             "run_ahead": limits.run_ahead,
@@ -74,15 +67,16 @@ def summarise(
     }
 
 
-_TO_CONTINUE = {"solved": "Set stop_when_solved=false to continue.", "finished": "Raise total_frames to continue."}
-"""Advice for a resumed run that has already reached its goal, by status."""
+def summary_without_frames() -> dict[str, Any]:
+    """Return the summary of a run that has done nothing; it has every entry that others have."""
+    return summarise("finished", Progress(), None, SyncMetrics(""), Failures(), {}, Staleness())
 
 
 def verdict(status: str, progress: Progress, solved_at: float | None) -> str:
     """Return how the run ended, in a sentence; with a second one if the workers never received an update."""
     if status in _TO_CONTINUE and progress.frames == progress.frames_before:
         return f"Nothing was left to do: {status} after {progress.frames:,} frames. {_TO_CONTINUE[status]}"
-    mean, count, reached = progress.return_mean, len(progress.window), progress.solved_after(solved_at)
+    mean, count, reached = progress.return_mean, len(progress.window), progress.solved_after
     text = f"{status.capitalize()} after {progress.frames:,} frames in {progress.seconds:.1f} s: "
     mean_return = f"mean return {return_text(mean, solved_at)} over the last {count} episodes"
     text += "no episode ended" if mean is None else mean_return
@@ -90,9 +84,10 @@ def verdict(status: str, progress: Progress, solved_at: float | None) -> str:
         text += f"; {solved_at:g} counts as solved"
         if status != "solved":
             text += ", and was not reached" if reached is None else f", first reached after {reached:,} frames"
-    if progress.version or not progress.acted_frames:
-        return f"{text}."
-    return f"{text}. {_control(progress, solved_at)}"
+    if not progress.version and progress.acted_frames:  # weight_sync=none
+        text += ". Nothing reached the workers: version 0 acted in all frames"
+        text += ", and it did not learn" if reached is None else "; it was solved all the same: is storage shared?"
+    return f"{text}."
 
 
 def return_text(value: float | None, solved_at: float | None = None) -> str:
@@ -104,27 +99,11 @@ def return_text(value: float | None, solved_at: float | None = None) -> str:
     return f"{value:,.{min(max(decimals, 1), 6)}f}"
 
 
-def _control(progress: Progress, solved_at: float | None) -> str:
-    """Return the verdict on a run in which the workers kept their first weights (``weight_sync=none``)."""
-    mean, first = progress.return_mean, progress.first_mean
-    text = "Nothing reached the workers: version 0 acted in all frames"
-    if progress.solved_after(solved_at) is not None:
-        return f"{text}. It was solved all the same: the task needs no learning, or storage is shared by accident."
-    if mean is None or first is None or progress.episodes < 2 * WINDOW:
-        return f"{text}, and it did not learn."
-    at_start, at_end = return_text(first, solved_at), return_text(mean, solved_at)
-    return f"{text}, and it did not learn: mean return {at_start} at the start, {at_end} at the end."
-
-
 def objective_of(summary: Mapping[str, Any], name: str) -> float:
     """Return the figure of a run that a sweeper compares; NaN if the run has none (no episode has ended).
 
-    Args:
-        summary: as in ``summary.json``.
-        name: the name of an entry with a number; ``weight_sync.latency_us.p50`` is inside others.
-
-    Raises:
-        ValueError: there is no such entry, or it is not a number.
+    `name` is that of a number in ``summary.json``; ``weight_sync.latency_us.p50`` is inside others. Raises ValueError
+    if there is no such entry, or it is not a number.
     """
     value: Any = summary
     for part in name.split("."):
@@ -137,8 +116,3 @@ def objective_of(summary: Mapping[str, Any], name: str) -> float:
     if not isinstance(value, int | float):
         raise ValueError(f"objective={name}: the entry of the summary is not a number, but {value!r}")
     return float(value)
-
-
-def check_objective(name: str) -> None:
-    """Check before a run that its summary will have the figure `name`; raises ValueError, see `objective_of`."""
-    objective_of(summarise("finished", Progress(), None, SyncMetrics(""), Failures(), {}, Staleness()), name)

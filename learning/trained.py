@@ -1,21 +1,25 @@
-"""The policy that a run of ``train.py`` has trained, and the environment that it was trained in."""
+"""The policy of a run: made from its settings, and loaded from its folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from torch import nn
 
 from collectors import GymEnv
-from collectors.env_config import EnvConfig, env_factory
+from collectors.env_config import EnvConfig, env_factory, sample
+from collectors.errors import ConfigError, lines_of_user
 from collectors.targets import instantiate_setting
 from learning import checkpoint
+from learning.making import make_actor_critic
+from learning.normalization import ObservationNormalizer
+from learning.options import PolicyConfig
 from learning.reporting.files import FolderError
 from learning.resuming import read_yaml
-from learning.validation import actor_critic, network_settings
 
 
 def load_policy(folder: str | Path) -> tuple[nn.Module, Callable[[], GymEnv]]:
@@ -35,18 +39,39 @@ def load_policy(folder: str | Path) -> tuple[nn.Module, Callable[[], GymEnv]]:
     """
     folder = Path(folder)
     path = folder / "config.yaml"
-    config: Any = OmegaConf.to_container(read_yaml(path))
+    config = read_yaml(path)
     try:
-        env = EnvConfig(**config["env"])
-        network, settings = network_settings(config["policy"])
+        env, policy_config = EnvConfig(**config["env"]), config["policy"]
     except (KeyError, TypeError) as error:
         raise FolderError(f"{path} is damaged: its settings of env or policy are incomplete") from error
-    make_network = instantiate_setting("policy", network, _partial_=True)
-    policy, _, _ = actor_critic(make_network, env, f"the policy of {folder}", **settings)
+    policy, _, _ = actor_critic(policy_config, env)
     state = checkpoint.load(folder)
     try:
         policy.load_state_dict(state["learner"]["policy"])
     except (KeyError, RuntimeError) as error:
-        detail = " ".join(str(error).split())
-        raise checkpoint.CheckpointError(f"{folder / checkpoint.FILE} does not fit config.yaml: {detail}") from error
+        raise checkpoint.does_not_fit(folder, "config.yaml", error) from error
     return policy.eval(), env_factory(env, None)
+
+
+def actor_critic(config: Any, env: EnvConfig) -> tuple[nn.Module, nn.Module, ObservationNormalizer | None]:
+    """Make the policy, the critic and their normaliser, if any, for an environment; makes one for its specs.
+
+    `config` is a ``PolicyConfig``, or a mapping with a ``_target_`` of the user's own. Raises ConfigError if there is
+    no such environment, or the network does not suit it.
+    """
+    given = dict(config) if isinstance(config, Mapping) else dict(vars(config))
+    if "_target_" not in given:
+        raise ConfigError("policy has no _target_: name a class or function that makes a network for observations")
+    common = {field.name for field in fields(PolicyConfig)} - {"_target_"}
+    settings = {name: given.pop(name) for name in common & given.keys()}
+    make_network = instantiate_setting("policy", given, _partial_=True)
+    with closing(sample(env)) as one:
+        observation, action = one.observation_spec["observation"], one.action_spec
+    normalizer = ObservationNormalizer(observation) if env.normalize_observations else None
+    try:
+        return *make_actor_critic(make_network, observation, action, normalizer=normalizer, **settings), normalizer
+    except (RuntimeError, TypeError, ValueError) as error:
+        refused = ConfigError(f"policy={given['_target_']} for env.id={env.id}: {' '.join(str(error).split())}")
+        for line in lines_of_user(error):
+            refused.add_note(line)
+        raise refused from error

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
@@ -19,10 +20,12 @@ CONF = ROOT / "conf"
 MARKER = "<!-- generated: configuration -->"
 sys.path.insert(0, str(ROOT))
 
+import wsync  # noqa: E402
 from learning.config import register_configs  # noqa: E402
-from learning.help import as_override, explanations  # noqa: E402
 from learning.options import TrainConfig  # noqa: E402
-from learning.validation import NOT_FOR_WORKERS  # noqa: E402
+
+_SECTION = re.compile(r"^(Args|Attributes):\n((?:(?: {4}.*)?\n?)+)", re.MULTILINE)
+_ENTRY = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -80,9 +83,9 @@ def _options(group: str, bases: dict[str, Any]) -> Iterator[str]:
     yield "| --- | --- |"
     for name in [*paths, *(name for name in bases if name not in paths and group == "weight_sync")]:
         target = _target(bases[name]) if name in bases else None
-        refused = NOT_FOR_WORKERS.get(getattr(target, "__name__", ""))
+        refused = group == "weight_sync" and not getattr(target, "collectors", True)
         said = _comment(paths[name]) if name in paths else _summary(target)
-        yield f"| `{name}` | {said}{f' Refused by `train.py`: it {refused}.' if refused else ''} |"
+        yield f"| `{name}` | {said}{' For programs of yours, not for `train.py`.' if refused else ''} |"
     yield ""
     for path in paths.values():
         yield from _file(path)
@@ -175,3 +178,27 @@ def _arguments(documented: Any) -> dict[str, str]:
 def _cell(text: str) -> str:
     """Return text for a cell of a table: one line, without bars; with code as Markdown has it, not as Sphinx."""
     return re.sub(r":\w+:(?=`)", "", " ".join(text.split()).replace("|", "\\|").replace("``", "`"))
+
+
+def as_override(value: Any) -> str:
+    """Return a value as the command line takes it: as YAML, on one line."""
+    return " ".join(yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").split())
+
+
+def explanations(documented: Any) -> dict[str, str]:
+    """Return ``{name: text}`` of the sections Args and Attributes of a docstring, and of those of base classes.
+
+    Where the text is only "see ``Name``", with a public name of ``wsync``, it is the one there.
+    """
+    found: dict[str, str] = {}
+    for one in inspect.getmro(documented) if inspect.isclass(documented) else [documented]:
+        made_by = one.__dict__.get("__init__") if inspect.isclass(one) else None
+        for documented_here in (one, made_by):
+            for _, body in _SECTION.findall(inspect.cleandoc(getattr(documented_here, "__doc__", None) or "") + "\n"):
+                for names, text in _ENTRY.findall(body):
+                    for name in names.split(","):
+                        found.setdefault(name.strip(), " ".join(text.split()))
+    for name, text in found.items():
+        if (other := re.fullmatch(r"see ``(\w+)``\.", text)) and other[1] in wsync.__all__:
+            found[name] = explanations(getattr(wsync, other[1])).get(name, text)
+    return found

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 import wsync
 from collectors import GymEnv, ModuleTransform, MultiCollector, MultiSyncCollector
 from learning import PPO, make_critic, make_policy
+from learning.loop import StopRequest
 from learning.progress import Progress as Counters
 from learning.reporting.console import microseconds, number
-from learning.run import StopRequest
 
 Where = StrEnum("Where", ["ray", "local"])
 PPO_SETTINGS: dict[str, Any] = {

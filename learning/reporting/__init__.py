@@ -21,14 +21,10 @@ class Reporter:
         """Take the row of a batch. Called after each batch, when the new weights have been sent."""
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Take the summary, the content of ``summary.json``, and write what must not be lost.
+        """Take the content of ``summary.json``, and write what must not be lost.
 
-        Called once when the run has ended, also without `begin`, after the last checkpoint has been written. It has to
-        be quick: it is also called after a second request to stop.
+        Called once at the end, also without `begin`, and after a second request to stop: it has to be quick.
         """
 
     def conclude(self) -> None:
-        """Do what takes seconds (pictures, uploads).
-
-        Called once, after `finish` of all reporters, but not after a second request to stop.
-        """
+        """Do what takes seconds (pictures, uploads); called once, after `finish`, unless stopped twice."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -48,16 +51,14 @@ def number(value: float | None, digits: int = 1) -> str:
 
 def figures(row: Row, solved_at: float | None = None) -> dict[str, str]:
     """Return the figures of a row that are shown, as text; returns as precise as `solved_at`."""
-    mean = return_text(row.episode_return_mean_100, solved_at)
     few = f" ({row.episodes_in_mean} episodes)" if 0 < row.episodes_in_mean < WINDOW else ""
-    dropped = {"too old": f"{row.dropped_batches:,} batches"} if row.dropped_batches else {}
     return {
         "frames/s": number(row.frames_per_second, 0),
-        "return": mean + few,
+        "return": return_text(row.episode_return_mean_100, solved_at) + few,
         "sync p50": microseconds(row.weight_sync.p50_us if row.weight_sync else None),
         "version": f"{row.version:,}",
         "staleness": f"{number(row.staleness)} (max {row.staleness_max})",
-        **dropped,
+        **({"too old": f"{row.dropped_batches:,} batches"} if row.dropped_batches else {}),
     }
 
 
@@ -67,46 +68,33 @@ def worker_pids(collector: object) -> list[int]:
     return [process.pid for process in processes if process is not None]
 
 
+@dataclass
 class ConsoleReporter(Reporter):
     """Shows a run in `console`: live if that is a terminal, else a plain line every `interval` seconds at most.
 
     A terminal that cannot move its cursor (TERM=dumb) gets plain lines, too.
     """
 
-    def __init__(
-        self,
-        title: str,
-        total_frames: int,
-        console: Console | None = None,
-        interval: float = 1.0,
-        *,
-        solved_at: float | None = None,
-        resumed: str = "",
-        resume_command: str = "",
-        prefix: str = "",
-    ) -> None:
-        """Show a run.
+    title: str
+    total_frames: int
+    console: Console = field(default_factory=lambda: Console(highlight=False))
+    interval: float = 1.0
+    solved_at: float | None = None  # mean return that counts as solved
+    resumed: str = ""  # what the run continues, in words
+    resume_command: str = ""  # continues a run that was interrupted or has failed, followed by its folder
+    prefix: str = ""  # of every line, where several runs write to one terminal; there is no live display then
+    worker_pids: Sequence[int] = ()  # set when the workers have been started, before `begin`
+    _shown_at: float = -math.inf
+    _latest: Row | None = None
+    _printed: Row | None = None
+    _folder: Path | None = None
+    _live: Live | None = None
+    _stopping: bool = False
 
-        Args:
-            title: the title of the run.
-            total_frames: where it ends at the latest.
-            console: the terminal by default.
-            interval: seconds between two plain lines, at least.
-            solved_at: mean return that counts as solved.
-            resumed: what the run continues, in words.
-            resume_command: continues a run, followed by its folder; shown after one that was interrupted or has failed.
-            prefix: the prefix of every line, where several runs write to one terminal; there is no live display then.
-        """
-        self.title, self.total_frames = title, total_frames
-        self.solved_at, self.resumed, self.resume_command, self.prefix = solved_at, resumed, resume_command, prefix
-        self.console = console or Console(highlight=False)
-        self.worker_pids: Sequence[int] = ()  # set when the workers have been started, before `begin`
-        self.interval, self._shown_at = interval, -interval
-        self._latest: Row | None = None
-        self._printed: Row | None = None
-        self._folder: Path | None = None
-        self._live: Live | None = None
-        self._stopping = False
+    def __post_init__(self) -> None:
+        """Make the bar of the live display."""
+        columns = TextColumn("[bold]frames"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
+        self._bar = Progress(*columns)
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Show the title, the folder and the ids of the workers' processes."""
@@ -117,10 +105,7 @@ class ConsoleReporter(Reporter):
         if self.worker_pids:
             self._print(Text(f"worker processes: {', '.join(map(str, self.worker_pids))}"))
         if self.console.is_terminal and not self.console.is_dumb_terminal and not self.prefix:
-            self._bar = Progress(
-                TextColumn("[bold]frames"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
-            )
-            self._task: TaskID = self._bar.add_task("", total=self.total_frames)
+            self._bar.add_task("", total=self.total_frames)
             self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
             self._live.start()
 
@@ -130,24 +115,21 @@ class ConsoleReporter(Reporter):
     def _render(self) -> Group:
         line = Text("starting the workers, and collecting the first batch …", style="dim")
         if self._latest:
-            self._bar.update(self._task, completed=min(self._latest.frames, self.total_frames))
-            line = Text("   ").join(
-                Text.assemble((f"{name} ", "dim"), (text, "bold"))
-                for name, text in figures(self._latest, self.solved_at).items()
-            )
+            self._bar.update(self._bar.task_ids[0], completed=min(self._latest.frames, self.total_frames))
+            shown = figures(self._latest, self.solved_at).items()
+            line = Text("   ").join(Text.assemble((f"{name} ", "dim"), (text, "bold")) for name, text in shown)
         stopping = Text("stopping after this batch; Ctrl-C again ends at once", style="bold yellow")
         return Group(self._bar, line, stopping) if self._stopping else Group(self._bar, line)
 
     def note_stop_request(self) -> None:
-        """Have the live display say that the run is about to stop. Called inside a signal handler."""
+        """Have the live display say that the run is about to stop."""
         self._stopping = True
 
     def update(self, row: Row) -> None:
         """Show `row`; plain lines at most every `interval` seconds."""
         self._latest = row
-        now = time.monotonic()
-        if self._live is None and now - self._shown_at >= self.interval:
-            self._shown_at = now
+        if self._live is None and time.monotonic() - self._shown_at >= self.interval:
+            self._shown_at = time.monotonic()
             self._print_line(row)
 
     def _print_line(self, row: Row) -> None:
@@ -176,11 +158,12 @@ class ConsoleReporter(Reporter):
 
 def summary_table(summary: dict[str, Any]) -> Table:
     """Return a run's summary as a table: training on the left, weight sync on the right."""
-    sync, table = summary["weight_sync"], Table(box=SIMPLE_HEAD)
+    sync, stale, table = summary["weight_sync"], summary["staleness"], Table(box=SIMPLE_HEAD)
     for name in ("training", "sync since resume" if "resumed_from" in summary else "weight sync"):
         table.add_column(name)
         table.add_column(justify="right")
-    latency, phases = sync["latency_us"], sync["phases_us"]
+    limit = "" if stale["max_staleness"] is None else f" (limit {stale['max_staleness']})"
+    dropped = f"{stale['dropped_batches']:,} batches ({stale['dropped_frames']:,} frames)"
     left = [
         ("status", summary["status"]),
         ("solved", f"after {summary['solved_after_frames']:,}" if summary["solved"] else "no"),
@@ -190,31 +173,21 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ("frames/s", number(summary["frames_per_second"], 0)),
         ("episodes", f"{summary['episodes']:,}"),
         ("return, last 100", return_text(summary["episode_return_mean_100"], summary["solved_at"])),
-        *staleness_rows(summary["staleness"]),
+        ("staleness, mean", f"{number(stale['mean'], 2)} versions"),
+        ("staleness, max", f"{stale['max']}{limit}"),
+        *([] if stale["run_ahead"] is None else [("run-ahead", f"{stale['run_ahead']} batches")]),
+        *([("dropped, too old", dropped)] if limit else []),
     ]
     right = [
         ("scheme", str(sync["scheme"])),
         ("updates", f"{sync['updates']:,} (version {sync['version']:,})"),
         ("payload", size(sync["bytes"])),
-        *((f"latency {key}", microseconds(latency[key])) for key in ("p50", "p95", "p99", "max")),
-        *((f"  {phase}", microseconds(phases[phase])) for phase in PHASES if phases[phase]),
+        *((f"latency {key}", microseconds(value)) for key, value in sync["latency_us"].items()),
+        *((f"  {phase}", microseconds(sync["phases_us"][phase])) for phase in PHASES if sync["phases_us"][phase]),
     ]
     if sync["over_plain_copy"]:
-        right += [
-            ("a plain copy of it", microseconds(sync["plain_copy_us"])),
-            ("p50 / plain copy", f"{sync['over_plain_copy']:.1f}"),
-        ]
-    for i in range(max(len(left), len(right))):
-        table.add_row(*(left[i] if i < len(left) else ("", "")), *(right[i] if i < len(right) else ("", "")))
+        right += [("a plain copy of it", microseconds(sync["plain_copy_us"]))]
+        right += [("p50 / plain copy", f"{sync['over_plain_copy']:.1f}")]
+    for one, other in zip_longest(left, right, fillvalue=("", "")):
+        table.add_row(*one, *other)
     return table
-
-
-def staleness_rows(staleness: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows about the age of frames, in versions, and about the limits of the collector."""
-    limit, ahead = staleness["max_staleness"], staleness["run_ahead"]
-    oldest = str(staleness["max"]) if limit is None else f"{staleness['max']} (limit {limit})"
-    rows = [("staleness, mean", f"{number(staleness['mean'], 2)} versions"), ("staleness, max", oldest)]
-    rows += [] if ahead is None else [("run-ahead", f"{ahead} batches" if ahead != 1 else "1 batch")]
-    if limit is not None:
-        rows.append(("dropped, too old", f"{staleness['dropped_batches']:,} ({staleness['dropped_frames']:,} frames)"))
-    return rows

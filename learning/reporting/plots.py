@@ -1,17 +1,16 @@
-"""The two plots of a run: returns over frames, and the latency of each weight sync."""
+"""The pictures of a run, from its rows and its summary, and those of a sweep, from its runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import cycle, pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from learning.progress import WINDOW
@@ -19,8 +18,13 @@ from learning.reporting.console import microseconds, number, size
 from wsync.metrics import percentile
 from wsync.types import PHASES
 
+if TYPE_CHECKING:
+    from learning.reporting.sweep import Run
+
 INK, MUTED, BLUE, ORANGE, PALE, RED = "#1f2933", "#7b8794", "#2563eb", "#d97706", "#93c5fd", "#b91c1c"
+COLOURS = (BLUE, ORANGE, "#059669", "#db2777", "#7c3aed", "#64748b", "#0891b2", RED)
 Rows = Sequence[dict[str, Any]]
+Groups = Mapping[str, Sequence["Run"]]
 
 
 def new_figure(
@@ -41,36 +45,41 @@ def new_figure(
     return figure, list(axes)
 
 
-def threshold(ax: Axes, solved_at: float, colour: str = ORANGE) -> None:
-    """Draw the return that counts as solved, its name beside the axes; only the name if it is far above the curves."""
-    low, high = ax.get_ylim()
-    far = solved_at > high + 3 * (high - low)
-    if not far:
-        ax.axhline(solved_at, color=colour, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
-    text, at = f"solved\nat {solved_at:g}" + (" ↑" if far else ""), 1 if far else solved_at
-    ax.annotate(
-        text, (1, at), xycoords=("axes fraction", "axes fraction" if far else "data"), va="top" if far else "center",
-        xytext=(5, 0), textcoords="offset points", color=colour, fontsize=9, annotation_clip=False,
-    )  # fmt: skip
+def _threshold(ax: Axes, solved_at: float | None) -> None:
+    """Draw the return that counts as solved."""
+    if solved_at is not None:
+        ax.axhline(solved_at, color=MUTED, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
+        ax.annotate(f"solved at {solved_at:g}", (0.01, solved_at), xycoords=("axes fraction", "data"), va="bottom",
+                    color=MUTED, fontsize=9)  # fmt: skip
 
 
-def means(rows: Rows) -> tuple[list[tuple[int, float]], bool]:
+def _means(rows: Rows) -> tuple[list[tuple[int, float]], bool]:
     """Return ``(index of the row, mean return)`` where 100 episodes have ended; without such rows, all, and True."""
     known = [(i, row) for i, row in enumerate(rows) if row["episode_return_mean_100"] is not None]
     whole = [(i, row) for i, row in known if row["episodes_in_mean"] == WINDOW]
     return [(i, row["episode_return_mean_100"]) for i, row in whole or known], not whole
 
 
-def label_durations(axis: Axis) -> None:
-    """Label a logarithmic axis of microseconds."""
+def _duration_axis(ax: Axes, axis: Axis) -> None:
+    """Make an axis of microseconds logarithmic."""
+    (ax.set_xscale if axis is ax.xaxis else ax.set_yscale)("log")
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: microseconds(value)))
     axis.set_minor_formatter(NullFormatter())
+    axis.set_label_text("latency of one update (log scale)", color=INK)
 
 
-def say_instead(ax: Axes, text: str) -> None:
+def _say_instead(ax: Axes, text: str) -> None:
     """Say why there is nothing to see."""
     ax.text(0.5, 0.6, text, transform=ax.transAxes, ha="center", fontsize=12, color=INK)
+    ax.set(xticks=[], yticks=[])
+
+
+def _legend(figure: Figure, ax: Axes, columns: int = 5) -> None:
+    handles = {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    if handles:
+        where: Any = {"loc": "outside lower left", "ncols": columns}
+        figure.legend(list(handles.values()), list(handles), frameon=False, fontsize=9, **where)
 
 
 def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
@@ -87,101 +96,128 @@ def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
         returns.extend(ended)
         before = row["frames"]
     ax.scatter(at, returns, s=8, color=PALE, alpha=0.6, linewidths=0, label="one episode", rasterized=True)
-    known, few = means(rows)
-    if known:
-        line = [(rows[i]["frames"], mean) for i, mean in known]
-        outline = withStroke(linewidth=4, foreground="white")
-        ax.plot(
-            *zip(*line, strict=True), color=INK, linewidth=2, linestyle="--" if few else "-", path_effects=[outline],
-            label="mean of all so far, fewer than 100" if few else "mean of the last 100",
-        )  # fmt: skip
-    if summary.get("solved_at") is not None:
-        threshold(ax, summary["solved_at"])
-    _marks(ax, rows)
+    known, few = _means(rows)
+    label = "mean of all so far, fewer than 100" if few else "mean of the last 100"
+    line = [[rows[i]["frames"] for i, _ in known], [mean for _, mean in known]]
+    ax.plot(*line, color=INK, linewidth=2, linestyle="--" if few else "-", label=label)
+    _threshold(ax, summary.get("solved_at"))
+    for name, colour, label in (("worker_failures", RED, "a worker failed"), ("resumes", MUTED, "resumed")):
+        for frames in (two["frames"] for one, two in pairwise(rows) if two[name] > one[name]):
+            ax.axvline(frames, color=colour, linewidth=1.2, linestyle=":", label=label)
     ax.set_xlabel("frames (environment steps)", color=INK)
     ax.set_ylabel("return of an episode", color=INK)
-    ax.set_xlim(left=0, right=None if returns else rows[-1]["frames"])
+    ax.set_xlim(left=0, right=rows[-1]["frames"])
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    if returns:
-        figure.legend(loc="outside lower left", ncols=5, frameon=False, fontsize=9, markerscale=2)
-    else:
-        say_instead(ax, "No episode has ended.")
-        ax.set_yticks([])  # of a scale that nothing has set
+    if not returns:
+        _say_instead(ax, "No episode has ended.")
+    _legend(figure, ax)
     return figure
-
-
-def _marks(ax: Axes, rows: Rows) -> None:
-    """Mark where workers have failed, at the top, and where the run was resumed."""
-
-    def risen(name: str) -> list[int]:
-        counts = [0, *(row.get(name, 0) for row in rows)]
-        return [row["frames"] for row, (one, two) in zip(rows, pairwise(counts), strict=True) if two > one]
-
-    if failed := risen("worker_failures"):
-        ax.plot(failed, [0.985] * len(failed), transform=ax.get_xaxis_transform(), marker="v", color=RED, markersize=6,
-                linestyle="none", clip_on=False, label="a worker failed")  # fmt: skip
-    for i, frames in enumerate(risen("resumes")):
-        ax.axvline(frames, color=MUTED, linewidth=1.2, linestyle=":", label=None if i else "resumed")
 
 
 def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
     """Draw the latency of each batch's last update, of a resumed run since the resume, and the median of the phases."""
-    sync = summary["weight_sync"]
-    updates = update_latencies(rows, summary)
+    sync, updates = summary["weight_sync"], _update_latencies(rows, summary)
     workers = summary.get("num_workers", "?")
     subtitle = f"{sync['scheme']}: {sync['updates']:,} updates of {size(sync['bytes'])}, workers: {workers}"
     figure, (left, right) = new_figure(10.5, 2, "Weight sync latency", subtitle, (1.5, 1))
-    if updates:
-        _latencies(left, updates)
-        _phases(right, sync)
-    else:
+    if not updates:
         for ax in (left, right):
-            ax.set_axis_off()
-        left.text(0, 0.5, "No update was sent to any worker.", fontsize=12, color=INK)
+            _say_instead(ax, "No update was sent to any worker.")
+        return figure
+    left.scatter(range(1, len(updates) + 1), updates, s=10, color=BLUE, alpha=0.4, linewidths=0, rasterized=True)
+    for p, style in zip((50, 95, 99), ("-", "--", ":"), strict=True):
+        value = percentile(updates, p / 100)
+        left.axhline(value, color=ORANGE, linewidth=1.3, linestyle=style, label=f"p{p}  {microseconds(value)}")
+    left.set_xlabel("update", color=INK)
+    _duration_axis(left, left.yaxis)
+    _legend(figure, left)
+    bars = {phase: sync["phases_us"].get(phase) or 0.0 for phase in PHASES}
+    bars |= {"one plain copy": sync["plain_copy_us"]} if sync.get("plain_copy_us") else {}
+    drawn = right.barh(list(bars), list(bars.values()), color=[BLUE if one in PHASES else MUTED for one in bars])
+    right.bar_label(drawn, [microseconds(value) for value in bars.values()], padding=4, fontsize=9, color=INK)
+    right.invert_yaxis()
+    right.set_title("median of each phase", loc="left", fontsize=9.5, color=MUTED)
+    right.set_xlabel("µs", color=INK)
+    right.margins(x=0.25)
+    right.grid(False)
     return figure
 
 
-def update_latencies(rows: Rows, summary: dict[str, Any]) -> list[float]:
+def _update_latencies(rows: Rows, summary: dict[str, Any]) -> list[float]:
     """Return the latency of each update in µs; of a resumed run, those since the resume, as in the summary."""
     before = summary["resumed_from"]["frames"] if "resumed_from" in summary else -1
     return [row["weight_sync"]["latency_us"] for row in rows if row["weight_sync"] and row["frames"] > before]
 
 
-def _latencies(ax: Axes, latencies: Sequence[float]) -> None:
-    percentiles = {f"p{p}": percentile(latencies, p / 100) for p in (50, 95, 99)}
-    ax.scatter(range(1, len(latencies) + 1), latencies, s=10, color=BLUE, alpha=0.4, linewidths=0, rasterized=True)
-    ax.set_yscale("log")
-    low, high = min(latencies) / 1.2, max(latencies) * 1.2
-    ax.set_ylim(low, high)
-    label_y = 0.0
-    for (name, value), style in zip(percentiles.items(), ("-", "--", ":"), strict=True):
-        ax.axhline(value, color=ORANGE, linewidth=1.3, linestyle=style)
-        label_y = max(np.log(value / low) / np.log(high / low), label_y)  # close percentiles keep legible labels
-        ax.text(
-            1.01,
-            label_y,
-            f"{name}  {microseconds(value)}",
-            transform=ax.transAxes,
-            va="center",
-            color=ORANGE,
-            fontsize=9,
-        )
-        label_y += 0.05
-    label_durations(ax.yaxis)
-    ax.set_xlabel("update", color=INK)
-    ax.set_ylabel("latency of one update (log scale)", color=INK)
+def sweep_returns(groups: Groups, env: str, solved_at: float | None) -> Figure:
+    """Draw each run's mean return over frames (left) and wall-clock seconds, a colour for each group of runs."""
+    subtitle = "a line for each run, from its 100th episode; dashed: fewer than 100 episodes ended in it"
+    title = f"Return over frames and over wall-clock time{env}"
+    figure, axes = new_figure(11, 2, title, subtitle, (1, 1), 4.6 + 0.1 * len(groups))
+    for ax, of_row, label in zip(axes, ("frames", "seconds"), ("frames", "seconds from the first step"), strict=True):
+        for (name, group), colour in zip(groups.items(), cycle(COLOURS), strict=False):
+            drawn = [(run, *_means(run.rows)) for run in group]
+            for i, (run, known, few) in enumerate(one for one in drawn if one[1]):
+                line = [[run.rows[n][of_row] for n, _ in known], [mean for _, mean in known]]
+                ax.plot(*line, color=colour, alpha=0.85, linestyle="--" if few else "-", label=None if i else name)
+        if not ax.lines:
+            _say_instead(ax, "No episode has ended.")
+        _threshold(ax, solved_at)
+        ax.set_xlabel(label, color=INK)
+        ax.set_ylabel("mean return of the last 100 episodes", color=INK)
+    _legend(figure, axes[0], 3)
+    return figure
 
 
-def _phases(ax: Axes, sync: dict[str, Any]) -> None:
-    bars = [(phase, sync["phases_us"].get(phase) or 0.0, BLUE) for phase in PHASES]
-    if sync.get("plain_copy_us"):
-        bars.append(("one plain copy", sync["plain_copy_us"], MUTED))
-    names, values, colours = zip(*reversed(bars), strict=True)
-    ax.barh(names, values, color=colours, height=0.62)
-    for i, value in enumerate(values):
-        ax.annotate(microseconds(value), (value, i), xytext=(4, -3), textcoords="offset points", fontsize=9, color=INK)
-    ax.set_title("median of each phase", loc="left", fontsize=9.5, color=MUTED)
-    ax.set_xlabel("µs", color=INK)
-    ax.set_xlim(0, max(max(values), 1e-9) * 1.25)
-    ax.grid(False)
-    ax.tick_params(axis="y", length=0)
+def sweep_setting(groups: Groups, setting: str, env: str) -> Figure:
+    """Draw returns over a setting that is a number; `groups` differ in other settings.
+
+    On the left those at the end of each run, on the right those of the whole run, which also tell slow learning.
+    """
+    subtitle = "a dot for each complete run; line: median over the seeds; band: lowest to highest"
+    figure, axes = new_figure(11, 2, f"Return over {setting}{env}", subtitle, (1, 1), 4.6 + 0.1 * len(groups))
+    values = sorted({float(run.settings[setting]) for group in groups.values() for run in group})
+    positive = [value for value in values if value > 0]
+    for ax, whole in zip(axes, (False, True), strict=True):
+        for (label, group), colour in zip(groups.items(), cycle(COLOURS), strict=False):
+            means: list[Any] = [run.return_over_run if whole else run.figures["return"] for run in group]
+            points = [(float(run.settings[setting]), mean) for run, mean in zip(group, means, strict=True)]
+            ax.scatter(*zip(*points, strict=True), s=14, color=colour)
+            at = sorted({x for x, _ in points})
+            found = [[y for other, y in points if other == x] for x in at]
+            ax.plot(at, [float(np.median(ys)) for ys in found], color=colour, linewidth=2, label=label)
+            low, high = [min(ys) for ys in found], [max(ys) for ys in found]
+            ax.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+        if positive and values[0] >= 0 and values[-1] >= 8 * positive[0]:
+            ax.set_xscale("symlog", linthresh=positive[0], base=2)
+        ax.set_xticks(values, [f"{value:.3g}" for value in values], rotation=45 if len(values) > 6 else 0)
+        ax.set_xlabel(setting, color=INK)
+        ax.set_ylabel(f"mean return {'of the whole run' if whole else 'of the last 100 episodes'}", color=INK)
+        if not values:
+            _say_instead(ax, "No run was solved or finished.")
+    _legend(figure, axes[0], 3)
+    return figure
+
+
+def sweep_latency(groups: Groups) -> Figure:
+    """Draw every update's latency in the complete runs, with median, quartiles, p5 and p95 for each group."""
+    updates: dict[str, list[float]] = {}
+    for name, group in groups.items():
+        if found := [us for run in group if run.complete for us in _update_latencies(run.rows, run.summary)]:
+            updates[name] = found
+    figure, (ax,) = new_figure(9, 1, "Weight sync latency", "every update; box: quartiles, whiskers: p5 and p95")
+    generator = np.random.default_rng(0)
+    for y, (values, colour) in enumerate(zip(updates.values(), cycle(COLOURS), strict=False)):
+        spread = y + generator.uniform(-0.28, 0.28, len(values))
+        ax.scatter(values, spread, s=6, color=colour, alpha=0.3, linewidths=0, rasterized=True)
+        ax.boxplot([values], positions=[y], widths=0.5, orientation="horizontal", whis=(5, 95), showfliers=False,
+                   medianprops={"color": INK, "linewidth": 1.6}, manage_ticks=False)  # fmt: skip
+        median = float(np.median(values))
+        ax.annotate(f"p50 {microseconds(median)}", (median, y - 0.31), fontsize=9, color=INK, ha="center")
+    if not updates:
+        _say_instead(ax, "No run with updates was solved or finished.")
+        return figure
+    ax.set_yticks(range(len(updates)), [name.replace(" ", "\n") for name in updates])
+    ax.set_ylim(len(updates) - 0.4, -0.6)
+    _duration_axis(ax, ax.xaxis)
+    return figure

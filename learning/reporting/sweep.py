@@ -3,163 +3,241 @@
 from __future__ import annotations
 
 import base64
-import csv
 import html
+import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from learning.reporting.console import microseconds
-from learning.reporting.files import writing
-from learning.reporting.sweep_runs import FIGURES, Column, Run, columns, common, groups, numeric_setting, read_runs
+from learning.reporting.console import microseconds, number
+from learning.reporting.files import METRICS, SUMMARY, FolderError, file_errors, read_rows, read_summary
+from learning.summary import return_text
 
-TABLE, PAGE = "sweep.csv", "sweep.html"
-
-# Columns to drop, in this order, in a narrow terminal.
-_SPARE = (  # columns that a narrow terminal does without, in this order
-    "GiB/s",
-    "sync p99",
-    "mean staleness",
-    "sync p95",
-    "frames to solved",
-    "frames/s",
-    "s to solved",
-    "status",
-)
-
-
-def _cells(run: Run, shown: Mapping[str, Column]) -> list[str]:
-    return [write(figure(run)) for figure, write in shown.values()]
+PAGE = "sweep.html"
+FIGURES = {
+    "s to solved": number,
+    "frames to solved": partial(number, digits=0),
+    "return": return_text,
+    "frames/s": partial(number, digits=0),
+    "sync p50": microseconds,
+    "sync p95": microseconds,
+    "sync p99": microseconds,
+    "GiB/s": partial(number, digits=3),
+    "mean staleness": partial(number, digits=2),
+}
+"""The figures of a run in the table, in the units of ``summary.json`` (µs, s), and how each is formatted."""
+_SPARE = ("frames to solved", "sync p95", "sync p99", "GiB/s", "mean staleness")
+"""Columns that a terminal does without."""
 
 
-def _medians(runs: Sequence[Run], shown: Mapping[str, Column]) -> list[str]:
-    """Return one row for runs that differ only in the seed: the number solved, and medians of the complete runs."""
-    cells = dict(zip(shown, _cells(runs[0], shown), strict=True))
-    solved = sum(run.summary["solved"] for run in runs)
-    cells |= {"seed": "median", "status": "", "solved": f"{solved} of {len(runs)}"}
-    for name, (figure, write) in FIGURES.items():
-        known = [value for run in runs if run.complete and (value := figure(run)) is not None]
-        cells[name] = write(statistics.median(known) if known else None)
-    return list(cells.values())
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep."""
 
+    folder: Path
+    summary: dict[str, Any]
+    rows: Sequence[dict[str, Any]]
 
-def table_rows(runs: Sequence[Run]) -> Iterable[tuple[list[str], bool]]:
-    """Yield the rows of the table, and whether each is a row of medians; these follow runs that differ in the seed."""
-    shown = columns(runs)
-    for group in groups(runs).values():
-        yield from ((_cells(run, shown), False) for run in group)
-        if len(group) > 1:
-            yield _medians(group, shown), True
+    @property
+    def backend(self) -> str:
+        """The scheme's name."""
+        return self.summary["weight_sync"]["scheme"]
+
+    @property
+    def complete(self) -> bool:
+        """Whether it was solved or finished, rather than interrupted or failed."""
+        return self.summary["status"] in ("solved", "finished")
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The overrides of its command line, without backend and seed, which have columns of their own."""
+        asked = (override.partition("=") for override in self.summary.get("overrides", ()))
+        return {name: value for name, _, value in asked if name not in ("weight_sync", "seed")}
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What `FIGURES` names; None where the run has none."""
+        sync, solved = self.summary["weight_sync"], self.summary.get("solved_after_frames")
+        reached = (row["seconds"] for row in self.rows if solved is not None and row["frames"] >= solved)
+        return {
+            "s to solved": next(reached, None),
+            "frames to solved": solved,
+            "return": self.summary["episode_return_mean_100"],
+            "frames/s": self.summary["frames_per_second"],
+            **{f"sync {p}": sync["latency_us"].get(p) for p in ("p50", "p95", "p99")},
+            "GiB/s": sync.get("gib_per_second"),
+            "mean staleness": self.summary["staleness"]["mean"],
+        }
+
+    @property
+    def return_over_run(self) -> float | None:
+        """The mean return of the last 100 episodes, averaged over the frames of the run; None if no episode ended."""
+        frames = [after - before for before, after in pairwise([0, *(row["frames"] for row in self.rows)])]
+        known = [one for one in zip(self.rows, frames, strict=True) if one[0]["episode_return_mean_100"] is not None]
+        total = sum(row["episode_return_mean_100"] * weight for row, weight in known)
+        return total / sum(weight for _, weight in known) if known else None
 
 
 def report(folder: Path, console: Console | None = None) -> None:
-    """Write the report of the sweep in ``folder`` into it, and print its table.
+    """Write the report of the sweep in ``folder`` into it, and print its table; runs without a summary are left out.
 
-    Runs without a summary are left out and named.
-
-    Raises:
-        FolderError: no run has ended there, or the report cannot be written.
+    Raises FolderError if no run has ended there, or the report cannot be written.
     """
     runs, left_out = read_runs(folder)
-    with writing(folder / TABLE), open(folder / TABLE, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        shown = columns(runs)
-        # In the terminal and the page, each cell has its unit.
-        names = [f"{name} (µs)" if write is microseconds else name for name, (_, write) in shown.items()]
-        writer.writerow(["run", *names])
-        for run in runs:
-            writer.writerow([run.folder.relative_to(folder), *(figure(run) for figure, _ in shown.values())])
-    pictures = _draw(folder, runs)
-    with writing(folder / PAGE):
+    pictures = list(_draw(folder, runs))
+    with file_errors(folder / PAGE):
         (folder / PAGE).write_text(_page(runs, left_out, pictures), encoding="utf-8")
     console = console or Console(highlight=False)
-    _show(runs, folder, console)
-    for line in left_out:
-        console.print(f"left out: {line}", soft_wrap=True, markup=False)
-
-
-def _draw(folder: Path, runs: Sequence[Run]) -> list[Path]:
-    """Draw the pictures into `folder`; return their paths."""
-    from learning.reporting import sweep_plots  # matplotlib takes most of a second to import
-
-    figures = {"sweep_returns.png": sweep_plots.returns, "sweep_latency.png": sweep_plots.latencies}
-    if numeric_setting(runs) is not None:
-        figures = {"sweep_setting.png": sweep_plots.over_setting, **figures}
-    for name, draw in figures.items():
-        with writing(folder / name):
-            draw(groups(runs)).savefig(folder / name)
-    return [folder / name for name in figures]
-
-
-def _show(runs: Sequence[Run], folder: Path, console: Console) -> None:
-    names = list(columns(runs))
-    table = _table(runs, names)
     if not console.is_terminal:
-        console.width = _wanted(table, console)
-    for spare in _SPARE:  # the page has all columns
-        if _wanted(table, console) <= console.width:
-            break
-        names.remove(spare)
-        table = _table(runs, names)
+        console.width = 1000
+    table = Table(box=SIMPLE_HEAD, title=_counted(runs), title_justify="left")
+    shown = [name for name in columns(runs) if not (console.is_terminal and name in _SPARE)]
+    for name in shown:
+        table.add_column(name, justify="left" if name in ("backend", "status") else "right", no_wrap=True)
+    for cells, is_median in table_rows(runs):
+        table.add_row(*(cells[name] for name in shown), style="bold" if is_median else None, end_section=is_median)
     console.print(table)
-    console.print(f"report: {folder / PAGE}", soft_wrap=True, markup=False)
+    for line in (f"report: {folder / PAGE}", *(f"left out: {line}" for line in left_out)):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
+    """Return the runs in a sweep's folder that have ended, by backend and settings; and why others are left out."""
+    runs, left_out = [], []
+    for each in sorted({path.parent for name in (".hydra", METRICS, SUMMARY) for path in folder.glob(f"*/**/{name}")}):
+        try:
+            if not (each / SUMMARY).is_file():
+                raise FolderError(f"{each} has no {SUMMARY}: it has not begun, or not ended, or was killed")
+            run = Run(each, read_summary(each), list(read_rows(each)))
+            _cells(run, [run]), run.return_over_run  # so that what they need is there
+            runs.append(run)
+        except (AttributeError, FolderError, KeyError, TypeError) as error:
+            left_out.append(str(error) if isinstance(error, FolderError) else f"{each} is damaged: {error!r}")
+    if not runs:
+        raise FolderError("\n".join([f"no run has ended in {folder}: there is no {SUMMARY} to read", *left_out]))
+    return sorted(runs, key=lambda run: (run.backend, [_number(one) for one in run.settings.values()])), left_out
+
+
+def _number(value: str) -> float:
+    """Return the value of a setting that is a number; infinity for any other."""
+    try:
+        return float(value)
+    except ValueError:
+        return math.inf
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """Return the settings, except backend and seed, that differ between ``runs``."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    return [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
+
+
+def numeric_setting(runs: Sequence[Run]) -> str | None:
+    """Return the setting with the most different numbers, to draw the runs over it; None if none has three or more."""
+    values = {name: {_number(run.settings.get(name, "")) for run in runs} for name in differing(runs)}
+    counts = {name: len(found) for name, found in values.items() if all(map(math.isfinite, found)) and len(found) > 2}
+    return max(counts, key=lambda name: counts[name], default=None)
+
+
+def common(runs: Sequence[Run], fact: str) -> Any:
+    """Return the value of ``fact`` in the summaries of ``runs``; None if they differ."""
+    values = {run.summary.get(fact) for run in runs}
+    return values.pop() if len(values) == 1 else None
+
+
+def groups(runs: Sequence[Run], without: str | None = None) -> dict[str, list[Run]]:
+    """Return the runs that differ only in the seed, and in the setting `without`, by what differs between the groups.
+
+    That is the backend, if there are several or nothing else differs, and settings.
+    """
+    names = [name for name in differing(runs) if name != without]
+    named = len({run.backend for run in runs}) > 1 or not names
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        settings = [f"{name}={run.settings.get(name, 'default')}" for name in names]
+        found.setdefault(" ".join([run.backend] * named + settings), []).append(run)
+    return found
+
+
+def columns(runs: Sequence[Run]) -> list[str]:
+    """Return the columns of a table of ``runs``, including the settings that differ between them."""
+    return ["backend", *differing(runs), "seed", "status", "solved", *FIGURES]
+
+
+def _cells(run: Run, runs: Sequence[Run]) -> dict[str, str]:
+    settings = {name: run.settings.get(name, "default") for name in differing(runs)}
+    seed, status = str(run.summary.get("seed")), run.summary["status"]
+    told = {"backend": run.backend, **settings, "seed": seed, "status": status}
+    figures = {name: FIGURES[name](value) for name, value in run.figures.items()}
+    return told | {"solved": "yes" if run.summary["solved"] else "no"} | figures
+
+
+def table_rows(runs: Sequence[Run]) -> Iterator[tuple[dict[str, str], bool]]:
+    """Yield the rows of the table, and whether each is a row of medians; these follow runs that differ in the seed."""
+    for group in groups(runs).values():
+        yield from ((_cells(run, runs), False) for run in group)
+        if len(group) > 1:
+            solved = f"{sum(run.summary['solved'] for run in group)} of {len(group)}"
+            medians = _cells(group[0], runs) | {"seed": "median", "status": "", "solved": solved}
+            for name, write in FIGURES.items():  # of the complete runs
+                known = [value for run in group if run.complete and (value := run.figures[name]) is not None]
+                medians[name] = write(statistics.median(known) if known else None)
+            yield medians, True
+
+
+def _draw(folder: Path, runs: Sequence[Run]) -> Iterator[Path]:
+    """Draw the pictures into `folder`; yield their paths."""
+    from learning.reporting import plots  # matplotlib takes most of a second to import
+
+    env = "" if common(runs, "env") is None else f", {common(runs, 'env')}"
+    figures = {
+        "sweep_returns.png": plots.sweep_returns(groups(runs), env, common(runs, "solved_at")),
+        "sweep_latency.png": plots.sweep_latency(groups(runs)),
+    }
+    if (setting := numeric_setting(runs)) is not None:
+        ended = [run for run in runs if run.complete and None not in (run.figures["return"], run.return_over_run)]
+        figures = {"sweep_setting.png": plots.sweep_setting(groups(ended, setting), setting, env), **figures}
+    for name, figure in figures.items():
+        with file_errors(folder / name):
+            figure.savefig(folder / name)
+        yield folder / name
 
 
 def _counted(runs: Sequence[Run]) -> str:
     return "1 run" if len(runs) == 1 else f"{len(runs)} runs"
 
 
-def _wanted(table: Table, console: Console) -> int:
-    """Return the width that the table needs."""
-    return console.measure(table, options=console.options.update(max_width=1000)).maximum
-
-
-def _table(runs: Sequence[Run], names: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, title=_counted(runs), title_justify="left")
-    chosen = [list(columns(runs)).index(name) for name in names]
-    for name in names:
-        table.add_column(name, justify="left" if name in ("backend", "status") else "right", no_wrap=True)
-    for cells, is_median in table_rows(runs):
-        table.add_row(*(cells[i] for i in chosen), style="bold" if is_median else None, end_section=is_median)
-    return table
-
-
 def _page(runs: Sequence[Run], left_out: Sequence[str], pictures: Sequence[Path]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns(runs))
-    body = "".join(
-        f'<tr class="{"median" if is_median else ""}">'
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        + "</tr>\n"
+    rows = [
+        (is_median, "".join(f"<td>{html.escape(cell)}</td>" for cell in cells.values()))
         for cells, is_median in table_rows(runs)
-    )
-    images = "".join(
-        f'<img alt="{one.name}" src="data:image/png;base64,{base64.b64encode(one.read_bytes()).decode()}">\n'
-        for one in pictures
-    )
-    title, workers = f"{common(runs, 'env') or 'Sweep'}: {_counted(runs)}", common(runs, "num_workers")
-    title += "" if workers is None else f", {workers} workers each"
+    ]
+    body = "".join(f'<tr class="{"median" if is_median else ""}">{cells}</tr>\n' for is_median, cells in rows)
+    encoded = {one.name: base64.b64encode(one.read_bytes()).decode() for one in pictures}
+    images = "".join(f'<img alt="{name}" src="data:image/png;base64,{one}">\n' for name, one in encoded.items())
+    title = html.escape(f"{common(runs, 'env') or 'Sweep'}: {_counted(runs)}")
     missing = "".join(f"<p>Left out: {html.escape(line)}</p>\n" for line in left_out)
-    return _PAGE.format(title=html.escape(title), head=head, body=body, missing=missing, images=images)
+    return _PAGE.format(title=title, head=head, body=body, missing=missing, images=images)
 
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 body {{ font: 15px/1.45 system-ui, sans-serif; color: #1f2933; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }}
-h1 {{ font-size: 1.4rem }}
 .wide {{ overflow-x: auto }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
 th, td {{ padding: .25rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e7eb }}
-th:first-child, td:first-child {{ text-align: left }}
-th {{ color: #52606d; font-weight: 600 }}
 .median td {{ font-weight: 600; background: #f5f7fa }}
 img {{ width: 100%; margin: 1.2rem 0 }}
-p {{ color: #52606d }}
 </style></head><body>
 <h1>{title}</h1>
 <div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
@@ -167,7 +245,7 @@ p {{ color: #52606d }}
 <p>Latency is from the call of <code>send</code> until later forwards use the weights. With
 <code>weight_sync.acknowledge=published</code>, as <code>train.py</code> uses <code>shared_mem</code>, no worker has to
 wake for that; otherwise every worker has installed them. Seconds are counted from the
-first environment step. Medians, and the picture of latencies, are of the runs that were solved or finished. The same
-figures are in <code>sweep.csv</code> and in each run's <code>summary.json</code>.</p>
+first environment step. Medians, and the picture of latencies, are of the runs that were solved or finished. The
+figures are in each run's <code>summary.json</code>.</p>
 {missing}{images}</body></html>
 """

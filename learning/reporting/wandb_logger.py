@@ -3,57 +3,50 @@
 from __future__ import annotations
 
 import logging
-import netrc
 import os
 import queue
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlparse
+from typing import Any
 
 from learning.progress import Row
 from learning.reporting import Reporter
 from wsync import missing_extra
 
-if TYPE_CHECKING:
-    import wandb
-
 log = logging.getLogger(__name__)
 HISTOGRAM_EVERY = 100  # updates
 
 
+@dataclass(eq=False)
 class WandbLogger(Reporter):
     """Sends rows to Weights & Biases: online if the user is logged in, offline otherwise.
 
     A thread imports and starts wandb `start_after` seconds into the run, or at its end, since that takes more processor
     time than a short run; rows from before are sent then.
+
+    Args:
+        project: wandb's project.
+        entity: wandb's entity.
+        group: wandb's group; shared by the runs of a sweep.
+        tags: wandb's tags.
+        mode: "online", "offline" or "disabled"; None: WANDB_MODE, else online if logged in, else offline.
+        start_after: seconds before wandb is started.
+        close_within: seconds that the end of a run waits for the remaining rows to be sent.
     """
 
-    def __init__(
-        self,
-        project: str = "wsync",
-        entity: str | None = None,
-        group: str | None = None,
-        tags: Sequence[str] = (),
-        mode: str | None = None,
-        start_after: float = 10.0,
-        close_within: float = 60.0,
-    ) -> None:
-        """Make a logger.
+    project: str = "wsync"
+    entity: str | None = None
+    group: str | None = None
+    tags: Sequence[str] = ()
+    mode: str | None = None
+    start_after: float = 10.0
+    close_within: float = 60.0
 
-        Args:
-            project: wandb's project.
-            entity: wandb's entity.
-            group: wandb's group; shared by the runs of a sweep.
-            tags: wandb's tags.
-            mode: "online", "offline" or "disabled"; None: WANDB_MODE, else online if logged in, else offline.
-            start_after: seconds before wandb is started.
-            close_within: seconds that the end of a run waits for the remaining rows to be sent.
-        """
-        self._init = {"project": project, "entity": entity, "group": group, "tags": list(tags)}
-        self._mode = mode
-        self._start_after, self._close_within = (min(one, threading.TIMEOUT_MAX) for one in (start_after, close_within))
+    def __post_init__(self) -> None:
+        """Start nothing yet."""
+        self._init: dict[str, Any] = {"project": self.project, "entity": self.entity, "group": self.group}
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._ending = threading.Event()
         self._summary: dict[str, Any] = {}
@@ -62,9 +55,9 @@ class WandbLogger(Reporter):
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Start the thread; wandb's files go to `folder`, and `config` is wandb's config."""
-        self._init |= {"dir": str(folder), "name": folder.name, "config": config}
+        self._init |= {"dir": str(folder), "name": folder.name, "config": config, "tags": list(self.tags)}
         # A daemon thread, so that the process can end even if wandb hangs.
-        self._thread = threading.Thread(target=self._guarded, name="wandb", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
         self._thread.start()
 
     def update(self, row: Row) -> None:
@@ -82,14 +75,14 @@ class WandbLogger(Reporter):
             return
         self._rows.put(None)
         self._ending.set()
-        self._thread.join(self._close_within)
+        self._thread.join(min(self.close_within, threading.TIMEOUT_MAX))
         if self._thread.is_alive():
-            log.warning("wandb: not done within %g s; `wandb sync` sends the rest", self._close_within)
+            log.warning("wandb: not done within %g s; `wandb sync` sends the rest", self.close_within)
         elif self._where is not None:
             print(f"wandb: {self._where}")
 
-    def _guarded(self) -> None:
-        self._ending.wait(self._start_after)
+    def _run(self) -> None:
+        self._ending.wait(min(self.start_after, threading.TIMEOUT_MAX))
         try:
             self._send_all()
         except Exception as error:  # noqa: BLE001  (an error of the dashboard must not end a run)
@@ -100,47 +93,28 @@ class WandbLogger(Reporter):
             import wandb  # slow to import, and only needed here
         except ModuleNotFoundError as error:
             raise missing_extra(error, "train") from error
-        run = self._start(wandb)
+        limit: Any = {"init_timeout": self.close_within / 2} if self.close_within else {}  # 0: nothing waits for wandb
+        settings = wandb.Settings(console="off", silent=True, **limit)
+        mode: Any = self.mode or os.environ.get("WANDB_MODE")
+        mode = mode or ("online" if wandb.login(prompt=False) else "offline")
+        options: Any = {**self._init, "settings": settings, "reinit": "create_new"}
+        try:
+            run = wandb.init(**options, mode=mode)
+        except wandb.Error as error:
+            log.warning("wandb: going offline: %s", error)
+            run = wandb.init(**options, mode="offline")
         run.define_metric("frames")
         run.define_metric("*", step_metric="frames")
         latencies: list[float] = []
-        figures: dict[str, Any] = {}
         while (row := self._rows.get()) is not None:
             figures = flat(row)
-            if row.weight_sync is not None:
-                latencies.append(row.weight_sync.latency_us)
-                if len(latencies) % HISTOGRAM_EVERY == 0:
-                    figures["weight_sync/latency_histogram_us"] = wandb.Histogram(latencies)
+            latencies += [] if row.weight_sync is None else [row.weight_sync.latency_us]
+            if len(latencies) % HISTOGRAM_EVERY == 1:
+                figures["weight_sync/latency_histogram_us"] = wandb.Histogram(latencies)
             run.log(figures)
-        if latencies:
-            run.log({"frames": figures["frames"], "weight_sync/latency_histogram_us": wandb.Histogram(latencies)})
         run.summary.update(self._summary)
         self._where = f"offline; send it with: wandb sync {Path(run.dir).parent}" if run.offline else run.url
         run.finish(exit_code=1 if self._summary.get("status") == "failed" else 0)
-
-    def _start(self, module: Any) -> wandb.Run:
-        limit = {"init_timeout": self._close_within / 2} if self._close_within else {}  # 0: nothing waits for wandb
-        settings = module.Settings(console="off", silent=True, **limit)
-        mode = self._mode or os.environ.get("WANDB_MODE") or ("online" if logged_in(settings.base_url) else "offline")
-        options = {**self._init, "settings": settings, "reinit": "create_new"}
-        try:
-            return module.init(**options, mode=mode)
-        except module.Error as error:
-            if mode != "online":
-                raise
-            log.warning("wandb: going offline: %s", error)
-            return module.init(**options, mode="offline")
-
-
-def logged_in(base_url: str) -> bool:
-    """Whether this user has credentials for the wandb server at `base_url`: in the environment, or in a netrc file."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    try:
-        return netrc.netrc(path).authenticators(urlparse(base_url).hostname or base_url) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def flat(row: Row) -> dict[str, Any]:
@@ -149,17 +123,14 @@ def flat(row: Row) -> dict[str, Any]:
         "frames": row.frames,
         "frames_per_second": row.frames_per_second,
         "episodes": row.episodes,
+        "episode_return_mean_100": row.episode_return_mean_100,
         "weight_sync/version": row.version,
         "weight_sync/staleness": row.staleness,
         "weight_sync/staleness_max": row.staleness_max,
         "weight_sync/dropped_frames": row.dropped_frames,
         **{f"learning/{name}": value for name, value in row.learning.items()},
     }
-    if row.episode_return_mean_100 is not None:
-        figures["episode_return_mean_100"] = row.episode_return_mean_100
-    if row.weight_sync is not None:
-        sync = row.as_dict()["weight_sync"]
-        phases = sync.pop("phases_us")
-        figures |= {f"weight_sync/{name}": value for name, value in sync.items()}
-        figures |= {f"weight_sync/phases/{name}_us": value for name, value in phases.items()}
-    return figures
+    sync = row.as_dict()["weight_sync"] or {"phases_us": {}}
+    figures |= {f"weight_sync/phases/{name}_us": value for name, value in sync.pop("phases_us").items()}
+    figures |= {f"weight_sync/{name}": value for name, value in sync.items()}
+    return {name: value for name, value in figures.items() if value is not None}

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from programs import run_program
+from stopping import left_of
+
+from learning.summary import objective_of, summary_without_frames
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("logger=none", "collector=single", "num_envs=4", "frames_per_batch=256", "total_frames=512")
@@ -25,6 +31,15 @@ def run_in_an_interpreter(folder: Path, *overrides: str) -> subprocess.Completed
     )  # fmt: skip
 
 
+def test_the_objective_is_an_entry_of_the_summary() -> None:
+    summary = {"frames": 5, "episode_return_mean_100": None, "env": "CartPole-v1", "weight_sync": {"bytes": 64}}
+    assert objective_of(summary, "frames") == 5.0
+    assert objective_of(summary, "weight_sync.bytes") == 64.0
+    assert math.isnan(objective_of(summary, "episode_return_mean_100"))
+    for name in ("staleness.mean", "weight_sync.phases_us.apply", "weight_sync.over_plain_copy"):
+        objective_of(summary_without_frames(), name)
+
+
 def test_a_run_in_its_default_folder_prints_no_warning(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -37,6 +52,15 @@ def test_a_used_folder_is_refused_before_anything_is_written(tmp_path: Path) -> 
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"train.py: hydra.run.dir={tmp_path} has a run already: ")
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_used_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "metrics.jsonl").write_text("{}\n")
+    done = run(tmp_path, "-m", f"hydra.sweep.dir={tmp_path}")  # between overrides
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"train.py: hydra.sweep.dir={tmp_path} has runs already: ")
 
 
 @pytest.mark.slow
@@ -63,6 +87,47 @@ def test_a_launcher_runs_jobs_and_the_sweep_is_reported(
 
 
 @pytest.mark.slow
+def test_sigterm_ends_the_jobs_of_joblib_as_well(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs pip install -e '.[sweep]'")
+    endless = ["total_frames=1000000000", "stop_when_solved=false", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    command = [sys.executable, str(ROOT / "train.py"), *SHORT[:-1], *endless, "seed=0,1", "-m"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path) as sweep:
+        assert sweep.stdout is not None
+        begun: set[str] = set()
+        while len(begun) < 2:
+            line = sweep.stdout.readline()
+            assert line, "the sweep has ended"
+            begun |= {seed for seed in ("seed 0", "seed 1") if seed in line}
+        sweep.terminate()
+        sweep.communicate(timeout=250)  # until every process has closed its output
+    assert sweep.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ctrl_c_leaves_no_process_of_submitit_and_no_temporary_folder(tmp_path: Path, short_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs pip install -e '.[slurm]'")
+    endless = ["total_frames=1000000000", "stop_when_solved=false", "collector=multi_sync", "seed=0,1"]
+    command = [sys.executable, str(ROOT / "train.py"), *SHORT[:-1], *endless, "hydra/launcher=submitit_local", "-m"]
+    sweep = subprocess.Popen(
+        [*command, f"hydra.sweep.dir={tmp_path}/sweep"], cwd=tmp_path, text=True, start_new_session=True,
+        env={**os.environ, "TMPDIR": str(short_path)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        while sum(path.stat().st_size > 0 for path in tmp_path.glob("sweep/*/metrics.jsonl")) < 2:
+            with pytest.raises(subprocess.TimeoutExpired):  # it goes on
+                sweep.wait(0.1)
+        assert [*short_path.glob("pymp-*")]
+        os.killpg(sweep.pid, signal.SIGINT)  # as the terminal does
+        sweep.communicate(timeout=60)  # until every process has closed its output
+        assert sweep.returncode == 128 + signal.SIGINT
+        assert not left_of(sweep.pid, 30.0) and not [*short_path.glob("pymp-*")]
+    finally:
+        if left_of(sweep.pid, 0.0):
+            os.killpg(sweep.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
 def test_optuna_is_given_the_objective(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs pip install -e '.[sweep]'")
     sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
@@ -74,3 +139,15 @@ def test_optuna_is_given_the_objective(tmp_path: Path) -> None:
     ]
     assert len(returns) == 2
     assert f"best_value: {max(returns)}" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_optuna_goes_on_after_a_run_in_which_no_episode_has_ended(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs pip install -e '.[sweep]'")
+    sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
+    sweeper += ["hydra.sweeper.max_failure_rate=1", f"hydra.sweep.dir={tmp_path}/sweep", "seed=choice(0,1)"]
+    frames = ["env.max_episode_steps=3", "frames_per_batch=4", "total_frames=${hydra:job.num}4"]  # one step, then four
+    done = run(tmp_path, *sweeper, *frames, "-m")
+    assert done.returncode == 0, done.stderr
+    assert "objective=episode_return_mean_100 is null" in done.stdout + done.stderr
+    assert "best_value: 3.0\n" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,9 @@ from programs import run_program
 from stopping import left_of
 
 from collectors import Collector
+from collectors.errors import ConfigError
 from learning import checkpoint
+from learning.reporting.files import FolderError
 from learning.trained import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,15 +66,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]
     assert [summary(folder)["weight_sync"]["scheme"] for folder in folders] == schemes
     printed = re.split(r"(?m)^\[.*\]\[HYDRA\] \t#\d : ", done.stdout)
     return dict(zip(schemes, zip(folders, printed[1:], strict=True), strict=True))
-
-
-def test_help_lists_the_options(tmp_path: Path) -> None:
-    (tmp_path / "policy").mkdir()
-    (tmp_path / "policy" / "mine.yaml").write_text("{}")
-    done = run(tmp_path, "--config-dir", str(tmp_path), "weight_sync=distributed", "--help", COLUMNS="200")
-    assert done.returncode == 0, done.stderr
-    for name in ("impala", "mine", "shared_mem", "multi_async", "seed", "max_staleness"):
-        assert re.search(rf"\b{name}\b", done.stdout), name
 
 
 @pytest.mark.parametrize("scheme", ["shared_mem", "multiprocess", "none"])
@@ -164,13 +159,81 @@ def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> N
     assert refused.returncode == 1 and refused.stderr.startswith(f"train.py: device={device}: ")
 
 
-def test_a_trained_policy_is_loaded(runs: dict[str, tuple[Path, str]]) -> None:
+def test_a_trained_policy_is_loaded(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
     folder = runs["shared_mem"][0]
     policy, make_env = load_policy(folder)
     saved = checkpoint.load(folder)["learner"]["policy"]
     assert all(tensor.equal(saved[name]) for name, tensor in policy.state_dict().items()) and not policy.training
     with Collector(make_env, policy, frames_per_batch=10) as collector:
         assert next(collector).shape == (10,)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = (folder / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(config.replace("- 64", "- 32"))
+    with pytest.raises(checkpoint.CheckpointError, match=r"does not fit config\.yaml: .*size mismatch"):
+        load_policy(tmp_path)
+    (tmp_path / "config.yaml").write_text(config.replace("learning.MLP", "mine.Wide"))
+    with pytest.raises(ConfigError, match=r"^policy\._target_=mine\.Wide: there is no module 'mine' on sys\.path"):
+        load_policy(tmp_path)
+    for damaged in (config[: config.index("env:") + 6], "a: [", "- 1", ""):
+        (tmp_path / "config.yaml").write_text(damaged)
+        with pytest.raises(FolderError, match=r"config\.yaml is damaged: "):
+            load_policy(tmp_path)
+    (tmp_path / "config.yaml").unlink()
+    with pytest.raises(FolderError, match=r"config\.yaml could not be read"):
+        load_policy(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_trained_policy_plays(
+    runs: dict[str, tuple[Path, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = runs["shared_mem"][0]
+    played = run_program(ROOT / "scripts" / "evaluate.py", str(folder), "--episodes", "3", folder=tmp_path)
+    assert played.returncode == 0, played.stderr
+    assert re.match(r"return [\d.,]+ ± [\d.,]+ over 3 episodes \(lowest .*\), most likely actions", played.stdout)
+    refused = run_program(ROOT / "scripts" / "evaluate.py", str(tmp_path), folder=tmp_path)
+    assert refused.returncode == 1 and "config.yaml could not be read" in refused.stderr
+    evaluate = runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))["main"]
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "resume.yaml").write_text("a: [")
+    with pytest.raises(SystemExit, match=r"^evaluate\.py: .*resume\.yaml is damaged: "):
+        evaluate(tmp_path)
+    with pytest.raises(SystemExit, match=r"^evaluate\.py: no episode ended in 3 frames; --max-frames raises"):
+        evaluate(folder, max_frames=3)  # the pole falls after 8 steps at the earliest
+    evaluate(folder, episodes=500, max_frames=1000)
+    assert re.search(r" over [1-9]\d* of 500 episodes \(", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_a_refused_resume_leaves_the_settings_of_its_folder(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(runs["shared_mem"][0], folder)
+    before = (folder / "config.yaml").read_bytes()
+    refused = run(folder, f"resume={folder}", "policy.hidden=[32]", "algorithm.lr=0.5", "total_frames=1280")
+    assert refused.returncode == 1 and "does not fit this run" in refused.stderr
+    assert (folder / "config.yaml").read_bytes() == before
+    done = run(folder, f"resume={folder}", "total_frames=1280")
+    assert done.returncode == 0, done.stderr
+    assert "lr: 0.001" in (folder / "config.yaml").read_text() and summary(folder)["frames"] == 1280
+
+
+@pytest.mark.slow
+def test_runs_of_a_sweep_in_one_folder_are_refused_but_the_first(tmp_path: Path) -> None:
+    options = ["seed=0,1", "total_frames=512", f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=same", "-m"]
+    done = run(tmp_path, *options)
+    assert done.returncode == 1 and "has a run already: continue it by resume=" in done.stderr
+    told = summary(tmp_path / "same")
+    assert (told["seed"], told["status"], told["frames"]) == (0, "finished", 512)
+
+
+@pytest.mark.slow
+def test_other_collectors_and_actions(tmp_path: Path) -> None:
+    sweep = ["collector=single,multi_async", "env=pendulum", f"hydra.sweep.dir={tmp_path}", "-m"]
+    done = run(tmp_path, "total_frames=2048", *sweep)
+    assert done.returncode == 0, done.stderr
+    told = [summary(path.parent) for path in tmp_path.glob("*/summary.json")]
+    assert len(told) == 2
+    assert all(one["weight_sync"]["updates"] >= 4 and one["episodes"] > 0 for one in told)
 
 
 def test_cartpole_is_solved(tmp_path: Path) -> None:
@@ -206,6 +269,56 @@ def test_ctrl_c_stops_it_cleanly(tmp_path: Path, long_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGKILL,)], ids=["twice", "kill"])
+def test_a_run_that_ends_at_once_leaves_no_temporary_folder(
+    tmp_path: Path, short_path: Path, numbers: tuple[signal.Signals]
+) -> None:
+    process = subprocess.Popen(
+        command(tmp_path, "total_frames=100_000_000", "stop_when_solved=false"),
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        env=environment(TMPDIR=str(short_path)),
+    )  # fmt: skip
+    assert process.stdout is not None and any(line.startswith("frames ") for line in process.stdout)
+    for number in numbers:
+        process.send_signal(number)
+    process.communicate(timeout=250)
+    assert process.returncode in (130, -signal.SIGKILL)
+    assert not left_of(process.pid, 30.0) and not list(short_path.iterdir())
+
+
+INTERRUPTING = """
+import os, signal
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_a_run_has_begun_ends_a_sweep_with_a_report_of_the_others(tmp_path: Path) -> None:
+    (tmp_path / "interrupting.py").write_text(INTERRUPTING)
+    sweep = ["total_frames=512", "env.id=CartPole-v1,interrupting:CartPole-v1", f"hydra.sweep.dir={tmp_path}", "-m"]
+    done = run(tmp_path, *sweep, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert (done.returncode, done.stderr) == (130, "")
+    assert [path.parent.name for path in tmp_path.glob("*/summary.json")] == ["0-shared_mem-s0"]
+    assert (tmp_path / "sweep.html").is_file()
+
+
+FAILING = """
+import gymnasium, os, signal
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Failing(CartPoleEnv):
+    steps = 0
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 100:
+            raise ArithmeticError("the pole is gone")
+        return super().step(action)
+
+gymnasium.register("Failing-v0", entry_point=Failing, max_episode_steps=500)
+"""
+
+
+@pytest.mark.slow
 def test_divergence_is_reported_in_one_line(tmp_path: Path) -> None:
     done = run(tmp_path, "algorithm.lr=1e6")
     assert done.returncode == 1
@@ -220,3 +333,105 @@ def test_an_error_in_the_command_line_is_one_line(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (1, "")
     assert line.startswith("train.py: weight_sync=sharedmem: there is no such option; did you mean 'shared_mem'?; ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sweep", [[], ["-m"]], ids=["run", "sweep"])
+def test_a_folder_that_cannot_be_made_is_an_error_in_one_line(tmp_path: Path, sweep: list[str]) -> None:
+    (tmp_path / "file").touch()
+    done = run(tmp_path, f"hydra.run.dir={tmp_path}/file", f"hydra.sweep.dir={tmp_path}/file", *sweep)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("train.py: ") and f"{tmp_path}/file" in line
+
+
+def test_programs_that_a_run_starts_can_import_the_modules_of_its_config_folder(tmp_path: Path) -> None:
+    """Such as the jobs of submitit."""
+    starts = f"import subprocess\nsubprocess.run([{sys.executable!r}, '-c', 'import beside'], check=True)\n"
+    (tmp_path / "my" / "policy").mkdir(parents=True)
+    (tmp_path / "my" / "policy" / "own.yaml").write_text("_target_: own.Network\n")
+    (tmp_path / "my" / "own.py").write_text(f"{starts}class Network: pass\n")
+    (tmp_path / "my" / "beside.py").touch()
+    done = run_program(ROOT / "train.py", "--config-dir", "my", "policy=own", "--help", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def limited(folder: Path, size: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """A run for which the kernel refuses files beyond `size` as it refuses those for which there is no room."""
+    return subprocess.run(
+        ["prlimit", f"--fsize={size}", *command(folder, *overrides)],
+        capture_output=True, text=True, timeout=250, cwd=folder, check=False,
+        env=environment(PYTHONDONTWRITEBYTECODE="1"),  # Python would keep compiled modules that were cut off
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_an_error_in_one_line_that_names_the_file(tmp_path: Path) -> None:
+    often = ["frames_per_batch=32", "total_frames=100_000", "policy.hidden=[8]", "algorithm.epochs=1"]
+    done = limited(tmp_path, 100_000, *often)
+    assert (done.returncode, done.stderr) == (
+        1, f"train.py: {tmp_path}/metrics.jsonl could not be written: File too large\n"
+    )  # fmt: skip
+    assert summary(tmp_path)["status"] == "failed" and (tmp_path / "checkpoint.pt").exists()
+
+
+@pytest.mark.slow
+def test_the_first_file_that_could_not_be_written_is_reported_first(tmp_path: Path) -> None:
+    done = limited(tmp_path, 15_000, "total_frames=512", "collector=single")  # less than a checkpoint, or a picture
+    first, *later = done.stderr.splitlines()
+    assert first.startswith(f"train.py: {tmp_path}/checkpoint.pt could not be written: File too large")
+    assert later == [f"{tmp_path}/learning_curve.png could not be written: File too large"]
+    assert summary(tmp_path)["frames"] == 512
+
+
+def test_the_report_of_a_sweep_has_the_figures_of_the_runs(runs: dict[str, tuple[Path, str]]) -> None:
+    sweep = runs["none"][0].parent
+    page, (_, printed) = (sweep / "sweep.html").read_text(), runs["none"]  # which was the last
+    for folder, _ in runs.values():
+        told = summary(folder)
+        assert f"<td>{told['frames_per_second']:,.0f}</td>" in page
+        assert told["weight_sync"]["scheme"] in printed
+    assert page.count("data:image/png;base64,") == 2
+    assert all((sweep / name).stat().st_size > 10_000 for name in ("sweep_returns.png", "sweep_latency.png"))
+
+
+@pytest.mark.slow
+def test_a_sweep_in_which_a_checkpoint_is_refused_ends_with_a_report_of_the_others(
+    runs: dict[str, tuple[Path, str]], tmp_path: Path
+) -> None:
+    other_model = [f"resume={runs['multiprocess'][0]}", "policy.hidden=[32],[64,64]", "total_frames=1280"]
+    done = run(tmp_path, *other_model, f"hydra.sweep.dir={tmp_path}", "-m")
+    assert done.returncode == 1
+    at_once, which, complaint = done.stderr.splitlines()
+    assert at_once.startswith("ERROR: run 0 (0-multiprocess-s3): ") and "does not fit this run" in at_once
+    assert "policy.hidden=[32]" in which
+    assert complaint.startswith("train.py: ") and "does not fit this run" in complaint
+    assert "1 run " in done.stdout and (tmp_path / "sweep.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_sweep_reports_each_failed_run_in_the_terminal_and_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    sweep = ["env.id=CartPol-v1,failing:Failing-v0", f"hydra.sweep.dir={tmp_path}", "-m"]
+    done = run(tmp_path, *sweep, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert done.returncode == 1
+    for folder, reason in (("0-shared_mem-s0", "env.id=CartPol-v1"), ("1-shared_mem-s0", "ArithmeticError: the pole")):
+        assert f"ERROR: run {folder[0]} ({folder}): " in done.stderr
+        assert reason in done.stderr and reason in (tmp_path / folder / "train.log").read_text()
+    assert "worker " in done.stderr
+    assert summary(tmp_path / folder)["status"] == "failed" and (tmp_path / folder / "checkpoint.pt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", ["CartPole-v1", "CartPole-v1,CartPol-v1"], ids=["well", "with_an_error"])
+def test_a_report_that_cannot_be_written_is_reported_with_the_errors_of_the_runs(tmp_path: Path, env: str) -> None:
+    (tmp_path / "sweep.html").mkdir()
+    done = run(tmp_path, f"env.id={env}", "collector=single", "total_frames=256", f"hydra.sweep.dir={tmp_path}", "-m")
+    complaint = f"no report of the sweep: {tmp_path}/sweep.html could not be written: Is a directory"
+    assert complaint in done.stderr.splitlines() and "Traceback" not in done.stderr
+    assert ("train.py: env.id=CartPol-v1" in done.stderr) == ("," in env) == (done.returncode == 1)
+
+
+def test_a_report_of_an_empty_folder_is_an_error(tmp_path: Path) -> None:
+    main = runpy.run_path(str(ROOT / "scripts" / "report.py"))["main"]
+    with pytest.raises(SystemExit, match=rf"^report\.py: no run has ended in {tmp_path}"):
+        main(tmp_path)

@@ -9,6 +9,7 @@ import torch
 
 from learning import checkpoint
 from learning.checkpoint import CheckpointError
+from learning.reporting.files import FolderError
 
 STATE = {
     "learner": {"policy": {"w": torch.arange(1000.0)}, "frames": 3},
@@ -30,6 +31,13 @@ def test_a_crash_while_saving_leaves_the_older_one(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match="local object"):
         checkpoint.save(tmp_path, {"version": lambda: 2})
     assert checkpoint.load(tmp_path) == {"version": 1}
+
+
+def test_where_nothing_can_be_removed_either_it_says_that_it_could_not_be_written(tmp_path: Path) -> None:
+    """As in a file system that the kernel has made read-only."""
+    (tmp_path / "file").touch()
+    with pytest.raises(FolderError, match="could not be written: Not a directory"):
+        checkpoint.save(tmp_path / "file", STATE)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 100, 0.5, 0.99])

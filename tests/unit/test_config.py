@@ -1,13 +1,16 @@
-"""Every option composes; what cannot be is refused in one line that names the setting."""
+"""Every option composes; what cannot be is refused in one line; the dataclasses say what the classes take."""
 
 import inspect
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -15,19 +18,26 @@ import collectors.config
 import learning.config
 import learning.validation
 import wsync
+from collectors.config import MultiSyncConfig
 from collectors.env_config import EnvConfig, env_factory, sample, solved_at
 from collectors.errors import ConfigError
 from collectors.targets import instantiate_setting
+from learning import CNN, MLP, PPO, RNN
+from learning.config import describe_error
 from learning.options import TrainConfig
-from learning.resuming import with_earlier_overrides
-from wsync.registry import load_backend
+from learning.reporting.files import FolderError
+from learning.reporting.wandb_logger import WandbLogger
+from learning.resuming import SETTINGS, with_earlier_overrides
+from learning.validation import LIMITS
+from wsync.config import config_of
+from wsync.registry import import_string, load_backend
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = ("weight_sync", "collector", "env", "policy", "algorithm", "logger", "chaos", "experiment")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 BACKENDS = sorted(wsync.registered_backends())
+SHARED_MEM = import_string("shared_mem").replace(":", ".")
 SCHEMES = {name: load_backend(name) for name in BACKENDS}
-REQUIRED = {"url": "memory://test", "urls": "http://127.0.0.1:1"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,16 +61,9 @@ def check(config: TrainConfig) -> None:
 
 
 def refusal(*overrides: str) -> str:
-    """What train.py prints."""
-    with pytest.raises((HydraException, OmegaConfBaseException, ConfigError)) as caught:
-        chosen = config(*overrides)
-        check(chosen)
-        scheme = instantiate_setting("weight_sync", chosen.weight_sync)
-        collectors.config.check(chosen.collector, scheme, chosen.num_workers)
-        sample(chosen.env)
-    answer = learning.config.describe_error(caught.value)
-    assert answer is not None
-    return answer
+    with pytest.raises(HydraException) as caught:
+        composed(*overrides)
+    return str(describe_error(caught.value))
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
@@ -72,153 +75,434 @@ def test_every_option_composes(group: str, option: str) -> None:
     collectors.config.check(chosen.collector, instantiate(chosen.weight_sync), chosen.num_workers)
 
 
+def required(name: str) -> dict[str, str]:
+    """Values for the arguments of a scheme that have no default."""
+    parameters = inspect.signature(SCHEMES[name]).parameters.values()
+    values = {"url": "memory://test", "urls": "http://127.0.0.1:1"}
+    return {one.name: values[one.name] for one in parameters if one.default is inspect.Parameter.empty}
+
+
+def overrides(name: str) -> list[str]:
+    return [f"weight_sync={name}", *(f"weight_sync.{key}={value}" for key, value in required(name).items())]
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_registered_backend_is_an_option_with_the_arguments_of_its_scheme(name: str) -> None:
-    parameters = inspect.signature(SCHEMES[name]).parameters.values()
-    required = {one.name: REQUIRED[one.name] for one in parameters if one.default is inspect.Parameter.empty}
-    given = [f"weight_sync.{key}={value}" for key, value in required.items()]
-    chosen = config(f"weight_sync={name}", *given, "timeout=7")
+    chosen = config(*overrides(name), "timeout=7")
     check(chosen)
+    assert chosen.weight_sync.timeout == 7
     scheme = instantiate(chosen.weight_sync)
-    assert type(scheme) is SCHEMES[name] and scheme.timeout == 7
-    for option, bundled in collectors.config.BUNDLED.items():
-        if option in SCHEMES[name].collectors or option == "single":
-            collectors.config.check(bundled, scheme, 1)
-        else:
-            with pytest.raises(ConfigError, match=f"{option}.* cannot carry {type(scheme).__name__}"):
-                collectors.config.check(bundled, scheme, 1)
-    if SCHEMES[name].collectors:
-        assert chosen.collector._target_ == collectors.config.BUNDLED[SCHEMES[name].collectors[0]]._target_
+    assert type(scheme) is SCHEMES[name]
+    given = {field.name for field in fields(chosen.weight_sync)} - {"_target_"}
+    assert given <= set(inspect.signature(SCHEMES[name]).parameters)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_scheme_has_the_same_options_from_its_config_as_from_its_class(name: str) -> None:
+    given = required(name)
+    built = instantiate(config_of(import_string(name).replace(":", "."))(**given))
+    made = SCHEMES[name](**given)
+    for option in inspect.signature(SCHEMES[name]).parameters:
+        of_both = [getattr(scheme, option, None) for scheme in (built, made)]
+        assert str(of_both[0]) == str(of_both[1]), option  # strategies are objects
 
 
 def test_train_py_chooses_in_its_own_file_when_a_send_is_finished() -> None:
-    assert wsync.SharedMemWeightSyncScheme().acknowledge == "installed"
+    by_class, by_config = wsync.SharedMemWeightSyncScheme(), instantiate(config_of(SHARED_MEM)())
+    assert (by_class.acknowledge, by_config.acknowledge) == ("installed", "installed")
     assert instantiate(config("weight_sync=shared_mem").weight_sync).acknowledge == "published"
+    assert OmegaConf.load(CONF / "weight_sync" / "shared_mem.yaml")["acknowledge"] == "published"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_scheme_names_the_collectors_that_can_carry_it(name: str) -> None:
+    scheme, can = SCHEMES[name](**required(name)), SCHEMES[name].collectors
+    for option, bundled in collectors.config.BUNDLED.items():
+        if option in can or option == "single":
+            collectors.config.check(bundled, scheme, 1)
+        else:
+            with pytest.raises(ConfigError, match=f"^collector={option} cannot carry {type(scheme).__name__}: "):
+                collectors.config.check(bundled, scheme, 1)
+    if can:
+        chosen = config(*overrides(name)).collector
+        assert chosen == collectors.config.BUNDLED[can[0]]
+
+
+@pytest.mark.parametrize(
+    "path", [path for group in GROUPS for path in (CONF / group).glob("*.yaml")], ids=lambda p: p.stem
+)
+def test_every_option_stands_on_a_structured_base(path: Path) -> None:
+    if path.parent.name != "experiment":
+        first = str(OmegaConf.load(path)["defaults"][0])
+        assert first.startswith("base_") or path.with_stem(first).is_file()  # another option, which stands on one
+
+
+def test_a_collector_may_be_chosen() -> None:
+    single = config("weight_sync=multiprocess", "collector=single")
+    assert (single.collector._target_, single.num_workers) == ("collectors.Collector", 1)
+    assert config("collector=multi_async").collector._target_ == "collectors.MultiAsyncCollector"
 
 
 def test_settings_at_top_level_reach_the_groups() -> None:
-    assert config("timeout=7").weight_sync.timeout == 7
     assert config("timeout=7", "weight_sync.timeout=5").weight_sync.timeout == 5
-    assert config("weight_sync=multiprocess", "collector=single").num_workers == 1
+    assert config("env.id=MountainCar-v0").env.id == "MountainCar-v0"
 
 
 @pytest.mark.parametrize(
-    ("override", "meant"),
+    ("option", "target", "common"),
     [
-        ("num_worker=3", "num_workers"),
-        ("+num_worker=3", "num_workers"),
-        ("algorithm.lrr=3", "algorithm.lr"),
-        ("weight_snyc=none", "weight_sync"),
-        ("lr=0.1", "algorithm.lr"),
-        ("weight_sync=sharedmem", "shared_mem"),
-        ("env=pong", "atari/pong"),
-        ("env.id=CartPol-v1", "CartPole"),
-        ("weight_sync._target_=wsync.RayWeightSyncSchema", "RayWeightSyncScheme"),
+        ("algorithm/base_ppo", PPO, {}),
+        ("logger/base_wandb", WandbLogger, {}),
+        ("policy/base_mlp", MLP, {"initial_std": 1.0, "shared": False}),
+        ("policy/base_cnn", CNN, {"initial_std": 1.0, "shared": True}),
+        ("policy/base_rnn", RNN, {"initial_std": 1.0, "shared": True}),
     ],
 )
-def test_a_typo_is_answered_with_what_was_meant(override: str, meant: str) -> None:
+def test_a_config_has_the_arguments_of_its_class(option: str, target: Any, common: dict[str, Any]) -> None:
+    """Those that have a default, which is that of the class."""
+    node = OmegaConf.to_container(ConfigStore.instance().load(f"{option}.yaml").node)
+    arguments = {
+        name: p.default for name, p in inspect.signature(target).parameters.items() if p.default is not p.empty
+    }
+    listed = {name: list(default) if isinstance(default, tuple) else default for name, default in arguments.items()}
+    assert get_object(node.pop("_target_")) is target and node == listed | common
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("num_worker=3", "no setting is called 'num_worker'; did you mean 'num_workers'?"),
+        ("algorithm.lrr=3", "no setting is called 'algorithm.lrr'; did you mean 'algorithm.lr'?"),
+        ("weight_snyc=none", "did you mean 'weight_sync'?"),
+        ("collector.num_envs=2", "did you mean 'num_envs'?"),
+        ("lr=0.1", "did you mean 'algorithm.lr'?"),
+        ("weight_sync.host=node", "'weight_sync.host' is a setting of another option of weight_sync"),
+        ("collector.convert=2", "no setting is called 'collector.convert'"),
+        ("num_workers=many", "num_workers=many: Value 'many' of type 'str' could not be converted to Integer"),
+        ("num_workers=1.5", "num_workers=1.5: Value '1.5' of type 'float' could not be converted to Integer"),
+        ("weight_sync.timeout=soon", "weight_sync.timeout=soon: Value 'soon'"),
+        ("policy.hidden=64", "policy.hidden=64: "),
+        (
+            "weight_sync=sharedmem",
+            "there is no such option; did you mean 'shared_mem'?; there are: cuda, distributed, ",
+        ),
+        ("env=pong", "env=pong: there is no such option; did you mean 'atari/pong'?; there are: acrobot, "),
+        ("env.kwargs.gravity=3", "say +env.kwargs.gravity=… to add it"),
+        ("seed=[", "this override cannot be read: "),
+    ],
+)
+def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
     answer = refusal(override)
-    assert override.lstrip("+").partition("=")[0] in answer and meant in answer and "\n" not in answer
+    assert said in answer
+    assert "\n" not in answer and "_convert_" not in answer
+
+
+def test_a_file_that_gives_an_option_where_settings_belong(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nlogger: none\n")
+    with pytest.raises(HydraException) as caught:
+        composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine")
+    answer = str(describe_error(caught.value))
+    assert "experiment/mine" in answer and "\n" not in answer
+
+
+def test_a_setting_that_cannot_have_the_value_it_refers_to_is_named() -> None:
+    with pytest.raises(OmegaConfBaseException) as caught:
+        config("weight_sync=distributed", "timeout=null")
+    answer = str(describe_error(caught.value))
+    assert answer.startswith("collector.timeout: ") and "Incompatible value 'None'" in answer
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("override", "said"),
     [
-        "num_workers=many",
-        "num_workers=1.5",
-        "weight_sync.timeout=soon",
-        "policy.hidden=64",
-        "num_workers=0",
-        "num_envs=-1",
-        "total_frames=0",
-        "timeout=nan",
-        "frames_per_batch=31",
-        "frames_per_batch=15 collector=multi_async",
-        "algorithm.gamma=1.1",
-        "algorithm.epochs=0",
-        "policy.hidden=[64,0]",
-        "env.max_episode_steps=0",
-        "seed=99999999999999999999",
-        "threads=100000",
-        "algorithm.max_grad_norm=-1",
-        "algorithm.lr=inf",
-        "algorithm.entropy_coef=nan",
-        "collector.run_ahead=-1 collector=multi_async",
-        "collector.max_staleness=-1",
-        "collector.port=-1 weight_sync=distributed",
-        "chaos.rate=nan chaos=kill",
-        "collector.cat_results=1",
-        "logger.mode=of-line",
-        "sync_each=minibatch",
-        "staleness=2 sync_each=epoch",
-        "objective=frame",
-        "weight_sync.strategy=foo",
-        "weight_sync._target_=mine.Scheme",
-        "collector=multi_sync weight_sync=ray",
-        "+env.kwargs.gravitas=1",
-        "+env.kwargs.num_envs=3",
+        (
+            "weight_sync.strategy=foo",
+            "weight_sync: SharedMemWeightSyncScheme: strategy is 'tensordict' or 'state_dict', not 'foo'",
+        ),
+        (
+            "weight_sync._target_=mine.Scheme",
+            "weight_sync._target_=mine.Scheme: there is no module 'mine' on sys.path: name its folder by --config-dir, "
+            "or add it to PYTHONPATH",
+        ),
+        (
+            "weight_sync._target_=wsync.RayWeightSyncSchema",
+            "weight_sync._target_=wsync.RayWeightSyncSchema: module 'wsync' has no 'RayWeightSyncSchema'; "
+            "did you mean 'RayWeightSyncScheme'?",
+        ),
     ],
 )
-def test_an_impossible_value_is_refused_in_one_line_that_names_the_setting(overrides: str) -> None:
-    name = overrides.split()[0].lstrip("+").partition("=")[0].removeprefix("weight_sync._").split("kwargs.")[-1]
-    answer = refusal(*overrides.split())
-    assert name.removeprefix("weight_sync.") in answer and "\n" not in answer
+def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        instantiate_setting("weight_sync", config(override).weight_sync)
+    assert str(caught.value) == said
 
 
-def test_infinity_is_possible_where_it_is_a_limit_itself() -> None:
+def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needing.py").write_text(
+        "import wsync\ntry:\n    import absent_package\nexcept ModuleNotFoundError as error:\n"
+        "    raise wsync.missing_extra(error, 'ray') from error\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"absent_package is not installed: pip install '\.\[ray\]'"):
+        instantiate_setting("collector", {"_target_": "needing.Collector"})
+
+
+def test_arguments_from_yaml_are_plain_lists_and_dictionaries() -> None:
+    tuple_, array = {"_target_": "builtins.tuple", "_args_": [[84, 84]]}, {"_target_": "numpy.array", "object": [-1, 1]}
+    given = {"a": [1, {"b": [2]}], "c": {"d": 3}, "shape": tuple_, "low": array}
+    made = instantiate_setting("env", OmegaConf.create({"_target_": "builtins.dict", **given}))
+    assert [type(one) for one in (made["a"], made["a"][1], made["a"][1]["b"], made["c"])] == [list, dict, list, dict]
+    assert made["shape"] == (84, 84) and made["low"].tolist() == [-1, 1]
+
+
+def test_what_cannot_be_made_is_named_by_its_setting() -> None:
+    with pytest.raises(ConfigError, match=r"^callbacks\[1\]: Reporter\(\) takes no arguments$"):
+        instantiate_setting("callbacks[1]", {"_target_": "learning.reporting.Reporter", "path": 3})
+    with pytest.raises(ConfigError, match=r"^algorithm\.part\._target_=learning\.PPOO: .*did you mean .PPO.\?$"):
+        instantiate_setting("algorithm", {"_target_": "learning.PPO", "part": {"_target_": "learning.PPOO"}})
+    with pytest.raises(ConfigError, match=r"^env\.wrappers\[0\]\._target_=collectors\.ActionMsk: .*'ActionMask'"):
+        sample(EnvConfig("CartPole-v1", wrappers=[{"_target_": "collectors.ActionMsk"}]))
+    with pytest.raises(ConfigError, match=r"^env\._target_=mine\.make: there is no module 'mine' on sys\.path"):
+        sample(EnvConfig("mine.make", make={"_target_": "mine.make"}))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("+num_worker=3", "no setting is called 'num_worker'; did you mean 'num_workers'?"),
+        ("++algorithm.lrr=3", "no setting is called 'algorithm.lrr'; did you mean 'algorithm.lr'?"),
+        ("+env.kwarg={x: 3}", "no setting is called 'env.kwarg'; did you mean 'env.kwargs'?"),
+        ("num_workers=0", "it has to be greater than 0"),
+        ("timeout=nan", "it has to be greater than 0"),
+        ("policy.hidden=[64,0]", "it has to be greater than 0"),
+        ("seed=-1", "it has to be greater than or equal to 0"),
+        ("seed=99999999999999999999", "it has to be less than "),
+        ("threads=100000", "it has to be less than or equal to 1024"),
+        ("checkpoint_every=nan", "it has to be greater than or equal to 0"),
+        ("algorithm.gamma=1.1", "it has to be less than or equal to 1"),
+        ("algorithm.lr=inf", "it has to be a finite number"),
+        ("env.solved_at=nan", "it has to be a finite number"),
+        ("weight_sync=distributed collector.port=-1", "it has to be greater than or equal to 0"),
+        ("weight_sync=distributed weight_sync.host=", "at least 1 character"),
+        ("policy.activation=cubic", "it has to be 'tanh', "),
+        ("logger.mode=of-line", "it has to be 'online', 'offline' or 'disabled'"),
+        ("sync_each=minibatch", "it has to be 'update' or 'epoch'"),
+        ("sync_each=epoch staleness=2", "counts updates: it cannot be combined with sync_each=epoch"),
+        ("frames_per_batch=31", "at least one frame of each of 32 environments"),
+        ("collector=multi_async frames_per_batch=15", "at least one frame of each of 16 environments"),
+        ("collector.cat_results=1", "stack, or 0"),
+        ("num_envs=1 collector.cat_results=0", "stack, or 0"),
+        ("objective=frame", "the summary has no 'frame' there; entries: status, "),
+        ("objective=weight_sync.p50", "no 'p50' there; entries: "),
+        ("objective=verdict", "the entry of the summary is not a number, but "),
+    ],
+)
+def test_an_impossible_value_is_refused_by_the_name_of_its_setting(override: str, said: str) -> None:
+    given = override.split(" ") if "{" not in override else [override]
+    with pytest.raises(ConfigError) as caught:
+        check(config(*given))
+    assert said in str(caught.value)
+    assert given[-1].lstrip("+").partition("=")[0] in str(caught.value) or "staleness" in str(caught.value)
+
+
+@pytest.mark.parametrize("collector", [["collector=multi_async"], ["weight_sync=ray", "collector.sync=false"]])
+def test_a_batch_of_one_worker_needs_a_frame_of_each_of_its_environments(collector: list[str]) -> None:
+    check(config("num_workers=4", "num_envs=16", "frames_per_batch=16", *collector))
+
+
+@pytest.mark.parametrize(
+    "asynchronous",
+    [
+        ["collector=multi_async"],
+        *[[f"weight_sync={name}", f"collector={name}_async"] for name in ("distributed", "rpc", "ray")],
+    ],
+)
+def test_how_far_asynchronous_workers_run_ahead_is_a_setting(asynchronous: list[str]) -> None:
+    assert config(*asynchronous).collector.run_ahead in (1, None)
+    chosen = config(*asynchronous, "collector.run_ahead=3")
+    check(chosen)
+    assert instantiate(chosen.collector, _partial_=True).keywords["run_ahead"] == 3
+
+
+@pytest.mark.parametrize(
+    "collector",
+    [
+        ["collector=single", "num_workers=1"],
+        ["collector=multi_sync"],
+        ["collector=multi_async"],
+        *[[f"weight_sync={name}", f"collector={name}"] for name in ("distributed", "rpc", "ray")],
+    ],
+)
+def test_how_stale_a_batch_may_be_is_a_setting_of_every_collector(collector: list[str]) -> None:
+    chosen = config(*collector, "collector.max_staleness=3")
+    check(chosen)
+    assert instantiate(chosen.collector, _partial_=True).keywords["max_staleness"] == 3
+    with pytest.raises(ConfigError, match=r"collector.max_staleness=-1: it has to be"):
+        check(config(*collector, "collector.max_staleness=-1"))
+
+
+def test_a_batch_may_be_joined_along_a_dimension() -> None:
+    for option in ("shared_mem", "distributed"):
+        possible = config("collector.cat_results=0", f"weight_sync={option}")
+        check(possible)
+        assert possible.collector.cat_results == 0
+
+
+def test_the_numbers_that_have_a_limit_are_settings_and_infinity_is_possible_where_it_is_a_limit_itself() -> None:
+    assert {name for name in LIMITS if name not in learning.config.settings()} == set()
     check(config("timeout=inf", "algorithm.max_grad_norm=inf", "algorithm.lr_end_factor=0"))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "collector=single num_workers=1",
-        "collector=multi_async",
-        *(f"weight_sync={name} collector={name}{kind}" for name in ("distributed", "rpc") for kind in ("", "_async")),
-    ],
-)
-def test_how_stale_a_batch_may_be_is_a_setting_of_every_collector(options: str) -> None:
-    asynchronous = ["collector.run_ahead=3"] if "async" in options else []
-    chosen = config(*options.split(), "collector.max_staleness=3", *asynchronous)
-    check(chosen)
-    keywords = instantiate(chosen.collector, _partial_=True).keywords
-    assert keywords["max_staleness"] == 3 and keywords.get("run_ahead") in (3, None)
-    assert ("run_ahead" in keywords) >= bool(asynchronous)
+def test_an_impossible_pair_is_refused() -> None:
+    single, multi_sync = collectors.config.BUNDLED["single"], collectors.config.BUNDLED["multi_sync"]
+    ray = wsync.RayWeightSyncScheme()
+    with pytest.raises(ConfigError, match="cannot carry RayWeightSyncScheme: choose collector=ray, ray_async, single"):
+        collectors.config.check(multi_sync, ray, 2)
+    with pytest.raises(ConfigError, match="cannot carry RayModuleTransformScheme: no collector can"):
+        collectors.config.check(multi_sync, wsync.RayModuleTransformScheme(), 2)
+    with pytest.raises(ConfigError, match="num_workers is 1 there, not 2"):
+        collectors.config.check(single, wsync.NoWeightSyncScheme(), 2)
+    with pytest.raises(ConfigError, match="no scheme: name a subclass of WeightSyncScheme"):
+        collectors.config.check(multi_sync, {}, 2)
+    collectors.config.check(single, ray, 1)
+    collectors.config.check(MultiSyncConfig(_target_="mine.Collector"), ray, 2)  # of another package
+    collectors.config.check({"_target_": "mine.Collector"}, ray, 2)
 
 
-def test_a_file_of_a_user_chooses_an_option_under_defaults(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nlogger: none\n")
-    assert "experiment/mine" in refusal(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine")
+def test_an_environment_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"env\.id=CartPol-v1: "):
+        sample(EnvConfig("CartPol-v1"))
+    with pytest.raises(ConfigError, match="gravitas"):
+        sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
+    with pytest.raises(ConfigError, match=r"env\.wrappers\[0\] has no _target_: name the class of the wrapper"):
+        sample(config("env.wrappers=[{target: gymnasium.wrappers.TimeLimit}]").env)
+
+
+def test_an_atari_game_needs_the_module_that_registers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ale_py.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"env\.id=ALE/Pong-v5: .* imported: env\.id=ale_py:ALE/…$"):
+        sample(EnvConfig("ALE/Pong-v5"))
+
+
+class Unready(CartPoleEnv):
+    def reset(self, **_: Any) -> Any:
+        raise ValueError("the pole is not mounted")
 
 
 def test_an_environment_that_cannot_be_used_is_refused_before_workers_are_started() -> None:
-    for make, wrappers in (("gymnasium.make_vec", []), ("gymnasium.make", ["collectors.ActionMask"])):
-        options = {"_target_": make, "id": "CartPole-v1", **({"num_envs": 2} if "vec" in make else {})}
-        env = EnvConfig("mine", make=options, wrappers=[{"_target_": one} for one in wrappers])
-        with pytest.raises(ConfigError, match="env"):
+    def refused(target: str, *wrappers: str, **arguments: Any) -> ConfigError:
+        env = EnvConfig(
+            "mine", make={"_target_": target, **arguments}, wrappers=[{"_target_": one} for one in wrappers]
+        )
+        with pytest.raises(ConfigError, match=r"^env=mine \(mine\): ") as raised:
             sample(env, "mine")
+        return raised.value
+
+    vector = refused("gymnasium.make_vec", id="CartPole-v1", num_envs=2)
+    assert "is a vector environment: return one environment; num_envs says how many" in str(vector)
+    unready = refused(f"{__name__}.Unready")
+    assert str(unready).endswith("the pole is not mounted") and "in reset: raise ValueError" in unready.__notes__[-1]
+    without_mask = refused("gymnasium.make", "collectors.ActionMask", id="CartPole-v1")
+    assert "has no 'action_mask' in its info" in str(without_mask)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("env", "env.id"), ("num_envs", "num_envs"), ("seed", "seed"), ("max_frames_per_traj", "env.max_episode_steps")],
+)
+def test_what_the_environment_would_not_be_given_is_refused(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"env\.kwargs\.{name} would not .*: say {meant}="):
+        sample(config(f"+env.kwargs.{name}=3").env)
+
+
+@pytest.mark.parametrize("mode", ["async", "vector_entry_point"])
+def test_a_vectorization_that_wrappers_do_not_have_is_refused(mode: str) -> None:
+    wrappers = [{"_target_": "gymnasium.wrappers.TimeAwareObservation"}]
+    for more in ({"wrappers": wrappers}, {"make": {"_target_": "gymnasium.make", "id": "CartPole-v1"}}):
+        sample(EnvConfig("CartPole-v1", kwargs={"vectorization_mode": "sync"}, **more))
+        with pytest.raises(ConfigError, match=f"vectorization_mode={mode}: environments of env.wrappers and env.make"):
+            sample(EnvConfig("CartPole-v1", kwargs={"vectorization_mode": mode}, **more))
 
 
 def test_the_threshold_is_the_configs_else_that_of_the_id() -> None:
     assert solved_at(config().env) == 475
+    assert solved_at(config("env=acrobot").env) == -100
     assert solved_at(config("env=pendulum").env) == -200
+    assert solved_at(config("env.id=Pendulum-v1").env) == -200
     assert solved_at(config("env=pendulum", "env.id=MountainCar-v0").env) == -110
-    assert solved_at(config("env.id=MountainCar-v0", "env.solved_at=30").env) == 30
     unversioned = config("env.id=CartPole").env
-    assert solved_at(unversioned) == 475 and env_factory(unversioned, 2)().batch_size == (2,)
+    assert solved_at(unversioned) == 475 and solved_at(config("env.id=Pendulum").env) == -200
+    assert env_factory(unversioned, 2)().batch_size == (2,)
+    assert solved_at(config("env.id=GymV21Environment-v0").env) is None
+    assert solved_at(config("env.id=MountainCar-v0", "env.solved_at=30").env) == 30
 
 
-def test_arguments_from_yaml_are_plain_lists_and_dictionaries() -> None:
-    given = {"a": [1, {"b": [2]}], "c": {"d": 3}, "shape": {"_target_": "builtins.tuple", "_args_": [[84, 84]]}}
-    made: Any = instantiate_setting("env", OmegaConf.create({"_target_": "builtins.dict", **given}))
-    assert [type(one) for one in (made["a"], made["a"][1], made["a"][1]["b"], made["c"])] == [list, dict, list, dict]
-    assert made["shape"] == (84, 84)
+def test_registering_again_is_harmless_and_another_of_the_same_name_is_refused() -> None:
+    learning.config.register_configs()
+
+    @dataclass
+    class Other:
+        x: int = 0
+
+    with pytest.raises(ValueError, match="another env/base_gym"):
+        collectors.config.store_once("env", "base_gym", Other)
+    assert "base_gym.yaml" in ConfigStore.instance().repo["env"]
 
 
-def test_a_resume_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="resume"):
+def resumed(folder: Path, earlier: list[str], *argv: str, config_folder: str | None = None) -> TrainConfig:
+    """The config of a run that resumes one which was started with the overrides `earlier`."""
+    (folder / SETTINGS).parent.mkdir(exist_ok=True)
+    stored = {"overrides": earlier, "config_folders": [config_folder] if config_folder else []}
+    OmegaConf.save(OmegaConf.create(stored), folder / SETTINGS)
+    return config(*with_earlier_overrides([f"resume={folder}", *argv]))
+
+
+def test_a_resumed_run_has_the_earlier_overrides_and_its_own_win(tmp_path: Path) -> None:
+    earlier = ["weight_sync=multiprocess", "seed=5", "algorithm.lr=0.5", "timeout=9"]
+    same = resumed(tmp_path, earlier)
+    assert (same.seed, same.algorithm.lr, same.weight_sync.timeout, same.resume) == (5, 0.5, 9, str(tmp_path))
+    other = resumed(tmp_path, earlier, "weight_sync=shared_mem", "algorithm.lr=0.1", "timeout=4")
+    assert (other.seed, other.algorithm.lr, other.weight_sync.timeout) == (5, 0.1, 4)
+    assert type(instantiate(other.weight_sync)) is wsync.SharedMemWeightSyncScheme
+
+
+def test_a_group_that_is_chosen_anew_has_none_of_its_earlier_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ray = ["weight_sync=ray", "weight_sync.transport=object_store", "collector.max_staleness=3", "seed=5"]
+    shared = resumed(tmp_path, ray, "weight_sync=multiprocess")
+    assert (shared.collector._target_, shared.seed) == ("collectors.MultiSyncCollector", 5)
+    [warning] = caplog.messages
+    assert warning.endswith(": weight_sync.transport=object_store collector.max_staleness=3")
+    again = resumed(tmp_path, ray, "weight_sync=ray", "seed=6")
+    assert (again.weight_sync.transport, again.collector.max_staleness, again.seed) == ("object_store", 3, 6)
+    assert resumed(tmp_path, ["algorithm.lr=0.01"], "env=acrobot").algorithm.lr == 1e-3
+    assert resumed(tmp_path, ["env.id=MountainCar-v0"], "env=pendulum").env.id == "Pendulum-v1"
+
+
+@pytest.mark.parametrize("deletion", ["~env.kwargs.sutton_barto_reward", "~env.kwargs.sutton_barto_reward=true"])
+def test_a_resumed_run_is_without_what_its_command_line_deletes(tmp_path: Path, deletion: str) -> None:
+    added = ["+env.kwargs.sutton_barto_reward=true", "seed=5"]
+    assert resumed(tmp_path, added).env.kwargs == {"vectorization_mode": "auto", "sutton_barto_reward": True}
+    assert resumed(tmp_path, added, deletion).env.kwargs == {"vectorization_mode": "auto"}
+    deleted = ["~env.kwargs.vectorization_mode"]
+    assert resumed(tmp_path, deleted).env.kwargs == resumed(tmp_path, deleted, *deleted).env.kwargs == {}
+
+
+def test_resuming_a_run_with_a_config_folder_without_the_folder_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"made with a config folder; add it: --config-dir /home/me/my$"):
+        resumed(tmp_path, [], config_folder="/home/me/my")
+    assert with_earlier_overrides(["-cd", f"{tmp_path}", f"resume={tmp_path}"])[:2] == ["-cd", f"{tmp_path}"]
+    (tmp_path / SETTINGS).write_text("overrides: [")
+    with pytest.raises(FolderError, match=r"resume\.yaml is damaged: "):
         with_earlier_overrides([f"resume={tmp_path}"])
-    with pytest.raises(ConfigError, match="resume"):
+
+
+def test_resuming_from_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run is stored there"):
+        with_earlier_overrides([f"resume={tmp_path}"])
+    with pytest.raises(ConfigError, match="not swept over"):
         with_earlier_overrides(["-m", f"resume={tmp_path},{tmp_path / 'other'}"])
     assert with_earlier_overrides(["seed=1", "resume=null"]) == ["seed=1", "resume=null"]

@@ -1,5 +1,6 @@
 """The config of a backend or a network of a user's own: its options, its collector, and errors in it."""
 
+import re
 from copy import deepcopy
 from pathlib import Path
 
@@ -15,10 +16,10 @@ from yaml import YAMLError
 
 import collectors.config
 import learning.config
-import learning.validation
 import wsync
 from collectors.errors import ConfigError
 from collectors.targets import instantiate_setting
+from learning.trained import actor_critic
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
@@ -91,15 +92,16 @@ def test_a_registered_backend_needs_no_yaml_file(folder: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("weight_sync=mine weight_sync.timout=3", "weight_sync.timout"),
-        ("weight_sync=mine weight_sync.timeout=soon", "weight_sync.timeout"),
-        ("weight_sync=mine collector=ray", "FileScheme"),
-        ("weight_sync=slip", "timout"),
-        ("weight_sync=incomplete", "folder"),
-        ("weight_sync=absent", "no_such_module"),
-        ("weight_sync=empty", "weight_sync"),
+        ("weight_sync=mine weight_sync.timout=3", "no setting is called 'weight_sync.timout'; did you mean "),
+        ("weight_sync=mine weight_sync.xyz=3", "no setting is called 'weight_sync.xyz'"),
+        ("weight_sync=mine weight_sync.timeout=soon", "weight_sync.timeout=soon: Value 'soon'"),
+        ("weight_sync=mine collector=ray", "collector=ray cannot carry FileScheme: choose collector=multi_async, "),
+        ("weight_sync=slip", "Key 'timout' not in 'FileSchemeConfig'"),
+        ("weight_sync=incomplete", "missing mandatory value: folder"),
+        ("weight_sync=absent", "weight_sync._target_=no_such_module.FileScheme: there is no module 'no_such_module'"),
+        ("weight_sync=empty", "weight_sync is no scheme: name a subclass of WeightSyncScheme"),
         ("weight_sync=unreadable", "unreadable.yaml"),
-        ("weight_sync=mnie", "mine"),
+        ("weight_sync=mnie", "weight_sync=mnie: there is no such option; did you mean 'mine'?; there are: absent, "),
     ],
 )
 def test_an_error_is_one_line(folder: Path, overrides: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,3 +114,35 @@ def test_an_error_is_one_line(folder: Path, overrides: str, said: str, monkeypat
         collectors.config.check(config.collector, scheme, config.num_workers)
     message = learning.config.describe_error(caught.value)
     assert message is not None and said in message and "\n" not in message
+
+
+NETWORK = """
+from torch import nn
+
+class Wide(nn.Sequential):
+    def __init__(self, spec, width):
+        super().__init__(nn.Linear(spec.shape[0], width))
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("policy.widht=3", "'policy.widht'"),
+        ("+policy.widht=3", "policy=own_network.Wide for env.id=CartPole-v1: .*unexpected keyword argument 'widht'"),
+        ("policy.width=wide", "policy=own_network.Wide for env.id=CartPole-v1: "),
+    ],
+)
+def test_an_error_in_a_setting_of_a_network_of_ones_own_names_its_class(
+    folder: Path, override: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    (folder / "own_network.py").write_text(NETWORK)
+    (folder / "policy").mkdir()
+    (folder / "policy" / "wide.yaml").write_text("_target_: own_network.Wide\nwidth: 8\n")
+    with pytest.raises((HydraException, ConfigError)) as caught:
+        config = OmegaConf.to_object(composed(folder, "policy=wide", override))
+        assert isinstance(config, learning.config.TrainConfig)
+        actor_critic(config.policy, config.env)
+    first = str(learning.config.describe_error(caught.value)).splitlines()[0]
+    assert re.search(said, first)

@@ -8,11 +8,10 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from collectors import MultiSyncCollector
+from collectors import Collector, MultiSyncCollector
 from collectors.envs import GymEnv
 from learning import IMPALA, Policy, make_critic, make_policy
-from learning.delay import WeightDelay
-from learning.loop import Goal, StopRequest, Training
+from learning.loop import Goal, StopRequest, Training, WeightDelay
 from learning.progress import Row
 from learning.reporting import Reporter
 from wsync import SharedMemWeightSyncScheme
@@ -26,6 +25,11 @@ def test_weights_are_handed_on_a_number_of_updates_late() -> None:
         sent.append(None if due is None else due.weight.item())
         assert len(delay) == min(update + 1, 3)
     assert sent == [None, None, None, 0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_without_a_delay_the_policy_itself_is_sent() -> None:
+    delay, model = WeightDelay(), nn.Linear(1, 1)
+    assert delay.exchange(model) is model and len(delay) == 0
 
 
 class Rows(Reporter):
@@ -71,3 +75,30 @@ def test_workers_act_with_the_weights_of_so_many_updates_ago_and_the_rows_tell_i
     assert learner.acted == [max(0, batch - late) for batch in range(6)]
     assert [row.staleness for row in reporter.rows] == [min(batch, late) for batch in range(6)]
     assert [row.version for row in reporter.rows] == [1 + max(0, batch + 1 - late) for batch in range(6)]
+
+
+@pytest.mark.parametrize("then", [3, 2, 1, 0])
+def test_a_resumed_run_keeps_the_delay(then: int, tmp_path: Path) -> None:
+    """It has a delay of 2, and goes on with another one, or the same."""
+    torch.manual_seed(0)
+    env, reporter, versions = GymEnv("CartPole-v1"), Rows(), []
+    for batches, late in ((4, 2), (8, then)):
+        learner, scheme = (
+            Recorded(make_policy(4, env.action_spec), make_critic(4), lr=1e-2),
+            SharedMemWeightSyncScheme(),
+        )
+        delay = WeightDelay(late)
+        training = Training(learner, scheme, Goal(32 * batches), tmp_path, reporters=[reporter], delay=delay)
+        if versions:
+            training.resume(tmp_path)
+            learner.versions = versions
+        with Collector(
+            lambda: GymEnv("CartPole-v1"), delay.acting_policy(learner.policy), frames_per_batch=32,
+            weight_sync_schemes={"policy": scheme},
+        ) as collector:  # fmt: skip
+            collector.load_state_dict({"frames": training.progress.frames, "policy_version": training.progress.version})
+            training.run(collector, StopRequest(), {})
+        versions = learner.versions
+    expected = {3: [2, 2, 3, 4], 2: [2, 3, 4, 5], 1: [2, 4, 5, 6], 0: [4, 5, 6, 7]}[then]
+    assert learner.acted == expected
+    assert [row.staleness for row in reporter.rows[4:]] == [batch - acted for batch, acted in enumerate(expected, 4)]

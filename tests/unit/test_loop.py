@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 import collectors.workers.records
 from collectors.environments.specs import Spec
+from collectors.errors import ConfigError
 from collectors.staleness import Staleness
 from learning import IMPALA, PPO, checkpoint, make_critic, make_policy
 from learning.actor_critic import Diverged, UnusableBatch
 from learning.loop import Goal, StopRequest, Training
 from learning.normalization import ObservationNormalizer, RewardNormalizer
+from learning.progress import Row
 from learning.reporting import Reporter
 from learning.reporting.files import RunFiles
-from wsync import NoWeightSyncScheme, WeightSyncScheme
+from wsync import NoWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
 
 
 class FakeCollector:
@@ -82,7 +84,8 @@ class RecordingReporter(Reporter):
 
 def training(folder: Path, *reporters: Reporter, scheme: type[WeightSyncScheme] = NoWeightSyncScheme) -> Training:
     policy = make_policy(4, Spec(torch.Size([2]), torch.int64, n=2), (8,))
-    return Training(PPO(policy, make_critic(4, (8,))), scheme(), Goal(1000), folder, 0.0, reporters=reporters)
+    learner = PPO(policy, make_critic(4, (8,)))
+    return Training(learner, scheme(), Goal(1000), folder, 0.0, reporters=reporters)
 
 
 def training_with(collector: type[FakeCollector], folder: Path, *reporters: Reporter) -> dict[str, Any]:
@@ -134,11 +137,68 @@ def test_networks_that_have_diverged_do_not_replace_the_last_checkpoint(sync_eac
     assert all(value.isfinite().all() for value in kept["learner"]["policy"].values())
 
 
+class FailingReporter(Reporter):
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def update(self, row: Row) -> None:
+        self._call("update")
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self._call("finish")
+
+    def _call(self, method: str) -> None:
+        if method == self.method:
+            raise KeyError(method)
+
+
+def test_an_error_in_a_callback_ends_the_run_with_its_files(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="update"):
+        training_with(FakeCollector, tmp_path, RunFiles(), FailingReporter("update"))
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    assert checkpoint.load(tmp_path)["progress"]["frames"] == 16
+
+
+def test_an_error_in_the_finish_of_a_callback_does_not_hide_an_earlier_one(tmp_path: Path) -> None:
+    with pytest.raises(Diverged) as caught:
+        training_with(FakeCollector, tmp_path, FailingReporter("finish"))
+    assert caught.value.__notes__ == ["'finish'"]
+
+
 def test_without_weight_sync_workers_are_one_update_more_behind_in_each_batch(tmp_path: Path) -> None:
     with pytest.raises(Diverged):
         training_with(FakeCollector, tmp_path, RunFiles())
     staleness = json.loads((tmp_path / "summary.json").read_text())["staleness"]
     assert (staleness["mean"], staleness["max"]) == (1.0, 2)  # of 0, 1 and 2
+
+
+def test_statistics_are_set_before_the_first_batch_is_learnt_from_and_resumed(tmp_path: Path) -> None:
+    one = training(tmp_path)
+    one.observations = ObservationNormalizer(Spec(torch.Size([4]), torch.float32))
+    seen: list[int] = []
+
+    class Learner(PPO):
+        def update(self, batch: Any) -> dict[str, float]:
+            assert one.observations is not None
+            seen.append(int(one.observations.moments[0].count))
+            return super().update(batch)
+
+    one.learner = Learner(one.learner.policy, one.learner.critic)
+    collector = FakeCollector(one.learner.policy)
+    with pytest.raises(Diverged):
+        one.run(collector, StopRequest(), {})
+    assert seen[:2] == [16, 16] and seen[2] == 32  # afterwards a batch is learnt from as it was acted on
+    one.rewards.moments.count.fill_(7)
+    checkpoint.save(tmp_path, one.state_dict())
+    again = training(tmp_path, scheme=SharedMemWeightSyncScheme)
+    again.resume(tmp_path)
+    assert again.rewards.moments.count.item() == 7
+
+
+def test_a_control_is_not_resumed_with_weights_that_were_learnt(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, training(tmp_path).state_dict())
+    with pytest.raises(ConfigError, match="workers would keep the weights of the checkpoint"):
+        training(tmp_path).resume(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["observation", ("next", "reward")])
@@ -154,21 +214,9 @@ def test_values_that_are_not_finite_change_nothing_and_the_checkpoint_is_written
                     batch[key][0, 3, 0] = torch.inf
                 yield batch
 
-    with pytest.raises(UnusableBatch, match="is not finite"):
+    with pytest.raises(UnusableBatch, match=r"is not finite at \[0, 3\] of the batch"):
         one.run(Collector(one.learner.policy), StopRequest(), {})
     for moments in (one.observations.moments[0], one.rewards.moments):
         assert moments.mean.isfinite().all() and int(moments.count) == 16
     kept = checkpoint.load(tmp_path)
     assert kept["learner"]["frames"] == 16 and all(x.isfinite().all() for x in kept["learner"]["policy"].values())
-
-
-class FailingReporter(Reporter):
-    def update(self, row: Any) -> None:
-        raise KeyError("update")
-
-
-def test_an_error_in_a_callback_ends_the_run_with_its_files(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="update"):
-        training_with(FakeCollector, tmp_path, RunFiles(), FailingReporter())
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
-    assert checkpoint.load(tmp_path)["progress"]["frames"] == 16

@@ -5,7 +5,12 @@ import torch
 from tensordict import TensorDict
 
 from collectors.staleness import Staleness
+from collectors.workers.records import Failures
 from learning.progress import WINDOW, Progress
+from learning.reporting.console import figures
+from learning.summary import return_text, summarise, verdict
+from wsync import SyncMetrics, SyncReport
+from wsync.types import PHASES
 
 
 def batch(returns: torch.Tensor, version: int | torch.Tensor = 1) -> TensorDict:
@@ -39,13 +44,68 @@ def test_solved_takes_a_hundred_episodes() -> None:
     assert not progress.solved(None)
 
 
+def test_solved_is_to_have_been_reached_once_and_a_resumed_run_keeps_that() -> None:
+    progress = Progress()
+    progress.collected(batch(torch.full((WINDOW,), 0.86)), 1)
+    progress.solved_after = progress.frames
+    again = Progress()
+    again.load_state_dict(progress.state_dict())
+    again.collected(batch(torch.full((WINDOW,), 0.8)), 1)
+    for status in ("failed", "finished", "interrupted"):
+        told = summarise(status, again, 0.85, SyncMetrics(""), Failures(), {}, Staleness())
+        assert (told["solved"], told["solved_after_frames"]) == (True, 100)
+        assert told["verdict"].startswith(f"{status.capitalize()} after 200 frames in ")
+        assert "mean return 0.800 over the last 100 episodes; 0.85 counts as solved, first reached after 100" in str(
+            told
+        )
+
+
+@pytest.mark.parametrize(
+    ("value", "solved_at", "text"),
+    [
+        (0.8586, 0.85, "0.859"), (474.96, 475.0, "475.0"), (-0.391, None, "-0.391"), (12.34, None, "12.3"),
+        (-162.1, -200.0, "-162.1"), (1234.5, None, "1,234.5"), (0.0, None, "0.0"), (1e-9, None, "0.000000"),
+        (None, 1.0, "–"), (float("nan"), None, "nan"),
+    ],
+)  # fmt: skip
+def test_returns_have_three_significant_digits(value: float | None, solved_at: float | None, text: str) -> None:
+    assert return_text(value, solved_at) == text
+
+
+def test_masked_frames_do_not_count() -> None:
+    progress = Progress()
+    one = batch(torch.tensor([[NAN, 2.0, NAN]]), torch.tensor([[1, 1, 0]]))
+    progress.collected(one.set("mask", torch.tensor([[True, True, False]])), 1)
+    assert (progress.frames, progress.acted_frames, progress.versions_behind) == (2, 2, 0.0)
+
+
 def test_staleness_is_the_mean_over_frames_in_which_a_policy_acted() -> None:
     progress = Progress()
     progress.collected(batch(torch.full((4,), NAN), torch.tensor([-1, 1, 2, 3])), 3)
-    assert progress.staleness_mean == pytest.approx(1.0)
+    assert progress.versions_behind / progress.acted_frames == pytest.approx(1.0)
     progress.collected(batch(torch.full((3,), NAN), 3), 3)
-    assert progress.staleness_mean == pytest.approx(0.5)
+    assert progress.versions_behind / progress.acted_frames == pytest.approx(0.5)
     assert progress.staleness_max == 2  # 1 when version 3 was the newest; a random action is of no version
+
+
+def report(version: int) -> SyncReport:
+    return SyncReport(version, 1000, version * 1e-3, {**dict.fromkeys(PHASES, 0.0), "pack": 1e-4}, {0: version})
+
+
+def test_a_row_has_the_cost_of_its_own_update() -> None:
+    progress, metrics = Progress(), SyncMetrics("shared_mem")
+    progress.begin()
+    progress.collected(batch(torch.tensor([3.0])), 1)
+    metrics.record(report(1))
+    row = progress.synchronised({"loss": 0.5}, metrics, 1)
+    assert row.weight_sync is not None
+    assert (row.weight_sync.latency_us, row.weight_sync.bytes) == (pytest.approx(1000), 1000)
+    assert row.weight_sync.phases_us == pytest.approx({**dict.fromkeys(PHASES, 0.0), "pack": 100.0})
+    assert progress.synchronised({}, metrics, 1).weight_sync is None  # nothing new was reported
+    metrics.record(report(3))
+    after = progress.synchronised({}, metrics, 3).weight_sync
+    assert after is not None
+    assert (after.p50_us, after.p95_us) == (pytest.approx(1000), pytest.approx(3000))
 
 
 def test_counters_survive_a_checkpoint() -> None:
@@ -59,8 +119,48 @@ def test_counters_survive_a_checkpoint() -> None:
     again = Progress()
     again.load_state_dict(progress.state_dict())
     assert (again.frames, again.episodes, list(again.window)) == (150, 150, list(progress.window))
-    assert again.staleness_mean == 3.0
+    assert again.versions_behind / again.acted_frames == 3.0
     assert again.first_mean == progress.first_mean
     assert 0 < again.seconds <= progress.seconds
     assert again.frames_per_second == pytest.approx(150 / again.seconds)  # of the whole run
     assert again.resumes == 1
+
+
+def test_a_row_has_the_number_of_episodes_in_its_mean() -> None:
+    before, progress = Progress(), Progress()
+    before.collected(batch(torch.arange(150.0)), 1)
+    assert before.synchronised({}, SyncMetrics("none"), 1).episodes_in_mean == WINDOW
+    progress.collected(batch(torch.full((5,), 20.0)), 1)
+    row = progress.synchronised({}, SyncMetrics("none"), 1)
+    assert (row.episodes, row.episodes_in_mean, row.episode_return_mean_100) == (5, 5, 20.0)
+    assert figures(row)["return"] == "20.0 (5 episodes)"
+
+
+def test_the_verdict_on_a_control_names_the_version_that_acted() -> None:
+    progress = Progress()
+    for _ in range(3):
+        progress.collected(batch(torch.full((WINDOW,), 20.0), 0), 0)
+    summary = summarise("finished", progress, 475.0, SyncMetrics("none"), Failures(), {}, Staleness())
+    assert "Finished after 300 frames" in summary["verdict"]
+    assert "475 counts as solved, and was not reached" in summary["verdict"]
+    assert "Nothing reached the workers: version 0 acted in all frames" in summary["verdict"]
+    assert "it did not learn" in summary["verdict"]
+    assert summary["weight_sync"]["latency_us"] == {"p50": None, "p95": None, "p99": None, "max": None}
+
+
+def test_a_resumed_run_that_has_reached_its_goal_advises_how_to_continue() -> None:
+    before, progress = Progress(), Progress()
+    before.collected(batch(torch.full((WINDOW,), 500.0)), 1)
+    progress.load_state_dict(before.state_dict())
+    said = verdict("finished", progress, 475.0)
+    assert said == "Nothing was left to do: finished after 100 frames. Raise total_frames to continue."
+    assert "Set stop_when_solved=false to continue" in verdict("solved", progress, 475.0)
+
+
+def test_a_control_that_is_solved_is_suspicious() -> None:
+    progress = Progress()
+    progress.collected(batch(torch.full((WINDOW,), 500.0), 0), 0)
+    progress.solved_after = progress.frames
+    assert "is storage shared?" in verdict("solved", progress, 475.0)
+    progress.begin(1)
+    assert "Nothing reached" not in verdict("solved", progress, 475.0)

@@ -1,8 +1,9 @@
-"""Generalised advantage estimation."""
+"""Advantages: of a policy from its own experience (GAE), and from the experience of another one (V-trace)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +38,6 @@ def gae(
 
     Returns:
         Advantages, ``[*B, T]``. Adding ``value`` gives the lambda returns, the critic's targets.
-
     """
     future = next_value.masked_fill(terminated, 0.0)  # a product would keep NaN
     delta = torch.add(reward - value, future, alpha=gamma)
@@ -65,12 +65,7 @@ def successor_values(value: Tensor, done: Tensor, ends: Callable[[Tensor], Tenso
 def discounted_sum(delta: Tensor, decay: Tensor) -> Tensor:
     """Return ``A_t = delta_t + decay_t A_{t+1}`` for each t, with ``A`` of zero after the last column.
 
-    Args:
-        delta: ``[*B, T]``, time last.
-        decay: ``[*B, T]``; zero where the sum stops.
-
-    Returns:
-        ``[*B, T]``.
+    All are ``[*B, T]``, time last; `decay` is zero where the sum stops.
     """
     total = torch.zeros_like(delta[..., 0])
     backwards = []
@@ -78,3 +73,53 @@ def discounted_sum(delta: Tensor, decay: Tensor) -> Tensor:
         total = torch.addcmul(delta_t, decay_t, total)
         backwards.append(total)
     return torch.stack(backwards[::-1], dim=-1)
+
+
+class VTrace(NamedTuple):
+    """What `vtrace` returns, ``[*B, T]`` each.
+
+    Attributes:
+        target: ``v_t``, the critic's target.
+        advantage: ``rho_t (r_t + gamma v_{t+1} - V(s_t))``, the weight of ``log pi(a_t | s_t)`` in the policy gradient.
+    """
+
+    target: Tensor
+    advantage: Tensor
+
+
+@torch.no_grad()
+def vtrace(
+    log_ratio: Tensor,
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    done: Tensor,
+    *,
+    gamma: float,
+    lmbda: float = 1.0,
+    clip_rho: float = 1.0,
+    clip_c: float = 1.0,
+) -> VTrace:
+    """Estimate V-trace targets, equation 1 of Espeholt et al. 2018, https://arxiv.org/abs/1802.01561.
+
+    With ``rho_t = min(clip_rho, pi/mu)`` and ``c_t = lmbda min(clip_c, pi/mu)``, where ``pi/mu`` is the ratio of the
+    probabilities of action ``a_t`` under the trained policy and under the one that acted, and
+    ``delta_t = rho_t (r_t + gamma V(s'_t) - V(s_t))``, the target is
+    ``v_t = V(s_t) + delta_t + gamma c_t (v_{t+1} - V(s_{t+1}))``. The policy's advantage is that of section 4.2.
+    If both policies are the same and no clip is below 1, ``v_t - V(s_t)`` is the advantage of :func:`learning.gae`.
+
+    ``V(s'_t)`` is that of `gae`; where an episode is done, and in the last column, it is also used for ``v_{t+1}``. All
+    tensors are ``[*B, T]``, time last: ``log_ratio`` is ``log pi(a_t | s_t) - log mu(a_t | s_t)``, and those with names
+    that `gae` has are the same here. ``clip_rho`` decides which policy the values are of: infinite for the trained one,
+    near 0 for the one that acted. A smaller ``clip_c`` carries less of later errors back, with less variance.
+    """
+    ratio = log_ratio.exp()
+    rho = ratio.clamp_max(clip_rho)
+    future = next_value.masked_fill(terminated, 0.0)  # a product would keep NaN
+    delta = rho * (reward + gamma * future - value)
+    decay = done.logical_not() * ratio.clamp_max(clip_c) * (gamma * lmbda)
+    target = value + discounted_sum(delta, decay)
+    following = torch.cat([target[..., 1:], future[..., -1:]], -1)
+    advantage = rho * (reward + gamma * torch.where(done, future, following) - value)
+    return VTrace(target, advantage)
