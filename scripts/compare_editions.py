@@ -1,0 +1,164 @@
+"""Measure two checkouts of this repository against each other: one script for both, in alternation.
+
+    python scripts/compare_editions.py OLD_CHECKOUT                         # against this one: 5 runs, 15 minutes
+    python scripts/compare_editions.py OLD_CHECKOUT NEW_CHECKOUT --runs 3 --cells "shared_mem.*64 KiB"
+
+A cell is ``send(model)`` of a standalone scheme by backend and payload, a collector's ``update_policy_weights_()`` of
+18 KiB, or what the gate adds to a forward. The cells of one backend are measured in a fresh process in the checkout,
+the checkouts in turn. A cell's figure is the median of its calls in a run, and then that of the runs. Workers check all
+values that they see. The exit status is 1 if a cell could not be measured, or new/old is above ``--limit`` in one.
+
+What is measured is in ``harness/editions.py`` of the checkout of this script.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from contextlib import suppress
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve()
+BUILD = "python -c 'import setuptools; setuptools.setup()' build_ext --inplace"
+TIMEOUT = 180.0  # seconds for the cells of one process
+Times = dict[str, list[float]]
+
+
+def measure_here(group: str, cells: list[str]) -> None:
+    """Measure cells of a group in this process, and print them as JSON in the last line."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["rich.table", "typer", "harness.editions"])
+    forkserver.ensure_running()  # imports while this process imports
+    from harness import editions
+
+    found = editions.measure(group, cells)
+    where = str(Path(editions.wsync.__file__).parents[1])
+    assert where == os.getcwd(), f"wsync was imported from {where}"
+    print(json.dumps(found))
+
+
+def measure_in(checkout: Path, group: str, cells: list[str]) -> dict[str, float]:
+    """Measure cells of a group in a fresh process in ``checkout``; return µs by cell.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it has printed.
+    """
+    command = [sys.executable, str(HERE), str(checkout), "--measure", json.dumps([group, cells])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), str(HERE.parent)])}
+    with subprocess.Popen(
+        command, cwd=checkout, env=environment, stdout=-1, stderr=-1, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"no answer within {TIMEOUT:g} s") from error
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its workers, if it has left any
+    if process.returncode:
+        raise RuntimeError("\n".join(errors.splitlines()[-15:]))
+    return json.loads(output.splitlines()[-1])
+
+
+def compare(
+    checkouts: list[Path], groups: dict[str, list[str]], runs: int, console: Console
+) -> tuple[list[Times], list[str]]:
+    """Return the times of each checkout by cell, and descriptions of what failed.
+
+    A group that has failed in a checkout is not measured again.
+    """
+    times, failed = [defaultdict[str, list[float]](list) for _ in checkouts], dict[str, str]()
+    for run in range(runs):
+        began = time.monotonic()
+        for group, cells in groups.items():
+            order = list(zip(checkouts, times, strict=True))
+            for checkout, into in order if run % 2 == 0 else reversed(order):
+                if group in failed:
+                    continue
+                try:
+                    for cell, time_us in measure_in(checkout, group, cells).items():
+                        into[cell].append(time_us)
+                except RuntimeError as error:
+                    failed[group] = f"{group}, in {checkout}:\n{error}"
+                    console.print(f"failed: {group}", highlight=False)
+        console.print(f"run {run + 1} of {runs}: {time.monotonic() - began:.0f} s", highlight=False)
+    return [dict(one) for one in times], list(failed.values())
+
+
+def table_of(old: Times, new: Times, limit: float) -> tuple[Table, dict[str, float]]:
+    """Return the table, and new/old by cell."""
+    table, ratios = Table("cell", title="p50, median of the runs"), dict[str, float]()
+    for heading in ("old µs", "new µs", "new / old"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for cell in (one for one in old if one in new):
+        before, after = statistics.median(old[cell]), statistics.median(new[cell])
+        ratios[cell] = after / before
+        mark = " !" if ratios[cell] > limit else ""
+        table.add_row(cell, f"{before:,.1f}", f"{after:,.1f}", f"{ratios[cell]:.2f}{mark}")
+    return table, ratios
+
+
+def check(checkout: Path) -> Path:
+    """Return the path of a checkout that can be measured.
+
+    Raises:
+        typer.BadParameter: it is none, or its extension is missing.
+    """
+    if not (checkout / "wsync" / "__init__.py").exists():
+        raise typer.BadParameter(f"{checkout} is no checkout of this repository")
+    if not any((checkout / "wsync").glob("*.so")):
+        raise typer.BadParameter(f"{checkout}/wsync has no compiled extension. There, run: {BUILD}")
+    return checkout.resolve()
+
+
+def main(
+    old: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A checkout.")],
+    new: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Another.")] = HERE.parents[1],
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each cell in each checkout.")] = 5,
+    cells: Annotated[str, typer.Option(help="A regular expression: of the cells to measure.")] = "",
+    limit: Annotated[float, typer.Option(help="Of new/old.")] = 1.25,
+    measure: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Measure OLD and NEW in alternation; fail if NEW is slower than the limit."""
+    if measure:
+        measure_here(*json.loads(measure))
+        return
+    from harness.editions import CELLS  # imports torch, which a process that measures is to import beside its workers
+
+    groups = {group: [one for one in found if re.search(cells, one)] for group, found in CELLS.items()}
+    groups = {group: found for group, found in groups.items() if found}
+    if not groups:
+        raise typer.BadParameter(
+            f"no cell matches {cells!r}: {', '.join(one for found in CELLS.values() for one in found)}"
+        )
+    console = Console(width=100)
+    (before, after), failed = compare([check(old), check(new)], groups, runs, console)
+    table, ratios = table_of(before, after, limit)
+    console.print(table)
+    for line in failed:
+        console.print(line, style="red", highlight=False, markup=False)
+    if ratios:
+        worst = max(ratios, key=ratios.__getitem__)
+        middle = statistics.median(ratios.values())
+        console.print(
+            f"worst {ratios[worst]:.2f} ({worst}), median {middle:.2f}, {len(failed)} failed", highlight=False
+        )
+    if failed or max(ratios.values()) > limit:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
