@@ -31,8 +31,9 @@ import wsync
 WORKERS = 2
 PAYLOADS = {"64 KiB": (2**16, 4, 200), "1 MiB": (2**20, 20, 100), "64 MiB": (2**26, 100, 15)}
 """By name: bytes, tensors, and the number of calls."""
-SECONDS, MINIMUM = 1.5, 5  # after so many seconds there is no further call, if there were so many
+SECONDS, MINIMUM = 1.0, 5  # after so many seconds there is no further call, if there were so many
 WARM = 5  # first calls, which do not count
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a store there: a disk would differ from call to call
 GLOO = {"shared_memory": False, "inline_bytes": 0}
 SENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared_mem, published": ("shared_mem", {"acknowledge": "published"}),
@@ -60,12 +61,21 @@ CELLS: dict[str, list[str]] = {
     **{f"update {name}": [f"update {name}, 18 KiB"] for name in COLLECTORS},
     "gate": ["a forward: gated less ungated"],
 }
-"""The cells of a group, which are measured in one process."""
+"""By subject: its cells."""
+PROCESSES = (
+    ("send shared_mem, published", "send shared_mem, installed", "update shared_mem", "gate"),
+    ("send multiprocess", "update multiprocess", "send store", "send http"),
+    ("send distributed", "send distributed, gloo", "update distributed"),
+    ("send rpc",),
+    ("update rpc",),  # in a group of its own: torch has one for each process
+    ("send ray", "update ray"),
+)
+"""The subjects that are measured in one process, because most of the time is that of starting it."""
 
 
-def measure(group: str, cells: list[str]) -> dict[str, float]:
-    """Return the time in µs of each of ``cells`` of a group."""
-    kind, _, name = group.partition(" ")
+def measure(subject: str, cells: list[str]) -> dict[str, float]:
+    """Return the time in µs of each of ``cells``, which are of one subject."""
+    kind, _, name = subject.partition(" ")
     if kind == "send":
         return dict(zip(cells, measure_sends(name, [cell.rpartition(", ")[2] for cell in cells]), strict=True))
     return {cells[0]: measure_update(name) if kind == "update" else measure_gate()}
@@ -141,7 +151,7 @@ def measure_sends(name: str, payloads: list[str]) -> Iterator[float]:
     """Yield the time of ``scheme.send(model)`` with each payload."""
     backend, options = SENDS[name]
     workers = Actors() if backend == "ray" else Processes(backend)
-    with contextlib.closing(workers), tempfile.TemporaryDirectory() as folder:
+    with contextlib.closing(workers), tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         for payload in payloads:
             size, tensors, calls = PAYLOADS[payload]
             model = Network(size, tensors)
