@@ -307,7 +307,10 @@ def join_rpc(name: str, rank: int, port: int) -> None:
 class Actor:
     """A Ray actor with a model, which the scheme's sender connects."""
 
-    def __init__(self, size: int, tensors: int) -> None:
+    policy: nn.Module
+
+    def prepare(self, size: int, tensors: int) -> None:
+        """Make the model."""
         torch.set_num_threads(1)
         self.policy = Network(size, tensors)
 
@@ -324,12 +327,12 @@ class Actors:
 
         ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False, logging_level="error")
         self._ray: Any = ray
-        self._actors = list[Any]()
+        make = ray.remote(Actor).options(num_cpus=0)  # pyright: ignore[reportAttributeAccessIssue]
+        self._actors: Any = [make.remote() for _ in range(WORKERS)]
 
     def connect(self, options: dict[str, Any], model: nn.Module, size: int, tensors: int) -> wsync.WeightSyncScheme:
-        """Return a scheme that has models of this size in new actors."""
-        make = self._ray.remote(Actor).options(num_cpus=0)
-        self._actors = [make.remote(size, tensors) for _ in range(WORKERS)]
+        """Return a scheme that has models of this size in all actors."""
+        self._ray.get([actor.prepare.remote(size, tensors) for actor in self._actors])
         scheme = wsync.RayWeightSyncScheme(**options)
         scheme.init_on_sender("policy", model=model, actors=self._actors)
         scheme.connect()
@@ -340,9 +343,7 @@ class Actors:
         return self._ray.get([actor.look.remote() for actor in self._actors])
 
     def leave(self) -> None:
-        """End the actors."""
-        for actor in self._actors:
-            self._ray.kill(actor)
+        """Leave it to the scheme's end."""
 
     def close(self) -> None:
         """End the cluster."""
