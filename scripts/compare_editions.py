@@ -8,7 +8,7 @@ A cell is ``send(model)`` of a standalone scheme by backend and payload, a colle
 the checkouts in turn. A cell's figure is the median of its calls in a run, and then that of the runs. Workers check all
 values that they see. The exit status is 1 if a cell could not be measured, or new/old is above ``--limit`` in one.
 
-What is measured is in ``harness/editions.py`` of the checkout of this script.
+The measuring code is ``harness/sides.py`` beside this script; it uses only public names, which both checkouts have.
 """
 
 from __future__ import annotations
@@ -37,20 +37,84 @@ from rich.table import Table
 HERE = Path(__file__).resolve()
 BUILD = "python -c 'import setuptools; setuptools.setup()' build_ext --inplace"
 TIMEOUT = 180.0  # seconds for the cells of one process
+PAYLOADS = {"64 KiB": (0.0625, 4, 200), "1 MiB": (1.0, 20, 100), "64 MiB": (64.0, 100, 15)}
+"""By name: MiB, tensors, and the number of calls."""
+SECONDS = 1.0  # for the calls of a cell
+GLOO = {"shared_memory": False, "inline_bytes": 0}
+SENDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "shared_mem, published": ("shared_mem", {"acknowledge": "published"}),
+    "shared_mem, installed": ("shared_mem", {"acknowledge": "installed"}),
+    "distributed, gloo": ("distributed", GLOO),
+    **{name: (name, {}) for name in ("multiprocess", "store", "http", "distributed", "rpc", "ray")},
+}
+"""By name: the backend, and the options of its scheme."""
+PROCESSES = (
+    ("send shared_mem, published", "send shared_mem, installed", "update shared_mem", "gate"),
+    ("send multiprocess", "update multiprocess", "send store", "send http"),
+    ("send distributed", "send distributed, gloo", "update distributed"),
+    ("send rpc",),
+    ("update rpc",),  # torch has one RPC group for each process
+    ("send ray", "update ray"),
+)
+"""The subjects that are measured in one process: most of the time is that of starting it."""
 Times = dict[str, list[float]]
+
+
+def cells_of(subject: str) -> list[str]:
+    """Return the names of a subject's cells."""
+    if subject == "gate":
+        return ["gate: what it adds to a forward"]
+    sizes = list(PAYLOADS) if subject.startswith("send") else ["18 KiB"]
+    return [f"{subject}, {size}" for size in sizes]
+
+
+def measure(subject: str, cells: list[str]) -> dict[str, float]:
+    """Return the time in µs of each of ``cells``, which are of one subject.
+
+    Raises:
+        RuntimeError: a worker saw other weights than those of the update.
+    """
+    from harness.sides import Case, collecting, standalone, workers_of
+
+    kind, _, name = subject.partition(" ")
+    if kind == "update":
+        with collecting(Case("update", name, 0.018, 6)) as side:
+            return {cells[0]: p50(side, 100)}
+    backend, options = SENDS.get(name, ("shared_mem", {}))
+    found = dict[str, float]()
+    with workers_of(backend, 2) as workers:
+        for cell in cells:
+            mib, tensors, calls = PAYLOADS.get(cell.rpartition(", ")[2], PAYLOADS["64 KiB"])
+            with standalone(Case("send", backend, mib, tensors, 2, options), workers) as side:
+                found[cell] = statistics.median(workers.ask("gate")) * 1e6 if kind == "gate" else p50(side, calls)
+    return found
+
+
+def p50(side: Any, calls: int) -> float:
+    """Return the median µs of up to ``calls`` calls, and at least five.
+
+    Raises:
+        RuntimeError: a worker saw other weights.
+    """
+    rounds = [*side.rounds(5, 600.0), *side.rounds(calls - 5, SECONDS)]
+    if wrong := [one.wrong for one in rounds if one.wrong]:
+        raise RuntimeError(wrong[0])
+    return statistics.median(one.seconds for one in rounds) * 1e6
 
 
 def measure_here(cells: dict[str, list[str]]) -> None:
     """Measure the cells of some subjects in this process; print ``[subject, µs by cell or the error]`` of each."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["rich.table", "typer", "harness.editions"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["rich.table", "typer", "harness.sides", "collectors"]
+    )
     forkserver.ensure_running()  # imports while this process imports
-    from harness import editions
+    import wsync
 
-    where = str(Path(editions.wsync.__file__).parents[1])
+    where = str(Path(wsync.__file__).parents[1])
     assert where == os.getcwd(), f"wsync was imported from {where}"
     for subject, names in cells.items():
         try:
-            found: Any = editions.measure(subject, names)
+            found: Any = measure(subject, names)
         except Exception:  # noqa: BLE001  the report is the parent's
             found = traceback.format_exc()
         print(json.dumps([subject, found]), flush=True)
@@ -78,8 +142,6 @@ def compare(checkouts: list[Path], cells: dict[str, list[str]], runs: int, conso
 
     A subject that has failed in a checkout is not measured again.
     """
-    from harness.editions import PROCESSES  # imports torch: not in a process that measures, before its workers' server
-
     todo, times = dict(cells), [defaultdict[str, list[float]](list) for _ in checkouts]
     for run in range(runs):
         began = time.monotonic()
@@ -136,13 +198,13 @@ def main(
     if measure:
         measure_here(json.loads(measure))
         return
-    from harness.editions import CELLS
-
-    chosen = {subject: [one for one in found if re.search(cells, one)] for subject, found in CELLS.items()}
-    chosen = {subject: found for subject, found in chosen.items() if found}
+    known = {subject: cells_of(subject) for subjects in PROCESSES for subject in subjects}
+    chosen = {subject: [one for one in names if re.search(cells, one)] for subject, names in known.items()}
+    chosen = {subject: names for subject, names in chosen.items() if names}
     if not chosen:
-        names = ", ".join(one for found in CELLS.values() for one in found)
-        raise typer.BadParameter(f"no cell matches {cells!r}: {names}")
+        raise typer.BadParameter(
+            f"no cell matches {cells!r}: {', '.join(name for names in known.values() for name in names)}"
+        )
     console = Console(width=100)
     (before, after), failed = compare([check(old), check(new)], chosen, runs, console)
     table, ratios = table_of(before, after, limit)

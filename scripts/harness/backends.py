@@ -11,23 +11,27 @@ from typing import Any
 import typer
 
 import wsync
-from collectors.config import BUNDLED
-from wsync import registered_backends
 
-_OTHERS = ("none", "ray_module_transform", "store", "http", "cuda")
-BACKENDS = tuple(name for name in registered_backends() if name not in _OTHERS)
-"""Backends that send a policy's weights to workers that connect."""
+COLLECTORS = {
+    "shared_mem": "collectors:MultiCollector",
+    "multiprocess": "collectors:MultiCollector",
+    "distributed": "collectors.distributed:DistributedCollector",
+    "rpc": "collectors.distributed:RPCCollector",
+    "ray": "collectors.distributed:RayCollector",
+}
+"""By backend: the collector with workers that it can update."""
+BACKENDS = tuple(COLLECTORS)
 
 
-def scheme_class(backend: str) -> type[wsync.WeightSyncScheme]:
-    """Import the scheme class of ``backend``."""
-    module, name = registered_backends()[backend].split(":")
+def imported(place: str) -> Any:
+    """Import ``"module:name"``."""
+    module, name = place.split(":")
     return getattr(import_module(module), name)
 
 
 def takes(backend: str, option: str) -> bool:
     """Whether the scheme of ``backend`` has the constructor argument ``option``."""
-    return option in inspect.signature(scheme_class(backend)).parameters
+    return option in inspect.signature(imported(wsync.registered_backends()[backend])).parameters
 
 
 def needs_cluster(backend: str) -> bool:
@@ -51,9 +55,7 @@ def variants() -> dict[str, Callable[[], wsync.WeightSyncScheme]]:
 
 def collector_class(backend: str, sync: bool = True) -> Callable[..., Any]:
     """Return the collector with workers that supports ``backend``, with ``sync`` set."""
-    module, _, name = BUNDLED[scheme_class(backend).collectors[0]]._target_.rpartition(".")
-    name = name.replace("MultiSync", "Multi")  # which takes ``sync``
-    return partial(getattr(import_module(module), name), sync=sync)
+    return partial(imported(COLLECTORS[backend]), sync=sync)
 
 
 def check(chosen: Collection[str], known: Collection[str]) -> None:

@@ -1,6 +1,6 @@
 """PPO of Stable-Baselines3, or RecurrentPPO of sb3-contrib, with the settings of a run of train.py: one JSON line.
 
-    python scripts/bench/sb3.py '{"env": {...}, "algorithm": {...}, ...}'
+    python scripts/harness/sb3.py '{"env": {...}, "algorithm": {...}, ...}'
 
 A process of its own, which ``bench_returns.py`` and ``bench_train.py`` start with settings as train.py has them. The
 environments, with their wrappers, and the settings of PPO are as given; the networks are those of ``MlpPolicy`` and
