@@ -29,16 +29,13 @@ _ENOUGH = 10  # mixed forwards after which the control ends
 
 @dataclass
 class Tally:
-    """Counts of what workers have seen.
+    """Counts of what workers have seen: forwards, and different versions, summed over workers.
 
     Attributes:
-        forwards: number of forwards.
-        versions: number of different versions, summed over workers.
         mixed: forwards with weights of several versions.
         backwards: forwards with an older version than the forward before, in the same worker.
         stale: forwards with an older version than one for which ``send`` had returned before.
         updates: number of sends.
-        seconds: duration.
         example: description of the first forward that broke a promise.
         latest: by worker, the newest version that it has seen.
     """
