@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from importlib import metadata
@@ -152,7 +151,10 @@ def run(benchmark: Benchmark, console: Console) -> tuple[str, bool]:
         if benchmark.picture:
             command.append(f"hydra.run.dir={folder}")
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        image = keep_picture(benchmark, Path(folder))
+        image, picture = "", Path(folder, benchmark.picture)
+        if picture.is_file():
+            shutil.copy(picture, PAGE.parent / "images" / f"{benchmark.name}.png")
+            image = f"![{benchmark.title}](images/{benchmark.name}.png)"
     seconds = time.monotonic() - began
     console.print(f"{seconds:.0f} s" if done.returncode == 0 else f"[red]exit status {done.returncode}[/]")
     lines = [line.rstrip() for line in _COLOURS.sub("", done.stdout).splitlines() if not _PROGRESS.match(line)]
@@ -164,27 +166,12 @@ def run(benchmark: Benchmark, console: Console) -> tuple[str, bool]:
     return "\n\n".join(filter(None, parts)), done.returncode == 0
 
 
-def keep_picture(benchmark: Benchmark, folder: Path) -> str:
-    """Copy the picture in ``folder`` to the page's; return the line that shows it, empty if there is none."""
-    if not benchmark.picture or not (folder / benchmark.picture).exists():
-        return ""
-    shutil.copy(folder / benchmark.picture, PAGE.parent / "images" / f"{benchmark.name}.png")
-    return f"![{benchmark.title}](images/{benchmark.name}.png)"
-
-
 def machine() -> str:
-    """Return what the figures depend on: cores, caches and versions, in a sentence."""
-    found = {}
-    for package in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    versions = ", ".join(f"{package} {version}" for package, version in found.items())
-    size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-    cache = f", {size.read_text().strip()} of L3 cache" if size.exists() else ""
-    return (
-        f"{date.today():%Y-%m-%d}, {os.cpu_count()} cores ({platform.machine()}{cache}), Linux "
-        f"{platform.release().split('-')[0]}, Python {platform.python_version()}, {versions}."
-    )
+    """Return what the figures depend on: cores and versions, in a sentence."""
+    installed = {one.name: one.version for one in metadata.distributions()}
+    versions = ", ".join(f"{package} {installed[package]}" for package in PACKAGES if package in installed)
+    system = f"Linux {platform.release().split('-')[0]}, Python {platform.python_version()}"
+    return f"{date.today():%Y-%m-%d}, {os.cpu_count()} cores ({platform.machine()}), {system}, {versions}."
 
 
 def main(

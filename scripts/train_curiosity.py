@@ -25,6 +25,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import typer
+from harness.backends import ray_cluster
 from harness.console import progress_bar
 from torch import Tensor, nn
 
@@ -100,8 +101,9 @@ class Curiosity(nn.Module):
             optimizer.step()
 
 
-Workers = tuple[MultiCollector, Callable[[], object]]
-"""A collector, and the function that updates its workers."""
+Schemes = dict[str, wsync.WeightSyncScheme]
+Workers = tuple[MultiCollector, Schemes, Callable[[], object]]
+"""A collector, the schemes by name, and the function that updates the workers."""
 
 
 @contextmanager
@@ -109,30 +111,29 @@ def local_workers(policy: nn.Module, curiosity: Curiosity, num_envs: int, **opti
     """Give each worker a copy of both models; an update switches both at once."""
     make_env = partial(GymEnv, mountain_car, num_envs, transforms=[ModuleTransform(curiosity, **KEYS)])
     names = {"policy": policy, "env.transform[0].module": curiosity}
-    schemes: dict[str, wsync.WeightSyncScheme] = {name: wsync.SharedMemWeightSyncScheme() for name in names}
+    schemes: Schemes = {name: wsync.SharedMemWeightSyncScheme() for name in names}
     with MultiSyncCollector([make_env] * 2, policy, weight_sync_schemes=schemes, **options) as collector:
-        yield collector, lambda: collector.update_policy_weights_(weights_dict=names)
+        yield collector, schemes, lambda: collector.update_policy_weights_(weights_dict=names)
 
 
 @contextmanager
 def ray_workers(policy: nn.Module, curiosity: Curiosity, num_envs: int, **options: Any) -> Iterator[Workers]:
     """Give each worker a copy of the policy; the curiosity is in one Ray actor."""
-    import ray  # which is slow to import
+    from collectors import RayModuleTransform  # Ray is slow to import
 
-    from collectors import RayModuleTransform
+    schemes: Schemes = {"policy": wsync.SharedMemWeightSyncScheme()}
+    own = wsync.RayModuleTransformScheme()
+    with ray_cluster(), RayModuleTransform(partial(Curiosity, curiosity.scale), **KEYS) as transform, own:
+        own.init_on_sender("module", context=transform, model=curiosity)
+        own.connect()
+        make_env = partial(GymEnv, mountain_car, num_envs, transforms=[transform])
+        with MultiSyncCollector([make_env] * 2, policy, weight_sync_schemes=schemes, **options) as collector:
 
-    schemes: dict[str, wsync.WeightSyncScheme] = {"policy": wsync.SharedMemWeightSyncScheme()}
-    ray.init(include_dashboard=False, log_to_driver=False)
-    try:
-        with RayModuleTransform(partial(Curiosity, curiosity.scale), **KEYS) as transform:
-            own = wsync.RayModuleTransformScheme()
-            own.init_on_sender("module", context=transform, model=curiosity)
-            own.connect()
-            make_env = partial(GymEnv, mountain_car, num_envs, transforms=[transform])
-            with own, MultiSyncCollector([make_env] * 2, policy, weight_sync_schemes=schemes, **options) as collector:
-                yield collector, lambda: (collector.update_policy_weights_(policy), own.send())
-    finally:
-        ray.shutdown()
+            def send() -> None:
+                collector.update_policy_weights_(policy)
+                own.send()
+
+            yield collector, {**schemes, "curiosity": own}, send
 
 
 def main(
@@ -153,8 +154,9 @@ def main(
     curiosity.observe(space.rollout(2000).get("observation"))  # how large an error is, to begin with
 
     workers_for = local_workers if transform is Where.local else ray_workers
-    goals, first, bonus, done, began = deque[float](maxlen=100), 0.0, 0.0, 0, time.monotonic()
-    with workers_for(policy, curiosity, num_envs, frames_per_batch=batch) as (collector, send), progress_bar() as bar:
+    goals, first, bonus, reached, done, began = deque[float](maxlen=100), 0.0, 0.0, 0.0, 0, time.monotonic()
+    with workers_for(policy, curiosity, num_envs, frames_per_batch=batch) as workers, progress_bar() as bar:
+        collector, schemes, send = workers
         task = bar.add_task("", total=frames)
         collector.set_seed(seed)
         while done < frames:
@@ -171,11 +173,11 @@ def main(
             send()
             reached = statistics.mean(goals) if goals else 0.0
             bar.update(task, completed=done, description=f"goals {reached:.2f}  bonus {bonus:.4f}")
-    seconds = time.monotonic() - began
-    print(f"transform {transform}: {done:,} frames in {seconds:.0f} s")
-    print(
-        f"of the last {len(goals)} episodes {reached:.0%} reached the goal; mean bonus of a batch {first:.4f} to {bonus:.4f}"
-    )
+        print(f"transform {transform}: {done:,} frames in {time.monotonic() - began:.0f} s")
+        print(f"the goal was reached in {reached:.0%} of the last {len(goals)} episodes")
+        print(f"mean bonus of a batch: {first:.4f} at the start, {bonus:.4f} at the end")
+        versions = [one.version for one in schemes.values()]
+        print(f"policy: version {versions[0]}, curiosity: version {versions[1]}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -66,3 +68,16 @@ def check(chosen: Collection[str], known: Collection[str]) -> None:
     """
     if unknown := [name for name in chosen if name not in known]:
         raise typer.BadParameter(f"unknown backend {', '.join(unknown)}: choose from {', '.join(known)}")
+
+
+@contextmanager
+def ray_cluster() -> Iterator[None]:
+    """Start a Ray cluster of this process alone, on the loopback interface."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init("local", include_dashboard=False, logging_level="error", _node_ip_address="127.0.0.1")
+    try:
+        yield
+    finally:
+        ray.shutdown()

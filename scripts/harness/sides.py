@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed import rpc
 
 import wsync
-from harness.backends import collector_class
+from harness.backends import collector_class, ray_cluster
 from harness.models import RevealingModel, cartpole_policy, fill
 from harness.processes import WorkerPipes, worker_processes
 
@@ -133,12 +133,9 @@ def workers_of(backend: str, count: int) -> Iterator[Any]:
     if backend == "ray":
         import ray
 
-        ray.init(num_cpus=count, include_dashboard=False, log_to_driver=False, logging_level="error")
-        try:
+        with ray_cluster():
             remote: Any = ray.remote(Actor)
             yield [remote.options(num_cpus=0).remote() for _ in range(count)]
-        finally:
-            ray.shutdown()
         return
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
