@@ -45,14 +45,20 @@ def exchange_byte(pipes: list[Connection]) -> None:
         os.read(channel.fileno(), 1)
 
 
+def parameters(model: RevealingModel) -> Any:
+    """Return a new TensorDict of the model's tensors."""
+    weights: Any = TensorDict.from_module(model)
+    return weights.data
+
+
 def forms(model: RevealingModel) -> dict[str, Form]:
     """Return what makes the argument of ``send``, by the text of the call."""
-    same = TensorDict.from_module(model).data
+    same = parameters(model)
     return {
         "send()": lambda: None,
         "send(model)": lambda: model,
         "send(td), the same": lambda: same,
-        "send(td), made anew": lambda: TensorDict.from_module(model).data,
+        "send(td), made anew": lambda: parameters(model),
         "send(model.state_dict())": model.state_dict,
     }
 
@@ -68,7 +74,7 @@ def measure(scheme: wsync.WeightSyncScheme, given: str, mib: float, tensors: int
         rounds: calls of each form.
     """
     model = RevealingModel(mib, tensors)
-    source: Any = model if given == "model" else TensorDict.from_module(model).data
+    source: Any = model if given == "model" else parameters(model)
     scheme.init_on_sender("policy", num_workers=2, **{given: source})
     make = forms(model)
     names = [*make, FLOOR]

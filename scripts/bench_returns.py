@@ -91,8 +91,7 @@ def main(
         "mujoco/half_cheetah"
     ),
     frames: Annotated[int, typer.Option(min=2048)] = 100_000,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each contender, with seeds in a row")] = 3,
-    first_seed: Annotated[int, typer.Option(min=0)] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each contender, with seeds 0, 1, …")] = 3,
     also: Annotated[list[str] | None, typer.Option(help="One more contender of ours: overrides of train.py")] = None,
     at_once: Annotated[int, typer.Option(min=1, help="Runs at a time")] = 1,
     peer: Annotated[bool, typer.Option(help="Run Stable-Baselines3 as well")] = True,
@@ -106,7 +105,7 @@ def main(
     contenders = {OURS: []} | {f"{OURS} {one}": one.split() for one in also or []} | ({PEER: []} if peer else {})
     results: dict[str, list[Outcome]] = {name: [] for name in contenders}
     title, console = f"env={env}, {frames:,} frames", Console()
-    runs = [(seed, name) for seed in range(first_seed, first_seed + seeds) for name in contenders]
+    runs = [(seed, name) for seed in range(seeds) for name in contenders]
     with ThreadPoolExecutor(at_once) as pool:
         pending = []
         for seed, name in runs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ def ray_cluster() -> Iterator[None]:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init("local", include_dashboard=False, logging_level="error", _node_ip_address="127.0.0.1")
+    ray.init("local", include_dashboard=False, logging_level=logging.ERROR, _node_ip_address="127.0.0.1")
     try:
         yield
     finally:

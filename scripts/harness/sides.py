@@ -177,7 +177,7 @@ def run_worker(channel: Connection, worker: int, backend: str, port: int, count:
             with (_serving if backend == "http" else _receiving)(channel, worker, model) as scheme:
                 channel.send("connected")
                 while (message := channel.recv()) is not None:
-                    if backend == "store":  # its send says only that the version can be read
+                    if scheme is not None and backend == "store":  # its send says only that the version can be read
                         until = time.monotonic() + 60.0
                         while scheme.version < message and time.monotonic() < until:
                             scheme.receive(1.0)
