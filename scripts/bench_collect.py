@@ -31,15 +31,11 @@ from harness.processes import worker_processes
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 
 import wsync
-from collectors import MultiSyncCollector
-from collectors.batch_layout import frames_of
-from collectors.rollouts.rollout import Rollout
+from collectors import Collector, MultiSyncCollector
 
-Contender = Callable[[], AbstractContextManager[Turn]]
-Entrants = dict[str, tuple[int, Contender]]
+Entrants = dict[str, Callable[[], AbstractContextManager[Turn]]]
 
 
 @contextmanager
@@ -56,80 +52,54 @@ def bare(env_id: str, width: int, processes: int) -> Iterator[Turn]:
     with worker_processes(bare_loop.serve, processes, env_id, width) as pipes:
 
         def turn(seconds: float) -> tuple[int, float]:
-            pipes.send(seconds)
-            answers = pipes.receive()
+            answers = pipes.ask(seconds)
             return sum(frames for frames, _ in answers), max(elapsed for _, elapsed in answers)
 
         yield turn
 
 
-def timed(batch: Callable[[], TensorDictBase]) -> Turn:
+def timed(batches: Iterator[TensorDictBase]) -> Turn:
     """Return the turn that takes batch after batch."""
 
     def turn(seconds: float) -> tuple[int, float]:
         frames, began = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - began) < seconds:
-            frames += frames_of(batch())
+            frames += next(batches).numel()
         return frames, elapsed
 
     return turn
 
 
 @contextmanager
-def rollout(env_id: str, width: int, steps: int) -> Iterator[Turn]:
-    """Run the loop that every collector uses, in this process: whole batches, with log-probabilities and versions."""
-    env = gym_env(env_id, width)
-    loop = Rollout(env, policy(env_id))
-    batch = loop.buffer(steps)
-    yield timed(lambda: loop.collect(batch))
-    env.close()
+def ours(env_id: str, width: int, steps: int, workers: int) -> Iterator[Turn]:
+    """Iterate a collector: in this process, or a synchronous one that feeds its workers through shared memory."""
+    make = functools.partial(gym_env, env_id, width)
+    options: dict[str, Any] = {"frames_per_batch": steps * width * max(workers, 1), "total_frames": -1}
+    if workers:
+        schemes: dict[str, wsync.WeightSyncScheme] = {"policy": wsync.SharedMemWeightSyncScheme()}
+        made = MultiSyncCollector(
+            [make] * workers, policy(env_id), weight_sync_schemes=schemes, cat_results="stack", **options
+        )
+    else:
+        made = Collector(make, policy(env_id), **options)
+    with made as collector:
+        yield timed(iter(collector))
 
 
 @contextmanager
-def collector(env_id: str, width: int, steps: int, workers: int) -> Iterator[Turn]:
-    """Iterate a synchronous collector that feeds its workers through shared memory."""
-    with MultiSyncCollector(
-        [functools.partial(gym_env, env_id, width)] * workers,
-        policy(env_id),
-        frames_per_batch=steps * width * workers,
-        total_frames=-1,
-        weight_sync_schemes={"policy": wsync.SharedMemWeightSyncScheme()},
-        cat_results="stack",
-    ) as batches:
-        iterator = iter(batches)
-        yield timed(lambda: next(iterator))
-
-
-@contextmanager
-def torchrl_collector(
-    env_id: str, width: int, steps: int, workers: int, actor: Callable[[str], TensorDictModuleBase]
-) -> Iterator[Turn]:
-    """Iterate TorchRL's collector: in this process for ``workers`` 0, else its synchronous one with processes."""
+def torchrl_collector(env_id: str, width: int, steps: int, workers: int) -> Iterator[Turn]:
+    """Iterate TorchRL's collector with the same network: in this process, or its synchronous one with processes."""
     from torchrl.collectors import Collector, MultiSyncCollector  # pyright: ignore[reportMissingImports]
 
-    common: dict[str, Any] = {"frames_per_batch": steps * width * max(workers, 1), "total_frames": -1}
+    options: dict[str, Any] = {"frames_per_batch": steps * width * max(workers, 1), "total_frames": -1}
     make: Any = functools.partial(torchrl_env, env_id, width)
     batches = (
-        MultiSyncCollector([make] * workers, actor(env_id), cat_results="stack", **common)
+        MultiSyncCollector([make] * workers, policy(env_id), cat_results="stack", **options)
         if workers
-        else Collector(make, actor(env_id), **common)
+        else Collector(make, policy(env_id), **options)
     )
-    iterator = iter(batches)
-    yield timed(lambda: next(iterator))
+    yield timed(iter(batches))
     batches.shutdown()
-
-
-def torchrl_policy(env_id: str) -> TensorDictModuleBase:
-    """Make the same network act the way that TorchRL's tutorials do it; a choice among actions."""
-    from tensordict.nn import TensorDictModule
-    from torchrl.modules import ProbabilisticActor  # pyright: ignore[reportMissingImports]
-
-    return ProbabilisticActor(
-        TensorDictModule(policy(env_id).network, in_keys=["observation"], out_keys=["logits"]),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
 
 
 def torchrl_env(env_id: str, width: int) -> Any:
@@ -151,30 +121,27 @@ def contenders(env_id: str, width: int, steps: int, workers: list[int], peer: bo
     """Name all that take turns at this width, in groups: what acts in one process or several, the bare loop first."""
     groups: list[Entrants] = []
     for count in (0, *workers):
-        processes = "this process" if count == 0 else "1 worker" if count == 1 else f"{count} workers"
-        ours = functools.partial(collector, env_id, width, steps, count)
-        own = functools.partial(rollout, env_id, width, steps) if count == 0 else ours
-        group: Entrants = {
-            f"bare loop, {processes}": (count, functools.partial(bare, env_id, width, count)),
-            f"{'rollout' if count == 0 else 'MultiSyncCollector'}, {processes}": (count, own),
-        }
+        where = "this process" if count == 0 else "1 worker" if count == 1 else f"{count} workers"
+        groups.append(
+            {
+                f"bare loop, {where}": functools.partial(bare, env_id, width, count),
+                f"{'MultiSyncCollector' if count else 'Collector'}, {where}": functools.partial(
+                    ours, env_id, width, steps, count
+                ),
+            }
+        )
         if peer:
-            run = functools.partial(torchrl_collector, env_id, width, steps, count)
-            if has_choices(env_id):
-                group[f"torchrl, {processes}"] = (count, functools.partial(run, torchrl_policy))
-            group[f"torchrl, {processes}, our policy"] = (count, functools.partial(run, policy))
-        groups.append(group)
+            groups[-1][f"torchrl, {where}"] = functools.partial(torchrl_collector, env_id, width, steps, count)
     return groups
 
 
-def has_choices(env_id: str) -> bool:
-    """Whether an action is a choice."""
-    return isinstance(bare_loop.make_one(env_id).action_space, gym.spaces.Discrete)
+def compare(groups: list[Entrants], rounds: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Let each contender take its turns for ``seconds``, ``rounds`` times in alternation.
 
-
-def measure(groups: list[Entrants], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Let each contender take its turns for ``seconds``, ``rounds`` times in alternation; return frames/s by round."""
-    entrants = {name: entrant for group in groups for name, (_, entrant) in group.items()}
+    Returns for each its median frames/s, and its share of the bare loop in as many processes: the median over the
+    rounds of the ratio within a round, with the quartiles.
+    """
+    entrants = {name: entrant for group in groups for name, entrant in group.items()}
     speeds: dict[str, list[float]] = {name: [] for name in entrants}
     with ExitStack() as stack:
         turns = {name: stack.enter_context(entrant()) for name, entrant in entrants.items()}
@@ -184,21 +151,12 @@ def measure(groups: list[Entrants], rounds: int, seconds: float) -> dict[str, li
             for name, turn in turns.items():
                 frames, elapsed = turn(seconds)
                 speeds[name].append(frames / elapsed)
-    return speeds
-
-
-def compare(groups: list[Entrants], rounds: int, seconds: float) -> dict[str, dict[str, float]]:
-    """Measure; return for each contender its median frames/s, and its share of the bare loop in as many processes.
-
-    The share is the median over the rounds of the ratio within a round, with the quartiles.
-    """
-    speeds, rows = measure(groups, rounds, seconds), {}
+    rows = {}
     for group in groups:
         bare_speeds = speeds[next(iter(group))]
-        for name, (count, _) in group.items():
+        for name in group:
             shares = sorted(one / bare for one, bare in zip(speeds[name], bare_speeds, strict=True))
             rows[name] = {
-                "workers": count,
                 "frames_per_second": statistics.median(speeds[name]),
                 "of_bare_loop": statistics.median(shares),
                 "lower_quartile": shares[len(shares) // 4],
@@ -236,10 +194,8 @@ def main(
     results = {width: compare(contenders(env_id, width, steps, counts, peer), rounds, seconds) for width in widths}
     show(env_id, results)
     if out is not None:
-        machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__}
-        facts = {"env": env_id, "machine": machine, "gymnasium": gym.__version__, "steps": steps, "rounds": rounds}
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({**facts, "widths": results}, indent=2))
+        out.write_text(json.dumps({"env": env_id, "steps": steps, "widths": results}, indent=2))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from itertools import cycle, islice
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -33,7 +32,8 @@ import wsync
 Form = Callable[[], Any]
 Times = dict[str, list[float]]
 BLOCK = 50  # calls of one form in a row
-SETTLE = 10  # first calls of a block that do not count: there the form before is still prepared
+SETTLE = 10  # first calls of a block, more than those, that do not count: there the form before is still prepared
+ROW = BLOCK + SETTLE
 FLOOR = "a byte and back"
 
 
@@ -45,9 +45,10 @@ def exchange_byte(pipes: list[Connection]) -> None:
         os.read(channel.fileno(), 1)
 
 
-def parameters(model: RevealingModel) -> TensorDict:
+def parameters(model: RevealingModel) -> Any:
     """Return a new TensorDict of the model's tensors."""
-    return cast("TensorDict", TensorDict.from_module(model)).data
+    weights: Any = TensorDict.from_module(model)
+    return weights.data
 
 
 def forms(model: RevealingModel) -> dict[str, Form]:
@@ -62,41 +63,28 @@ def forms(model: RevealingModel) -> dict[str, Form]:
     }
 
 
-def in_blocks(names: list[str], rounds: int) -> Iterator[tuple[str, bool]]:
-    """Yield a form's name and whether the call counts, ``rounds`` counted calls of each."""
-    for _ in range(max(1, rounds // BLOCK)):
-        for name in names:
-            yield from ((name, place >= SETTLE) for place in range(BLOCK + SETTLE))
-
-
-def in_turn(names: list[str], rounds: int) -> Iterator[tuple[str, bool]]:
-    """Yield the same, the forms call by call in turn."""
-    yield from ((name, True) for name in islice(cycle(names), rounds * len(names)))
-
-
-def measure(acknowledge: str, given: str, mib: float, tensors: int, rounds: int) -> dict[str, tuple[Times, Times]]:
-    """Return ``{order: (seconds of each call, seconds to make its argument)}``, by form.
+def measure(scheme: wsync.WeightSyncScheme, given: str, mib: float, tensors: int, rounds: int) -> list[Times]:
+    """Return the seconds of each form's calls in blocks, those to make its argument, and those of its calls in turn.
 
     Args:
-        acknowledge: ``acknowledge`` of the scheme.
+        scheme: a new one.
         given: what the scheme is initialised with, ``"model"`` or ``"weights"``.
         mib: the size in MiB of the model.
         tensors: their number.
         rounds: calls of each form.
     """
-    model, scheme = RevealingModel(mib, tensors), wsync.SharedMemWeightSyncScheme(acknowledge=acknowledge)  # pyright: ignore[reportArgumentType]
-    source: dict[str, Any] = {given: model if given == "model" else parameters(model)}
-    scheme.init_on_sender("policy", num_workers=2, **source)
-    make, found = forms(model), {}
-    with (
-        worker_processes(echo, 2) as echoes,
-        worker_processes(receive_updates, 2, scheme, mib, tensors),
-        scheme,
-    ):
+    model = RevealingModel(mib, tensors)
+    source: Any = model if given == "model" else parameters(model)
+    scheme.init_on_sender("policy", num_workers=2, **{given: source})
+    make = forms(model)
+    names = [*make, FLOOR]
+    blocks = [(name, place >= SETTLE) for _ in range(max(1, rounds // BLOCK)) for name in names for place in range(ROW)]
+    found: list[Times] = []
+    with worker_processes(echo, 2) as echoes, worker_processes(receive_updates, 2, scheme, mib, tensors), scheme:
         scheme.connect()
-        for order in (in_blocks, in_turn):
-            took, made = defaultdict(list), defaultdict(list)
-            for number, (name, counts) in enumerate(order([*make, FLOOR], rounds)):
+        for order in (blocks, [(name, True) for name in names * rounds]):
+            took, made = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+            for number, (name, counts) in enumerate(order):
                 fill(model, float(number))
                 began = time.perf_counter()
                 argument = None if name == FLOOR else make[name]()
@@ -108,8 +96,8 @@ def measure(acknowledge: str, given: str, mib: float, tensors: int, rounds: int)
                 if counts:
                     took[name].append(time.perf_counter() - ready)
                     made[name].append(ready - began)
-            found[order.__name__] = took, made
-    return found
+            found += [took, made]
+    return found[:3]
 
 
 def main(
@@ -119,18 +107,14 @@ def main(
 ) -> None:
     """Measure, and show a table."""
     torch.set_num_threads(1)
-    table = Table(
-        title=f"{mib:g} MiB in {tensors} tensors to 2 workers; p50 in µs",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
+    title = f"{mib:g} MiB in {tensors} tensors to 2 workers; p50 in µs"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("", "call", "in blocks", "beside send()", "in turn", "to make the argument"):
         table.add_column(heading, justify="left" if heading in ("", "call") else "right", no_wrap=True)
     cases = [(acknowledge, given) for acknowledge in ("installed", "published") for given in ("model", "weights")]
     for acknowledge, given in track(cases, transient=True):
-        found = measure(acknowledge, given, mib, tensors, rounds)
-        (blocks, made), (turns, _) = found["in_blocks"], found["in_turn"]
+        scheme = wsync.WeightSyncScheme.from_backend("shared_mem", acknowledge=acknowledge)
+        blocks, made, turns = measure(scheme, given, mib, tensors, rounds)
         label, base = f"{acknowledge}, {given}=", statistics.median(blocks["send()"])
         for name, times in blocks.items():
             p50, turn, own = (statistics.median(one) for one in (times, turns[name], made[name]))

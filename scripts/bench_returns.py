@@ -22,13 +22,45 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from bench.curves import last_mean, learning_curves
 from harness.training import PEER, Outcome, check_peer, settings_of, train, train_peer
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 from rich.console import Console
 from rich.table import Table
 
+from learning.reporting.plots import BLUE, INK, MUTED, ORANGE, new_figure
+
 OURS = "train.py"
+COLOURS = (BLUE, ORANGE, MUTED, "#0f766e")
+POINTS = 200
 Results = Mapping[str, Sequence[Outcome]]
+
+
+def last_mean(returns: Sequence[tuple[float, float]], frames: float, last: int) -> float:
+    """Return the mean of the `last` returns that ended within `frames`; NaN before the first."""
+    ended = [value for at, value in returns if at <= frames][-last:]
+    return float(np.mean(ended)) if ended else float("nan")
+
+
+def learning_curves(results: Results, title: str, last: int) -> Figure:
+    """Draw the mean over the seeds of each contender, and the range from the lowest to the highest seed."""
+    figure, (ax,) = new_figure(8, 1, title, "line: mean of the seeds; band: from the lowest to the highest")
+    for (name, outcomes), colour in zip(results.items(), COLOURS, strict=False):
+        if not outcomes:
+            continue
+        at = np.linspace(0, max(one["frames"] for one in outcomes), POINTS + 1)[1:]
+        curves = np.array([[last_mean(one["returns"], frames, last) for frames in at] for one in outcomes])
+        begun = ~np.isnan(curves).any(0)
+        at, curves = at[begun], curves[:, begun]
+        count = f"{len(outcomes)} seed{'s' if len(outcomes) > 1 else ''}"
+        ax.plot(at, curves.mean(0), color=colour, linewidth=2, label=f"{name}, {count}")
+        ax.fill_between(at, curves.min(0), curves.max(0), color=colour, alpha=0.18, linewidth=0)
+    ax.set_xlabel("frames (environment steps)", color=INK)
+    ax.set_ylabel(f"return, mean of {last} episodes", color=INK)
+    ax.set_xlim(left=0)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    figure.legend(loc="outside lower left", frameon=False, fontsize=9)
+    return figure
 
 
 def in_digits(value: float | np.floating) -> str:
@@ -59,8 +91,7 @@ def main(
         "mujoco/half_cheetah"
     ),
     frames: Annotated[int, typer.Option(min=2048)] = 100_000,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each contender, with seeds in a row")] = 3,
-    first_seed: Annotated[int, typer.Option(min=0)] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each contender, with seeds 0, 1, …")] = 3,
     also: Annotated[list[str] | None, typer.Option(help="One more contender of ours: overrides of train.py")] = None,
     at_once: Annotated[int, typer.Option(min=1, help="Runs at a time")] = 1,
     peer: Annotated[bool, typer.Option(help="Run Stable-Baselines3 as well")] = True,
@@ -74,8 +105,7 @@ def main(
     contenders = {OURS: []} | {f"{OURS} {one}": one.split() for one in also or []} | ({PEER: []} if peer else {})
     results: dict[str, list[Outcome]] = {name: [] for name in contenders}
     title, console = f"env={env}, {frames:,} frames", Console()
-    subtitle = "line: mean of the seeds; band: from the lowest to the highest"
-    runs = [(seed, name) for seed in range(first_seed, first_seed + seeds) for name in contenders]
+    runs = [(seed, name) for seed in range(seeds) for name in contenders]
     with ThreadPoolExecutor(at_once) as pool:
         pending = []
         for seed, name in runs:
@@ -91,7 +121,7 @@ def main(
             if out is not None:
                 out.mkdir(parents=True, exist_ok=True)
                 (out / "results.json").write_text(json.dumps(results))
-                learning_curves(results, title, subtitle, last).savefig(out / "returns.png")
+                learning_curves(results, title, last).savefig(out / "returns.png")
     console.print(table(results, title, last))
     if out is not None:
         console.print(f"files: {out}", highlight=False)

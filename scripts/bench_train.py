@@ -23,8 +23,6 @@ from harness.training import PEER, ROOT, Outcome, check_peer, settings_of, train
 from rich.console import Console
 from rich.table import Table
 
-from learning.reporting.plots import BLUE, INK, new_figure
-
 TUNED = (  # by the zoo of Stable-Baselines3 for its PPO; the rates fall to a fiftieth over 100,000 frames
     *("algorithm=ppo_cartpole_zoo", "num_workers=1", "num_envs=8", "frames_per_batch=256", "total_frames=200000"),
     *("algorithm.anneal_frames=100000", "algorithm.lr_end_factor=0.02", "algorithm.clip_final=4e-3"),
@@ -54,26 +52,11 @@ def table(results: Results) -> Table:
     return shown
 
 
-def picture(results: Results, path: Path) -> None:
-    """Plot a dot for each run, and a bar at each median."""
-    subtitle = "seconds from the first step until CartPole-v1 is solved; a cross: it was not"
-    figure, (ax,) = new_figure(7.5, 1, "Training until it is solved", subtitle, height=1.6 + 0.55 * len(results))
-    for row, outcomes in enumerate(reversed(list(results.values()))):
-        seconds = [one["seconds"] for one in outcomes]
-        for one in outcomes:
-            ax.plot(one["seconds"], row, "o" if one["solved"] else "x", color=BLUE, alpha=0.6, markersize=7)
-        ax.plot([statistics.median(seconds)] * 2, [row - 0.3, row + 0.3], color=INK, linewidth=2)
-    ax.set_yticks(range(len(results)), list(results)[::-1])
-    ax.set_xlim(left=0)
-    figure.savefig(path)
-
-
 def main(
     backends: Annotated[str, typer.Option(help="Names with commas between, or 'all'.")] = "shared_mem",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each contender, with seeds 0, 1, …")] = 5,
     peer: Annotated[bool, typer.Option(help="Beside Stable-Baselines3's PPO, tuned.")] = True,
-    out: Annotated[Path, typer.Option(help="A folder for results.json and seconds.png.")] = ROOT
-    / "outputs/bench_train",
+    out: Annotated[Path, typer.Option(help="A folder for results.json.")] = ROOT / "outputs/bench_train",
 ) -> None:
     """Measure, show, and write."""
     chosen = BACKENDS if backends == "all" else tuple(backends.split(","))
@@ -101,7 +84,6 @@ def main(
     console.print(table(results))
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.json").write_text(json.dumps(results, indent=1))
-    picture(results, out / "seconds.png")
     console.print(f"→ {os.path.relpath(out)}", highlight=False)
     if not all(one["solved"] for name in chosen for one in results[name]):
         raise typer.Exit(1)

@@ -9,23 +9,25 @@ it. At the end the weights of each worker are compared, bit for bit, with what t
 
 from __future__ import annotations
 
-import hashlib
-import multiprocessing
+import pickle
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
 import typer
+from harness.backends import check
+from harness.processes import WorkerPipes, worker_processes
+from harness.sides import engine
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import wsync
-from wsync.testing.asgi import serve
 from wsync.transforms import Cast, Dequantize, Fuse, QuantizeInt8, Select
 
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -34,15 +36,11 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "distributed": {"shared_memory": False},
     "store": {},  # a folder for each case
     "http": {},  # an engine for each case
-    "ray": {"shared_memory": False},
-    "ray, object store": {"transport": "object_store"},
 }
 Weights = dict[str, Tensor]
-Digest = Callable[[int], str]
-"""``version`` → the digest of a worker's weights, once it has that version; then it ends. Called once."""
 
 
-def model(mib: float, tensors: int) -> nn.Module:
+def make_model(mib: float, tensors: int) -> nn.Module:
     """Return a stack of square layers, ``mib`` MiB in ``tensors`` float32 tensors."""
     width = max(1, int((mib * 2**20 / 4 / tensors) ** 0.5))
     return nn.ModuleDict({f"layer{i}": nn.Linear(width, width, bias=False) for i in range(tensors)})
@@ -69,131 +67,78 @@ def received(chosen: tuple[Any, Any], source: nn.Module) -> Weights:
     return {name: tensor.clone() for name, tensor in weights.items()}
 
 
-def digest(weights: Weights) -> str:
-    """Return a hash of names and bytes."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        found.update(name.encode() + tensor.flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+def same(one: Weights, other: Weights) -> bool:
+    """Whether names and bytes are the same."""
+    return one.keys() == other.keys() and all(
+        tensor.dtype == other[name].dtype and torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8))
+        for name, tensor in one.items()
+    )
 
 
-class Worker:
-    """A worker: receives into plain tensors of the kinds that arrive."""
-
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
-
-    def join(self, scheme: wsync.WeightSyncScheme) -> None:
-        """Connect as worker 0."""
-        self._scheme = scheme
-        scheme.init_on_receiver("policy", model=self.weights, worker_idx=0)
+def receive(channel: Connection, _: int, backend: str, weights: Weights, transform: Any) -> None:
+    """Receive into plain tensors; return them when the trainer asks for a version; a target of ``worker_processes``."""
+    if backend == "http":
+        with engine(wsync.engine_app(weights, token=None, receive_transform=transform)) as url:
+            channel.send(url)
+            channel.recv()
+            channel.send(pickle.dumps(weights))  # a copy, where the pipe would share the memory
+            return
+    channel.send("ready")
+    with channel.recv() as scheme:
+        scheme.init_on_receiver("policy", model=weights, worker_idx=0)
         scheme.connect()
-
-    def digest(self, version: int) -> str:
-        """Wait for the version; return a hash of the weights, and leave."""
-        while self._scheme.version < version:
-            self._scheme.receive(1.0)
+        version = channel.recv()
+        while scheme.version < version:
+            scheme.receive(1.0)
         with wsync.gate():
-            found = digest(self.weights)
-        self._scheme.shutdown()
-        return found
+            channel.send(pickle.dumps(weights))
 
 
-def work(scheme: wsync.WeightSyncScheme, weights: Weights, versions: Any, digests: Any) -> None:
-    """A worker in a process of its own."""
-    worker = Worker(weights)
-    worker.join(scheme)
-    digests.put(worker.digest(versions.get()))
-
-
-def work_as_engine(weights: Weights, transform: Any, versions: Any, digests: Any) -> None:
-    """A worker of the ``http`` backend: an engine of plain tensors; its address is its first answer."""
-    with serve(wsync.engine_app(weights, token=None, receive_transform=transform)) as address:
-        digests.put(address)
-        versions.get()
-        digests.put(digest(weights))
-
-
-def start(target: Any, *arguments: Any) -> tuple[Digest, Any]:
-    """Start a worker's process; return its ``Digest`` and the queue of its answers."""
-    context = multiprocessing.get_context("forkserver")
-    versions, digests = context.SimpleQueue(), context.SimpleQueue()
-    process = context.Process(target=target, args=(*arguments, versions, digests))
-    process.start()
-
-    def ask(version: int) -> str:
-        versions.put(version)
-        found = digests.get()
-        process.join()
-        return found
-
-    return ask, digests
-
-
-def start_actor(scheme: Any, source: nn.Module, weights: Weights) -> Digest:
-    """Start a Ray actor that has joined the scheme."""
-    import ray
-
-    make: Any = ray.remote(Worker)
-    actor = make.options(num_cpus=0).remote(weights)
-    scheme.init_on_sender("policy", model=source, num_workers=1)
-    joining = actor.join.remote(scheme)
-    scheme.connect()
-    ray.get(joining)
-    return lambda version: ray.get(actor.digest.remote(version))
-
-
-def start_case(
-    backend: str, chosen: tuple[Any, Any], source: nn.Module, folder: str
-) -> tuple[wsync.WeightSyncScheme, Digest]:
+@contextmanager
+def begun(
+    backend: str, chosen: tuple[Any, Any], source: nn.Module
+) -> Iterator[tuple[wsync.WeightSyncScheme, WorkerPipes]]:
     """Start a worker, and connect a scheme with it."""
-    send, receive = chosen
+    send, transform = chosen
     options: dict[str, Any] = {**BACKENDS[backend], "send_transform": send}
-    weights, name = received(chosen, source), backend.partition(",")[0]
-    if name == "http":
-        ask, answers = start(work_as_engine, weights, receive)
-        scheme = wsync.WeightSyncScheme.from_backend(name, **options, urls=answers.get())
-        scheme.init_on_sender("policy", model=source, num_workers=1)
-        scheme.connect()
-        return scheme, ask
-    if name == "store":
-        options["url"] = folder
-    scheme = wsync.WeightSyncScheme.from_backend(name, **options, receive_transform=receive)
-    if name == "ray":
-        return scheme, start_actor(scheme, source, weights)
-    scheme.init_on_sender("policy", model=source, num_workers=1)
-    ask, _ = start(work, scheme, weights)
-    scheme.connect()
-    return scheme, ask
+    weights = received(chosen, source)
+    with TemporaryDirectory() as folder, worker_processes(receive, 1, backend, weights, transform) as pipes:
+        (url,) = pipes.receive()
+        options |= {"http": {"urls": url}, "store": {"url": folder}}.get(backend, {})
+        if backend != "http":
+            options["receive_transform"] = transform
+        with wsync.WeightSyncScheme.from_backend(backend, **options) as scheme:
+            scheme.init_on_sender("policy", model=source, num_workers=1)
+            if backend != "http":
+                pipes.send(scheme)
+            scheme.connect()
+            yield scheme, pipes
 
 
-def measure(backend: str, mib: float, tensors: int, rounds: int, folder: str) -> dict[str, tuple[int, float, bool]]:
+def measure(backend: str, mib: float, tensors: int, rounds: int) -> dict[str, tuple[int, float, bool]]:
     """Return ``{case: (bytes, median seconds, whether the worker's weights are right)}``."""
-    source, chosen = model(mib, tensors), cases(tensors)
+    source, chosen = make_model(mib, tensors), cases(tensors)
     with ExitStack() as stack:
-        if backend.startswith("ray"):
-            from collectors.distributed.ray_cluster import Cluster
-
-            stack.callback(Cluster("local").close)
-        begun = {
-            name: start_case(backend, both, source, f"{folder}/{i}") for i, (name, both) in enumerate(chosen.items())
-        }
-        times: dict[str, list[float]] = {name: [] for name in begun}
+        sides = {name: stack.enter_context(begun(backend, both, source)) for name, both in chosen.items()}
+        times: dict[str, list[float]] = {name: [] for name in sides}
         sizes: dict[str, int] = {}
         for _ in range(rounds):
             for parameter in source.parameters():
                 nn.init.normal_(parameter)
-            for name, (scheme, _) in begun.items():
+            for name, (scheme, _) in sides.items():
                 began = time.perf_counter()
                 report = scheme.send()
                 times[name].append(time.perf_counter() - began)
                 assert report is not None
                 sizes[name] = report.bytes
         found = {}
-        for name, (scheme, ask) in begun.items():
-            right = ask(scheme.version) == digest(received(chosen[name], source))
-            found[name] = (sizes[name], statistics.median(times[name]), right)
-            scheme.shutdown()
+        for name, (scheme, pipes) in sides.items():
+            (weights,) = pipes.ask(scheme.version)
+            found[name] = (
+                sizes[name],
+                statistics.median(times[name]),
+                same(pickle.loads(weights), received(chosen[name], source)),
+            )
     return found
 
 
@@ -204,18 +149,17 @@ def main(
     backend: Annotated[list[str] | None, typer.Option()] = None,
 ) -> None:
     """Print one table per backend; exit with 1 if a worker has wrong weights."""
-    multiprocessing.set_forkserver_preload(["wsync", "wsync.testing.asgi"])
+    check(backend or [], BACKENDS)
     wrong = False
     for name in backend or list(BACKENDS):
         table = Table(title=f"{name}: {mib} MiB in {tensors} tensors, 1 worker, {rounds} rounds in turn")
         for column in ("transform", "bytes", "p50", "beside plain", "weights"):
             table.add_column(column, justify="left" if column == "transform" else "right")
-        with TemporaryDirectory() as folder:
-            found = measure(name, mib, tensors, rounds, folder)
-        plain = found["plain"][1]
+        found = measure(name, mib, tensors, rounds)
         for case, (size, seconds, right) in found.items():
+            ratio = seconds / found["plain"][1]
             verdict = "exact" if right else "WRONG"
-            table.add_row(case, f"{size:,}", f"{seconds * 1e3:.2f} ms", f"{seconds / plain:.2f} ×", verdict)
+            table.add_row(case, f"{size:,}", f"{seconds * 1e3:.2f} ms", f"{ratio:.2f} ×", verdict)
             wrong |= not right
         Console().print(table)
     raise typer.Exit(int(wrong))

@@ -19,22 +19,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
-from harness import torn
 from harness.backends import BACKENDS as ALL_BACKENDS
 from harness.backends import check as check_names
 from harness.backends import collector_class
 from harness.console import progress_bar
 from harness.models import ConstantEnv, RevealingPolicy, fill
+from harness.torn import Tally
 from rich.console import Console
 from rich.table import Table
-from tensordict import TensorDictBase
 
 from wsync import WeightSyncScheme
 
@@ -42,70 +41,6 @@ BACKENDS = tuple(name for name in ALL_BACKENDS if name != "rpc")  # RPC's worker
 WRONG = ("torn", "went back", "stale")
 """The kinds of error that a frame may have."""
 _TIMEOUT = 60.0  # seconds in which all workers have to be active again at the end
-
-
-@dataclass
-class Tally(torn.Tally):
-    """Counts of a run; workers are counted by index.
-
-    Attributes:
-        kills: workers that were killed.
-        batches: batches that were collected.
-        longest: seconds of the longest batch.
-    """
-
-    kills: int = 0
-    batches: int = 0
-    longest: float = 0.0
-
-    def check(self, batch: TensorDictBase, floor: int) -> None:
-        """Check a batch: all frames must be acted with version ``floor`` or a newer one."""
-        self.batches += 1
-        workers = batch.get("observation").flatten().int().tolist()
-        self.count_batch(batch, [floor] * len(workers), workers)
-
-    @property
-    def wrong(self) -> tuple[int, int, int]:
-        """Numbers of the frames with each of ``WRONG``."""
-        return self.mixed, self.backwards, self.stale
-
-
-class Killer(threading.Thread):
-    """Kills ``kills`` workers, one after the other, at random times.
-
-    Args:
-        victims: returns the current worker processes.
-        kills: number of kills.
-        pause: mean seconds between two kills.
-        seed: the seed of the times and victims.
-    """
-
-    def __init__(self, victims: Callable[[], list[int]], kills: int, pause: float, seed: int) -> None:
-        super().__init__(daemon=True)
-        self.done = 0
-        self._victims = victims
-        self._kills, self._pause, self._rng = kills, pause, random.Random(seed)
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        """Kill."""
-        killed: set[int] = set()
-        while self.done < self._kills and not self._ended.wait(self._rng.expovariate(1 / self._pause)):
-            alive = sorted(set(self._victims()) - killed)
-            if not alive:
-                continue
-            victim = self._rng.choice(alive)
-            killed.add(victim)
-            try:
-                os.kill(victim, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            self.done += 1
-
-    def end(self) -> None:
-        """Stop killing."""
-        self._ended.set()
-        self.join()
 
 
 def open_now() -> tuple[int, int, int]:
@@ -118,66 +53,103 @@ def open_now() -> tuple[int, int, int]:
     return len(kept), threading.active_count(), len(children)
 
 
+class Run:
+    """A collector of which workers are killed.
+
+    Args:
+        backend: its name.
+        sync: the kind of collector.
+        workers: number of workers.
+        kills: number of kills.
+
+    Attributes:
+        tally: the counts of frames; workers are counted by index.
+        kills: workers that were killed so far.
+        batches: batches that were collected.
+        longest: seconds of the longest batch.
+    """
+
+    def __init__(self, backend: str, sync: bool, workers: int, kills: int) -> None:
+        self.tally, self.kills, self.batches, self.longest = Tally(), 0, 0, 0.0
+        self._policy, self._sync = RevealingPolicy(0.125), sync
+        self._scheme = WeightSyncScheme.from_backend(backend)
+        self._pids = dict[float, int]()  # by worker index, as the last batches have them
+        self.collector = collector_class(backend, sync)(
+            [partial(ConstantEnv, np.array([worker])) for worker in range(workers)],
+            self._policy,
+            frames_per_batch=64 * workers if sync else 64,
+            weight_sync_schemes={"policy": self._scheme},
+            on_worker_failure="restart",
+            max_restarts=kills + 1,
+        )
+
+    def turn(self) -> None:
+        """Collect a batch, check its frames, and update the workers."""
+        before, floor = time.monotonic(), self._scheme.version if self._sync else 0
+        batch = next(self.collector)
+        self.longest = max(self.longest, time.monotonic() - before)
+        self.batches += 1
+        workers = batch["observation"].flatten().tolist()
+        self.tally.count_batch(batch, [floor] * len(workers), workers)
+        self._pids.update(zip(workers, batch["process"].flatten().tolist(), strict=True))
+        fill(self._policy, self._scheme.version + 1)
+        self.collector.update_policy_weights_()
+        self.tally.updates += 1
+
+    def kill(self, count: int, pause: float, seed: int, ended: threading.Event) -> None:
+        """Kill ``count`` workers, one after the other, at random times, ``pause`` seconds apart on average."""
+        chance, killed = random.Random(seed), set[int]()
+        while self.kills < count and not ended.wait(chance.expovariate(1 / pause)):
+            own = [one.process.pid for one in self.collector.remote_workers if one.process is not None]
+            if alive := sorted({*own, *list(self._pids.values())} - killed - {None}):
+                victim = chance.choice(alive)
+                killed.add(victim)
+                with suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+                    self.kills += 1
+
+
 def check(
     backend: str, sync: bool, *, kills: int, workers: int, pause: float, seed: int, tell: Callable[..., object]
-) -> Tally:
+) -> Run:
     """Run once; ``tell(completed=…)`` is called with the number of kills.
 
     Raises:
         AssertionError: a count is wrong.
         wsync.WeightSyncError: the collector has raised a failure.
     """
-    policy, tally, seen = RevealingPolicy(0.125), Tally(), {}
-    scheme = WeightSyncScheme.from_backend(backend)
-    with collector_class(backend, sync)(
-        [partial(ConstantEnv, np.array([worker])) for worker in range(workers)],
-        policy,
-        frames_per_batch=64 * workers if sync else 64,
-        weight_sync_schemes={"policy": scheme},
-        on_worker_failure="restart",
-        max_restarts=kills + 1,
-    ) as collector:
-
-        def victims() -> list[int]:
-            own = [one.process.pid for one in collector.remote_workers if one.process is not None]
-            return [pid for pid in (*own, *list(seen.values())) if pid]
-
-        def turn() -> None:
-            before, floor = time.monotonic(), scheme.version if sync else 0
-            batch = next(collector)
-            tally.longest = max(tally.longest, time.monotonic() - before)
-            tally.check(batch, floor)
-            seen.update(zip(batch["observation"].flatten().tolist(), batch["process"].flatten().tolist(), strict=True))
-            fill(policy, scheme.version + 1)
-            collector.update_policy_weights_()
-            tally.updates += 1
-
-        turn()
+    run, ended = Run(backend, sync, workers, kills), threading.Event()
+    with run.collector as collector:
+        run.turn()
         before, started = open_now(), time.monotonic()
-        killer = Killer(victims, kills, pause, seed)
+        killer = threading.Thread(target=run.kill, args=(kills, pause, seed, ended), daemon=True)
         killer.start()
-        while killer.is_alive():
-            turn()
-            tell(completed=killer.done)
-        killer.end()
-        tally.kills, deadline, failures = killer.done, time.monotonic() + _TIMEOUT, collector.failures
-        while failures.failed.total() < killer.done or len(collector.remote_workers) < workers:
-            turn()
-            assert time.monotonic() < deadline, f"{killer.done} kills, but {failures}"
+        try:
+            while killer.is_alive():
+                run.turn()
+                tell(completed=run.kills)
+        finally:
+            ended.set()
+            killer.join()
+        deadline, failures = time.monotonic() + _TIMEOUT, collector.failures
+        while failures.failed.total() < run.kills or len(collector.remote_workers) < workers:
+            run.turn()
+            assert time.monotonic() < deadline, f"{run.kills} kills, but {failures}"
         back: set[int] = set()  # workers that have delivered again
         while len(back) < workers:
-            mark = dict(tally.latest)
-            turn()
-            back |= {index for index, version in tally.latest.items() if version != mark.get(index)}
+            mark = dict(run.tally.latest)
+            run.turn()
+            back |= {index for index, version in run.tally.latest.items() if version != mark.get(index)}
             assert time.monotonic() < deadline, f"only worker(s) {back} deliver"
-        tally.seconds = time.monotonic() - started
+        run.tally.seconds = time.monotonic() - started
         # A replacement that is killed before it has joined is not counted as restarted.
-        assert failures.restarted.total() <= failures.failed.total() == killer.done, f"{killer.done} kills: {failures}"
-        assert collector.frames == tally.forwards, f"{collector.frames} frames counted, {tally.forwards} delivered"
+        assert failures.restarted.total() <= failures.failed.total() == run.kills, f"{run.kills} kills: {failures}"
+        delivered = run.tally.forwards
+        assert collector.frames == delivered, f"{collector.frames} frames counted, {delivered} delivered"
         after = open_now()
         less = backend == "ray" or all(now <= then for now, then in zip(after, before, strict=True))  # Ray's vary
         assert less, f"descriptors, threads, children: {before} before, {after} after"
-    return tally
+    return run
 
 
 def main(
@@ -200,11 +172,11 @@ def main(
         for sync in (True, False):
             how = "sync" if sync else "async"
             with progress_bar(console) as progress:
-                task = progress.add_task(f"kills, {name}, {how}", total=kills)
-                tell = partial(progress.update, task)
-                tally = check(name, sync, kills=kills, workers=workers, pause=pause, seed=seed, tell=tell)
-            counts = (tally.kills, tally.batches, tally.forwards, tally.updates, *tally.wrong)
-            last = (f"{tally.longest * 1e3:.0f} ms", f"{tally.seconds:.0f}")
+                tell = partial(progress.update, progress.add_task(f"kills, {name}, {how}", total=kills))
+                run = check(name, sync, kills=kills, workers=workers, pause=pause, seed=seed, tell=tell)
+            tally = run.tally
+            counts = run.kills, run.batches, tally.forwards, tally.updates, tally.mixed, tally.backwards, tally.stale
+            last = (f"{run.longest * 1e3:.0f} ms", f"{tally.seconds:.0f}")
             table.add_row(name, how, *(f"{count:,}" for count in counts), *last)
             bad += tally.faults
     console.print(table)

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from importlib import metadata
@@ -44,15 +43,13 @@ class Benchmark:
         title: the heading.
         text: what is measured, and how to read it.
         command: what is run.
-        folder: the option that names the folder for its files; empty if it writes none.
-        picture: the file in that folder that is shown.
+        picture: the file in the folder of its run that is shown, which ``hydra.run.dir=`` names; empty for none.
     """
 
     name: str
     title: str
     text: str
     command: str
-    folder: str = ""
     picture: str = ""
 
 
@@ -63,18 +60,16 @@ BENCHMARKS = (
         "Two workers. Both sides are trainers with workers of their own and take turns; every value is checked after "
         "every round. *copy* is the ratio to a plain copy of the same bytes, in the same process and in turn. "
         "TorchRL's other schemes work inside its collectors only: see the next table.",
-        "scripts/bench_sync.py kind=send backends=[shared_mem,multiprocess] mib=[0.0625,1,16,64] workers=[2] acting=0 "
+        "scripts/bench_sync.py kind=send backends=[shared_mem,multiprocess] mib=[0.0625,1,16,64] workers=[2] "
         "rounds=60 seconds=5 peer=torchrl",
-        "hydra.run.dir=",
         "latency.png",
     ),
     Benchmark(
         "update",
         "A collector's update_policy_weights_(), beside TorchRL",
         "The same between two batches, where caches are cold. *gloo*: without shared memory, as to workers on "
-        "other machines, here over the loopback device. *object store*: Ray's.",
-        "scripts/bench_sync.py kind=update policy_mib=[0.018,1] workers=[2] acting=0 rounds=40 seconds=4 peer=torchrl",
-        "hydra.run.dir=",
+        "other machines, here over the loopback device.",
+        "scripts/bench_sync.py kind=update policy_mib=[0.018,1] workers=[2] rounds=40 seconds=4 peer=torchrl",
         "latency.png",
     ),
     Benchmark(
@@ -87,9 +82,8 @@ BENCHMARKS = (
     Benchmark(
         "phases",
         "Where the time of a small update goes",
-        "18 KiB in 6 tensors to two workers. *Warm*: one update after another. *Cold*: other work between two updates. "
-        "*Python*: without a C compiler.",
-        "scripts/profile_sync.py --turns 1",
+        "18 KiB in 6 tensors to two workers. *Warm*: one update after another. *Cold*: other work between two updates.",
+        "scripts/profile_sync.py",
     ),
     Benchmark(
         "transforms",
@@ -101,7 +95,7 @@ BENCHMARKS = (
     Benchmark(
         "delta",
         "Exact differences",
-        "Three real trainings in bfloat16: bytes, time, and the bandwidth below which a difference saves time.",
+        "Real trainings in bfloat16: bytes, time, and the bandwidth below which a difference saves time.",
         "scripts/measure_delta.py",
     ),
     Benchmark(
@@ -129,8 +123,6 @@ BENCHMARKS = (
         "Seconds count from the first step of an environment. Ours steps all environments at once and has two "
         "workers; Stable-Baselines3 has its tuned settings.",
         "scripts/bench_train.py",
-        "--out=",
-        "seconds.png",
     ),
     Benchmark(
         "returns",
@@ -156,10 +148,13 @@ def run(benchmark: Benchmark, console: Console) -> tuple[str, bool]:
     load, began = os.getloadavg()[0], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *benchmark.command.split()]
-        if benchmark.folder:
-            command.append(benchmark.folder + folder)
+        if benchmark.picture:
+            command.append(f"hydra.run.dir={folder}")
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        image = keep_picture(benchmark, Path(folder))
+        image, picture = "", Path(folder, benchmark.picture)
+        if picture.is_file():
+            shutil.copy(picture, PAGE.parent / "images" / f"{benchmark.name}.png")
+            image = f"![{benchmark.title}](images/{benchmark.name}.png)"
     seconds = time.monotonic() - began
     console.print(f"{seconds:.0f} s" if done.returncode == 0 else f"[red]exit status {done.returncode}[/]")
     lines = [line.rstrip() for line in _COLOURS.sub("", done.stdout).splitlines() if not _PROGRESS.match(line)]
@@ -171,27 +166,12 @@ def run(benchmark: Benchmark, console: Console) -> tuple[str, bool]:
     return "\n\n".join(filter(None, parts)), done.returncode == 0
 
 
-def keep_picture(benchmark: Benchmark, folder: Path) -> str:
-    """Copy the picture in ``folder`` to the page's; return the line that shows it, empty if there is none."""
-    if not benchmark.picture or not (folder / benchmark.picture).exists():
-        return ""
-    shutil.copy(folder / benchmark.picture, PAGE.parent / "images" / f"{benchmark.name}.png")
-    return f"![{benchmark.title}](images/{benchmark.name}.png)"
-
-
 def machine() -> str:
-    """Return what the figures depend on: cores, caches and versions, in a sentence."""
-    found = {}
-    for package in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    versions = ", ".join(f"{package} {version}" for package, version in found.items())
-    size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-    cache = f", {size.read_text().strip()} of L3 cache" if size.exists() else ""
-    return (
-        f"{date.today():%Y-%m-%d}, {os.cpu_count()} cores ({platform.machine()}{cache}), Linux "
-        f"{platform.release().split('-')[0]}, Python {platform.python_version()}, {versions}."
-    )
+    """Return what the figures depend on: cores and versions, in a sentence."""
+    installed = {one.name: one.version for one in metadata.distributions()}
+    versions = ", ".join(f"{package} {installed[package]}" for package in PACKAGES if package in installed)
+    system = f"Linux {platform.release().split('-')[0]}, Python {platform.python_version()}"
+    return f"{date.today():%Y-%m-%d}, {os.cpu_count()} cores ({platform.machine()}), {system}, {versions}."
 
 
 def main(

@@ -13,9 +13,10 @@ sends the policy and the curiosity.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
@@ -24,17 +25,13 @@ import gymnasium as gym
 import numpy as np
 import torch
 import typer
+from harness.backends import ray_cluster
 from harness.console import progress_bar
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import wsync
 from collectors import GymEnv, ModuleTransform, MultiCollector, MultiSyncCollector
 from learning import PPO, make_critic, make_policy
-from learning.loop import StopRequest
-from learning.progress import Progress as Counters
-from learning.reporting.console import microseconds, number
 
 Where = StrEnum("Where", ["ray", "local"])
 PPO_SETTINGS: dict[str, Any] = {
@@ -48,7 +45,7 @@ class GoalOnly(gym.Wrapper):
     """The reward is 1 for reaching the goal, and 0 otherwise."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """See ``gymnasium.Env.step``."""
+        """Step; only the reward differs."""
         observation, _, terminated, truncated, info = self.env.step(action)
         return observation, float(terminated), terminated, truncated, info
 
@@ -104,13 +101,9 @@ class Curiosity(nn.Module):
             optimizer.step()
 
 
-@dataclass(frozen=True)
-class Workers:
-    """A collector, and the function that updates its workers."""
-
-    collector: MultiCollector
-    schemes: Mapping[str, wsync.WeightSyncScheme]
-    send: Callable[[], object]
+Schemes = dict[str, wsync.WeightSyncScheme]
+Workers = tuple[MultiCollector, Schemes, Callable[[], object]]
+"""A collector, the schemes by name, and the function that updates the workers."""
 
 
 @contextmanager
@@ -118,31 +111,29 @@ def local_workers(policy: nn.Module, curiosity: Curiosity, num_envs: int, **opti
     """Give each worker a copy of both models; an update switches both at once."""
     make_env = partial(GymEnv, mountain_car, num_envs, transforms=[ModuleTransform(curiosity, **KEYS)])
     names = {"policy": policy, "env.transform[0].module": curiosity}
-    schemes: dict[str, wsync.WeightSyncScheme] = {name: wsync.SharedMemWeightSyncScheme() for name in names}
+    schemes: Schemes = {name: wsync.SharedMemWeightSyncScheme() for name in names}
     with MultiSyncCollector([make_env] * 2, policy, weight_sync_schemes=schemes, **options) as collector:
-        shown = dict(zip(["policy", "curiosity"], schemes.values(), strict=True))
-        yield Workers(collector, shown, lambda: collector.update_policy_weights_(weights_dict=names))
+        yield collector, schemes, lambda: collector.update_policy_weights_(weights_dict=names)
 
 
 @contextmanager
 def ray_workers(policy: nn.Module, curiosity: Curiosity, num_envs: int, **options: Any) -> Iterator[Workers]:
     """Give each worker a copy of the policy; the curiosity is in one Ray actor."""
     from collectors import RayModuleTransform  # Ray is slow to import
-    from collectors.distributed.ray_cluster import Cluster
 
-    shared, own = wsync.SharedMemWeightSyncScheme(), wsync.RayModuleTransformScheme()
-    with closing(Cluster(None)), RayModuleTransform(partial(Curiosity, curiosity.scale), **KEYS) as transform, own:
+    schemes: Schemes = {"policy": wsync.SharedMemWeightSyncScheme()}
+    own = wsync.RayModuleTransformScheme()
+    with ray_cluster(), RayModuleTransform(partial(Curiosity, curiosity.scale), **KEYS) as transform, own:
         own.init_on_sender("module", context=transform, model=curiosity)
         own.connect()
         make_env = partial(GymEnv, mountain_car, num_envs, transforms=[transform])
-        schemes: dict[str, wsync.WeightSyncScheme] = {"policy": shared}
         with MultiSyncCollector([make_env] * 2, policy, weight_sync_schemes=schemes, **options) as collector:
 
             def send() -> None:
                 collector.update_policy_weights_(policy)
                 own.send()
 
-            yield Workers(collector, {"policy": shared, "curiosity": own}, send)
+            yield collector, {**schemes, "curiosity": own}, send
 
 
 def main(
@@ -162,45 +153,31 @@ def main(
     optimizer = torch.optim.Adam(curiosity.predictor.parameters(), lr=1e-3)
     curiosity.observe(space.rollout(2000).get("observation"))  # how large an error is, to begin with
 
-    counters, bonuses = Counters(), list[float]()
     workers_for = local_workers if transform is Where.local else ray_workers
-    with (
-        StopRequest() as stop,
-        workers_for(policy, curiosity, num_envs, frames_per_batch=batch) as workers,
-        progress_bar(field="status") as bar,
-    ):
-        task, scheme = bar.add_task("", total=frames, status=""), workers.schemes["policy"]
-        workers.collector.set_seed(seed)
-        counters.begin()
-        while counters.frames < frames and not stop.requested:
-            rows = next(workers.collector)
-            counters.collected(rows, scheme.version)
+    goals, first, bonus, reached, done, began = deque[float](maxlen=100), 0.0, 0.0, 0.0, 0, time.monotonic()
+    with workers_for(policy, curiosity, num_envs, frames_per_batch=batch) as workers, progress_bar() as bar:
+        collector, schemes, send = workers
+        task = bar.add_task("", total=frames)
+        collector.set_seed(seed)
+        while done < frames:
+            rows = next(collector)
+            done += rows.numel()
             step = rows.get("next")
-            bonuses.append((step.get("reward") - step.get("terminated").float()).mean().item())
-            stats = learner.update(rows)
+            goals.extend(step.get("episode_return")[step.get("done")].gt(0).float().tolist())
+            bonus = (step.get("reward") - step.get("terminated").float()).mean().item()
+            first = first or bonus
+            learner.update(rows)
             seen = step.get("observation").flatten(0, -2)
             curiosity.observe(seen)
             curiosity.learn(seen, optimizer)
-            workers.send()
-            row = counters.synchronised(stats, scheme.metrics, scheme.version)
-            status = f"goals {number(row.episode_return_mean_100, 2)}  bonus {bonuses[-1]:.4f}"
-            bar.update(task, completed=min(counters.frames, frames), status=status)
-        if bonuses:
-            Console().print(table(transform, counters, bonuses, workers))
-    raise typer.Exit(stop.exit_status)
-
-
-def table(transform: Where, counters: Counters, bonuses: list[float], workers: Workers) -> Table:
-    """Return a table of the results; an episode's return is 1 if the goal was reached."""
-    result = Table("", "at the start", "at the end", title=f"Curiosity, transform {transform}")
-    result.add_row("frames", "0", f"{counters.frames:,} in {counters.seconds:.0f} s")
-    result.add_row("mean return of 100 episodes", number(counters.first_mean, 2), number(counters.return_mean, 2))
-    result.add_row("mean bonus of a batch", *(f"{bonuses[i]:.4f}" for i in (0, -1)))
-    result.add_section()
-    for name, scheme in workers.schemes.items():
-        latency = microseconds(statistics.median(scheme.metrics.latencies_us))
-        result.add_row(name, f"{scheme.name}, p50 {latency}", f"version {scheme.version}")
-    return result
+            send()
+            reached = statistics.mean(goals) if goals else 0.0
+            bar.update(task, completed=done, description=f"goals {reached:.2f}  bonus {bonus:.4f}")
+        print(f"transform {transform}: {done:,} frames in {time.monotonic() - began:.0f} s")
+        print(f"the goal was reached in {reached:.0%} of the last {len(goals)} episodes")
+        print(f"mean bonus of a batch: {first:.4f} at the start, {bonus:.4f} at the end")
+        versions = [one.version for one in schemes.values()]
+        print(f"policy: version {versions[0]}, curiosity: version {versions[1]}")
 
 
 if __name__ == "__main__":

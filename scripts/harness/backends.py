@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -11,23 +14,27 @@ from typing import Any
 import typer
 
 import wsync
-from collectors.config import BUNDLED
-from wsync import registered_backends
 
-_OTHERS = ("none", "ray_module_transform", "store", "http", "cuda")
-BACKENDS = tuple(name for name in registered_backends() if name not in _OTHERS)
-"""Backends that send a policy's weights to workers that connect."""
+COLLECTORS = {
+    "shared_mem": "collectors:MultiCollector",
+    "multiprocess": "collectors:MultiCollector",
+    "distributed": "collectors.distributed:DistributedCollector",
+    "rpc": "collectors.distributed:RPCCollector",
+    "ray": "collectors.distributed:RayCollector",
+}
+"""By backend: the collector with workers that it can update."""
+BACKENDS = tuple(COLLECTORS)
 
 
-def scheme_class(backend: str) -> type[wsync.WeightSyncScheme]:
-    """Import the scheme class of ``backend``."""
-    module, name = registered_backends()[backend].split(":")
+def imported(place: str) -> Any:
+    """Import ``"module:name"``."""
+    module, name = place.split(":")
     return getattr(import_module(module), name)
 
 
 def takes(backend: str, option: str) -> bool:
     """Whether the scheme of ``backend`` has the constructor argument ``option``."""
-    return option in inspect.signature(scheme_class(backend)).parameters
+    return option in inspect.signature(imported(wsync.registered_backends()[backend])).parameters
 
 
 def needs_cluster(backend: str) -> bool:
@@ -51,9 +58,7 @@ def variants() -> dict[str, Callable[[], wsync.WeightSyncScheme]]:
 
 def collector_class(backend: str, sync: bool = True) -> Callable[..., Any]:
     """Return the collector with workers that supports ``backend``, with ``sync`` set."""
-    module, _, name = BUNDLED[scheme_class(backend).collectors[0]]._target_.rpartition(".")
-    name = name.replace("MultiSync", "Multi")  # which takes ``sync``
-    return partial(getattr(import_module(module), name), sync=sync)
+    return partial(imported(COLLECTORS[backend]), sync=sync)
 
 
 def check(chosen: Collection[str], known: Collection[str]) -> None:
@@ -64,3 +69,16 @@ def check(chosen: Collection[str], known: Collection[str]) -> None:
     """
     if unknown := [name for name in chosen if name not in known]:
         raise typer.BadParameter(f"unknown backend {', '.join(unknown)}: choose from {', '.join(known)}")
+
+
+@contextmanager
+def ray_cluster() -> Iterator[None]:
+    """Start a Ray cluster of this process alone, on the loopback interface."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init("local", include_dashboard=False, logging_level=logging.ERROR, _node_ip_address="127.0.0.1")
+    try:
+        yield
+    finally:
+        ray.shutdown()

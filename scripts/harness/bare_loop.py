@@ -94,7 +94,6 @@ class BareLoop:
 
 def serve(channel: Connection, _worker: int, env_id: str, width: int) -> None:
     """Run a ``BareLoop`` for the number of seconds that ``channel`` receives; a target of ``worker_processes``."""
-    torch.set_num_threads(1)
     loop = BareLoop(env_id, width)
     try:
         while True:

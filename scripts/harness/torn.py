@@ -29,16 +29,13 @@ _ENOUGH = 10  # mixed forwards after which the control ends
 
 @dataclass
 class Tally:
-    """Counts of what workers have seen.
+    """Counts of what workers have seen: forwards, and different versions, summed over workers.
 
     Attributes:
-        forwards: number of forwards.
-        versions: number of different versions, summed over workers.
         mixed: forwards with weights of several versions.
         backwards: forwards with an older version than the forward before, in the same worker.
         stale: forwards with an older version than one for which ``send`` had returned before.
         updates: number of sends.
-        seconds: duration.
         example: description of the first forward that broke a promise.
         latest: by worker, the newest version that it has seen.
     """
@@ -106,9 +103,8 @@ def send_next(model: RevealingModel, scheme: wsync.WeightSyncScheme, floor: np.n
 # --- workers that do nothing but forward ---
 
 
-def _worker(channel: Connection, worker: int, options: dict[str, Any]) -> None:
+def _forward(channel: Connection, worker: int, options: dict[str, Any]) -> None:
     """Forward until there were enough forwards, or the time is over; then report, and stay for the last sends."""
-    torch.set_num_threads(1)
     model, tally = RevealingModel(options["mib"], buffer=True), Tally()
     floor = np.memmap(options["floor"], np.int64, "r")
     with options["scheme"] as scheme:
@@ -137,7 +133,7 @@ def standalone(
             "scheme": scheme, "mib": mib, "floor": path, "forwards": -(-forwards // workers), "seconds": seconds,
             "bypass": bypass,
         }  # fmt: skip
-        with worker_processes(_worker, workers, options) as channels:
+        with worker_processes(_forward, workers, options) as channels:
             scheme.connect()
             started, waiting = time.monotonic(), set(channels.pipes)
             while waiting:
@@ -154,7 +150,6 @@ def standalone(
 
 def read_store(channel: Connection, worker: int, url: str, mib: float, last: int) -> None:
     """Forward until the store's version ``last`` is here, or no new one has come for a minute; then report."""
-    torch.set_num_threads(1)
     model, tally = RevealingModel(mib, 2), Tally()
     with wsync.StoreWeightSyncScheme(url) as scheme:
         scheme.init_on_receiver("policy", model=model, worker_idx=worker)

@@ -56,7 +56,7 @@ def settings_of(overrides: Sequence[str]) -> dict[str, Any]:
 
 def train_peer(settings: Mapping[str, Any]) -> Outcome:
     """Run the peer once with the settings of a run of train.py."""
-    command = [sys.executable, "scripts/bench/sb3.py", json.dumps(settings)]
+    command = [sys.executable, "scripts/harness/sb3.py", json.dumps(settings)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,16 +1,11 @@
 """PPO of Stable-Baselines3, or RecurrentPPO of sb3-contrib, with the settings of a run of train.py: one JSON line.
 
-    python scripts/bench/sb3.py '{"env": {...}, "algorithm": {...}, ...}'
+    python scripts/harness/sb3.py '{"env": {...}, "algorithm": {...}, ...}'
 
-A process of its own, which ``bench_returns.py`` and ``bench_train.py`` start with settings as train.py has them. The
-environments, with their wrappers, and the settings of PPO are as given; the networks are those of ``MlpPolicy`` and
-``CnnPolicy`` (the same as ``policy=mlp_tanh`` and ``policy=cnn``), and of ``MlpLstmPolicy`` for a recurrent policy.
-In the comparison of ``bench_train.py`` on CartPole, train.py has its defaults, ``policy=mlp`` and
-``algorithm=ppo_cartpole``, and this program has settings tuned for Stable-Baselines3: neither the networks nor the
-settings are the same.
-The settings ``reward_scale`` and ``epochs_final`` are not passed on: Stable-Baselines3 has none such. With
-``stop_when_solved`` it ends when the mean of the last 100 returns reaches ``env.solved_at``. Seconds count from the
-first step of an environment.
+A process of its own, which ``bench_returns.py`` and ``bench_train.py`` start. Environments, wrappers and PPO's settings
+are those of the run; the networks are ``MlpPolicy``, ``CnnPolicy`` or ``MlpLstmPolicy``. It has no ``reward_scale`` and
+``epochs_final``. With ``stop_when_solved`` it ends when the mean of the last 100 returns reaches ``env.solved_at``.
+Seconds count from the first step of an environment.
 """
 
 from __future__ import annotations

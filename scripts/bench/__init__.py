@@ -1,1 +1,0 @@
-"""The modules of ``scripts/bench_sync.py``."""

@@ -1,0 +1,221 @@
+"""Measure two checkouts of this repository against each other: one script for both, in alternation.
+
+    python scripts/compare_editions.py OLD_CHECKOUT                         # against this one: 5 runs, 15 minutes
+    python scripts/compare_editions.py OLD_CHECKOUT NEW_CHECKOUT --runs 3 --cells "shared_mem.*64 KiB"
+
+A cell is ``send(model)`` of a standalone scheme by backend and payload, a collector's ``update_policy_weights_()`` of
+18 KiB, or what the gate adds to a forward. The cells of one backend are measured in a fresh process in the checkout,
+the checkouts in turn. A cell's figure is the median of its calls in a run, and then that of the runs. Workers check all
+values that they see. The exit status is 1 if a cell could not be measured, or new/old is above ``--limit`` in one.
+
+The measuring code is ``harness/sides.py`` beside this script; it uses only public names, which both checkouts have.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections import defaultdict
+from contextlib import suppress
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve()
+BUILD = "python -c 'import setuptools; setuptools.setup()' build_ext --inplace"
+TIMEOUT = 180.0  # seconds for the cells of one process
+PAYLOADS = {"64 KiB": (0.0625, 4, 200), "1 MiB": (1.0, 20, 100), "64 MiB": (64.0, 100, 15)}
+"""By name: MiB, tensors, and the number of calls."""
+SECONDS = 1.0  # for the calls of a cell
+GLOO = {"shared_memory": False, "inline_bytes": 0}
+SENDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "shared_mem, published": ("shared_mem", {"acknowledge": "published"}),
+    "shared_mem, installed": ("shared_mem", {"acknowledge": "installed"}),
+    "distributed, gloo": ("distributed", GLOO),
+    **{name: (name, {}) for name in ("multiprocess", "store", "http", "distributed", "rpc", "ray")},
+}
+"""By name: the backend, and the options of its scheme."""
+PROCESSES = (
+    ("send shared_mem, published", "send shared_mem, installed", "update shared_mem", "gate"),
+    ("send multiprocess", "update multiprocess", "send store", "send http"),
+    ("send distributed", "send distributed, gloo", "update distributed"),
+    ("send rpc",),
+    ("update rpc",),  # torch has one RPC group for each process
+    ("send ray", "update ray"),
+)
+"""The subjects that are measured in one process: most of the time is that of starting it."""
+Times = dict[str, list[float]]
+
+
+def cells_of(subject: str) -> list[str]:
+    """Return the names of a subject's cells."""
+    if subject == "gate":
+        return ["gate: what it adds to a forward"]
+    sizes = list(PAYLOADS) if subject.startswith("send") else ["18 KiB"]
+    return [f"{subject}, {size}" for size in sizes]
+
+
+def measure(subject: str, cells: list[str]) -> dict[str, float]:
+    """Return the time in µs of each of ``cells``, which are of one subject.
+
+    Raises:
+        RuntimeError: a worker saw other weights than those of the update.
+    """
+    from harness.sides import Case, collecting, standalone, workers_of
+
+    kind, _, name = subject.partition(" ")
+    if kind == "update":
+        with collecting(Case("update", name, 0.018, 6)) as side:
+            return {cells[0]: p50(side, 100)}
+    backend, options = SENDS.get(name, ("shared_mem", {}))
+    found = dict[str, float]()
+    with workers_of(backend, 2) as workers:
+        for cell in cells:
+            mib, tensors, calls = PAYLOADS.get(cell.rpartition(", ")[2], PAYLOADS["64 KiB"])
+            with standalone(Case("send", backend, mib, tensors, 2, options), workers) as side:
+                found[cell] = statistics.median(workers.ask("gate")) * 1e6 if kind == "gate" else p50(side, calls)
+    return found
+
+
+def p50(side: Any, calls: int) -> float:
+    """Return the median µs of up to ``calls`` calls, and at least five.
+
+    Raises:
+        RuntimeError: a worker saw other weights.
+    """
+    rounds = [*side.rounds(5, 600.0), *side.rounds(calls - 5, SECONDS)]
+    if wrong := [one.wrong for one in rounds if one.wrong]:
+        raise RuntimeError(wrong[0])
+    return statistics.median(one.seconds for one in rounds) * 1e6
+
+
+def measure_here(cells: dict[str, list[str]]) -> None:
+    """Measure the cells of some subjects in this process; print ``[subject, µs by cell or the error]`` of each."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["rich.table", "typer", "harness.sides", "collectors"]
+    )
+    forkserver.ensure_running()  # imports while this process imports
+    import wsync
+
+    where = str(Path(wsync.__file__).parents[1])
+    assert where == os.getcwd(), f"wsync was imported from {where}"
+    for subject, names in cells.items():
+        try:
+            found: Any = measure(subject, names)
+        except Exception:  # noqa: BLE001  the report is the parent's
+            found = traceback.format_exc()
+        print(json.dumps([subject, found]), flush=True)
+
+
+def measure_in(checkout: Path, cells: dict[str, list[str]]) -> dict[str, dict[str, float] | str]:
+    """Measure the cells of some subjects in a fresh process in ``checkout``; return µs by cell, or why not."""
+    command = [sys.executable, str(HERE), str(checkout), "--measure", json.dumps(cells)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), str(HERE.parent)])}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=checkout, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired as error:
+            output, errors = (error.stdout or b"").decode(), f"no answer within {TIMEOUT:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # workers that it may have left
+    found = dict(json.loads(line) for line in output.splitlines() if line.startswith('["'))
+    return {subject: found.get(subject, errors) for subject in cells}
+
+
+def compare(checkouts: list[Path], cells: dict[str, list[str]], runs: int, console: Console) -> tuple[list[Times], int]:
+    """Return the times of each checkout by cell, and the number of subjects that failed.
+
+    A subject that has failed in a checkout is not measured again.
+    """
+    todo, times = dict(cells), [defaultdict[str, list[float]](list) for _ in checkouts]
+    for run in range(runs):
+        began = time.monotonic()
+        for subjects in PROCESSES:
+            order = list(zip(checkouts, times, strict=True))
+            for checkout, into in order if run % 2 == 0 else reversed(order):
+                mine = {subject: todo[subject] for subject in subjects if subject in todo}
+                for subject, found in measure_in(checkout, mine).items() if mine else ():
+                    if isinstance(found, str):
+                        console.print(f"{subject} failed in {checkout}:\n{found}", markup=False, highlight=False)
+                        del todo[subject]
+                        continue
+                    for cell, time_us in found.items():
+                        into[cell].append(time_us)
+        console.print(f"run {run + 1} of {runs}: {time.monotonic() - began:.0f} s", highlight=False)
+    return [dict(one) for one in times], len(cells) - len(todo)
+
+
+def table_of(old: Times, new: Times, limit: float) -> tuple[Table, dict[str, float]]:
+    """Return the table, and new/old by cell."""
+    table, ratios = Table("cell", title="p50, median of the runs"), dict[str, float]()
+    for heading in ("old µs", "new µs", "new / old"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for cell in (one for one in old if one in new):
+        before, after = statistics.median(old[cell]), statistics.median(new[cell])
+        ratios[cell] = after / before
+        mark = " !" if ratios[cell] > limit else ""
+        table.add_row(cell, f"{before:,.1f}", f"{after:,.1f}", f"{ratios[cell]:.2f}{mark}")
+    return table, ratios
+
+
+def check(checkout: Path) -> Path:
+    """Return the path of a checkout that can be measured.
+
+    Raises:
+        typer.BadParameter: it is none, or its extension is missing.
+    """
+    if not (checkout / "wsync" / "__init__.py").exists():
+        raise typer.BadParameter(f"{checkout} is no checkout of this repository")
+    if not any((checkout / "wsync").glob("*.so")):
+        raise typer.BadParameter(f"{checkout}/wsync has no compiled extension. There, run: {BUILD}")
+    return checkout.resolve()
+
+
+def main(
+    old: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A checkout.")],
+    new: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Another.")] = HERE.parents[1],
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each cell in each checkout.")] = 5,
+    cells: Annotated[str, typer.Option(help="A regular expression: of the cells to measure.")] = "",
+    limit: Annotated[float, typer.Option(help="Of new/old.")] = 1.25,
+    measure: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Measure OLD and NEW in alternation; fail if NEW is slower than the limit."""
+    if measure:
+        measure_here(json.loads(measure))
+        return
+    known = {subject: cells_of(subject) for subjects in PROCESSES for subject in subjects}
+    chosen = {subject: [one for one in names if re.search(cells, one)] for subject, names in known.items()}
+    chosen = {subject: names for subject, names in chosen.items() if names}
+    if not chosen:
+        raise typer.BadParameter(
+            f"no cell matches {cells!r}: {', '.join(name for names in known.values() for name in names)}"
+        )
+    console = Console(width=100)
+    (before, after), failed = compare([check(old), check(new)], chosen, runs, console)
+    table, ratios = table_of(before, after, limit)
+    console.print(table)
+    worst = max(ratios, key=ratios.__getitem__, default="none")
+    middle = statistics.median(ratios.values()) if ratios else math.nan
+    last = f"worst {ratios.get(worst, math.nan):.2f} ({worst}), median {middle:.2f}, {failed} failed"
+    console.print(last, highlight=False)
+    if failed or ratios[worst] > limit:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
