@@ -55,17 +55,20 @@ class BatchLayout:
             end += -(-value.numel() * value.element_size() // _ALIGNMENT) * _ALIGNMENT
         return cls(tuple(columns), batch.batch_size, max(end, _ALIGNMENT))
 
-    def create_memory(self, count: int) -> int:
-        """Return the descriptor of a new anonymous memory file for ``count`` batches."""
+    def create_memory(self, count: int) -> str:
+        """Return the path of new anonymous memory for ``count`` batches, which lives as long as this process.
+
+        Another process of this machine can ``open`` the path while this one lives.
+        """
         fd = os.memfd_create("wsync-batches", os.MFD_CLOEXEC)
         os.posix_fallocate(fd, 0, self.nbytes * count)
-        return fd
+        return f"/proc/{os.getpid()}/fd/{fd}"
 
-    def map_memory(self, fd: int, count: int) -> list[torch.Tensor]:
-        """Map ``count`` buffers of a memory file, and close ``fd``. The memory is freed with the last buffer."""
-        memory = torch.frombuffer(mmap.mmap(fd, self.nbytes * count), dtype=torch.uint8)
-        os.close(fd)
-        return list(memory.view(count, self.nbytes).unbind())
+    def open(self, memory: str, count: int) -> list[torch.Tensor]:
+        """Map the ``count`` buffers of ``create_memory``. The memory is freed with the last buffer of all processes."""
+        with open(memory, "r+b") as file:
+            mapped = torch.frombuffer(mmap.mmap(file.fileno(), self.nbytes * count), dtype=torch.uint8)
+        return list(mapped.view(count, self.nbytes).unbind())
 
     def allocate(self, count: int) -> list[torch.Tensor]:
         """Return ``count`` buffers in private memory."""

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Self
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple, Self
 
 from collectors.base import BaseCollector
 from collectors.worker_collector import WorkerCollector
-from collectors.workers.process_handle import ProcessHandle
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """One fault of the schedule.
 
     Attributes:
@@ -78,8 +78,8 @@ class Monkey:
         self.counts = dict.fromkeys(faults, 0)
         self._faults = schedule(faults, rate, seed)
         self._pause, self._limit = pause, limit
-        self._killed: set[ProcessHandle] = set()
-        self._stopped: dict[ProcessHandle, float] = {}  # by the time at which they continue
+        self._killed: set[BaseProcess] = set()
+        self._stopped: dict[BaseProcess, float] = {}  # by the time at which they continue
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos-monkey", daemon=True)
         self._collector = _with_processes(collector) if faults else None
@@ -102,39 +102,37 @@ class Monkey:
             self._thread.join()
 
     def _run(self) -> None:
-        try:
-            while self._limit is None or sum(self.counts.values()) < self._limit:
-                fault = next(self._faults)
-                if not self._wait_until(time.monotonic() + fault.gap):
-                    return
+        due = time.monotonic()
+        while not self._ended.is_set() and (self._limit is None or sum(self.counts.values()) < self._limit):
+            fault = next(self._faults)
+            due = max(due, time.monotonic()) + fault.gap
+            while time.monotonic() < due and not self._ended.is_set():
+                self._wait(due)
+            if not self._ended.is_set():
                 self._apply(fault)
-            while self._stopped and self._wait_until(min(self._stopped.values())):
-                pass
-        finally:
-            self._continue(None)
+        while self._stopped:
+            self._wait(max(self._stopped.values()))
 
-    def _wait_until(self, until: float) -> bool:
-        """Wait, and continue stopped workers meanwhile; return False if the context ended before."""
-        while True:
-            soonest = min([until, *self._stopped.values()])
-            if self._ended.wait(max(0.0, soonest - time.monotonic())):
-                return False
-            self._continue(time.monotonic())
-            if soonest >= until:
-                return True
+    def _wait(self, until: float) -> None:
+        """Wait, at most until a stopped worker continues; at the end all of them do."""
+        is_over = self._ended.wait(max(0.0, min([until, *self._stopped.values()]) - time.monotonic()))
+        for process, continues in list(self._stopped.items()):
+            if is_over or continues <= time.monotonic():
+                _send(process, signal.SIGCONT)
+                del self._stopped[process]
 
     def _apply(self, fault: Fault) -> None:
-        """Signal a worker that was not killed, nor stopped already if it is to be stopped."""
+        """Signal a worker that was not killed; one that is stopped is only killed."""
         assert self._collector is not None
-        workers = {worker.process_handle: worker.worker_idx for worker in self._collector.remote_workers}
+        workers = {one.process: one.worker_idx for one in self._collector.remote_workers if one.process is not None}
         self._killed &= workers.keys()  # the others were replaced
-        spared = self._killed | self._stopped.keys() if fault.kind == "stop" else self._killed
-        victims = [handle for handle in workers if handle not in spared]
+        spared = self._killed if fault.kind == "kill" else self._killed | self._stopped.keys()
+        victims = [process for process in workers if process not in spared]
         if not victims:
             return
         victim = victims[int(fault.position * len(victims))]
-        if not victim.send(SIGNALS[fault.kind]):
-            return  # the process has ended by itself
+        if not _send(victim, SIGNALS[fault.kind]):
+            return  # it has ended, and is not replaced yet
         self.counts[fault.kind] += 1
         _log.info("%s: worker %d", fault.kind, workers[victim])
         if fault.kind == "kill":
@@ -143,19 +141,27 @@ class Monkey:
         else:
             self._stopped[victim] = time.monotonic() + self._pause
 
-    def _continue(self, now: float | None) -> None:
-        """Continue the workers with a pause that is over; None: all stopped workers."""
-        for handle, until in list(self._stopped.items()):
-            if now is None or until <= now:
-                handle.send(signal.SIGCONT)  # the worker may have been killed meanwhile, for not answering
-                del self._stopped[handle]
+
+def _send(process: BaseProcess, number: signal.Signals) -> bool:
+    """Send a signal to a worker's process; return whether it was still running."""
+    try:
+        descriptor = os.pidfd_open(process.pid or 0)
+        try:
+            if wait([process.sentinel], 0):  # looked at now: the number may have become another process's
+                return False
+            signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)
+    except (ProcessLookupError, ValueError):  # it has ended; the collector has closed it
+        return False
+    return True
 
 
 def _with_processes(collector: BaseCollector) -> WorkerCollector:
     name = type(collector).__name__
     if not isinstance(collector, WorkerCollector):
         raise ValueError(f"chaos needs workers, and {name} works in the trainer's process: say chaos=none")
-    if external := [worker.worker_idx for worker in collector.remote_workers if worker.process_handle.empty]:
+    if external := [worker.worker_idx for worker in collector.remote_workers if worker.process is None]:
         raise ValueError(
             f"chaos reaches only processes that the collector has started on this machine, and {name} has not started "
             f"worker(s) {external} so: say chaos=none, or take weight_sync=shared_mem, multiprocess or distributed"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Unpack
 from collectors.factories import EnvMaker
 from collectors.signatures import check_arguments
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
-from collectors.workers.connection_pool import ConnectionPool
+from collectors.workers.pool import ConnectionPool
 
 
 class MultiCollector(WorkerCollector):

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
-import select
-import signal
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import cloudpickle
 import torch
@@ -24,7 +20,11 @@ from collectors.exploration import warn_if_greedy
 from collectors.factories import make_env
 from collectors.rollouts.acting import Actor, policy_scheme
 from collectors.rollouts.wrapping import UnusablePolicy
-from collectors.workers.connections import WorkerConnection
+from collectors.workers.connections import Connection, Disconnected
+
+RAISED = ("error", "unusable")  # what a worker answers that has raised, and ends; the second for UnusablePolicy
+Answer = tuple[str, Any]
+"""A kind and a value: see ``RolloutWorker.execute``."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,9 @@ class RolloutWorker:
             self.num_envs: int = env.num_envs
             self.layout = BatchLayout.of(self._actor.rollout.buffer(-(-options.frames // self.num_envs)))
             self._opened = opened.pop_all()
-        self._batches: list[TensorDict] = []
+        self.batches: list[TensorDict] = []  # that ``collect`` fills
 
-    def use_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Write batches into ``buffers``, ``uint8[layout.nbytes]`` each. Called once, before the first command."""
-        self._batches = [self.layout.view(buffer) for buffer in buffers]
-
-    def execute(self, command: str, argument: Any) -> tuple[str, Any] | None:
+    def execute(self, command: str, argument: Any) -> Answer | None:
         """Execute a command of the trainer.
 
         ``connect`` (the model ids to connect) comes before ``seed`` (the seed), ``resume`` (frames of an earlier
@@ -131,93 +127,99 @@ class RolloutWorker:
         """
         if command == "ask":
             question, path = argument
-            if question == "has_weights":
-                return "answer", self._has_weights
-            return "answer", cloudpickle.dumps(self._actor.find(path))
+            found = self._has_weights if question == "has_weights" else cloudpickle.dumps(self._actor.find(path))
+            return "answer", found
         if command == "connect":
             for model_id in argument:
                 self._schemes[model_id].connect(worker_idx=self._worker_idx)
             return "connected", None
+        if command == "collect":
+            self._actor.rollout.collect(self.batches[argument])
+            return "batch", argument
         if command == "seed":
             self._actor.rollout.seed(argument)
-            return None
-        if command == "resume":
+        elif command == "resume":
             self._actor.rollout.frames = argument
-            return None
-        index: int = argument
-        self._actor.rollout.collect(self._batches[index])
-        return "batch", index
+        return None
 
     def close(self) -> None:
         """Shut the schemes down and close the environments."""
         self._opened.close()
 
 
-def serve(connection: WorkerConnection) -> None:
-    """Execute the trainer's commands until it closes the connection; then close this end.
+class CommandExecutor:
+    """Executes a trainer's commands; an error is the answer, after which all commands are ignored.
 
-    The first command is ``("build", (spec, options))``; ``RolloutWorker.execute`` takes the others. The answer to
-    ``build`` is ``("ready", (layout, number of buffers, number of environments))``. After ``("error", traceback)`` or
-    ``("unusable", traceback)`` the worker ends.
+    Args:
+        configure: applies the options to this process; called before anything is built.
+        share: whether the buffers of batches are in memory that the trainer can map.
+
+    Attributes:
+        buffers: the memory of the batches.
+        failed: whether a command has raised.
     """
-    connection.remove_time_limits()
-    # Inside, an error is reported before the schemes are closed: the trainer would otherwise get only their end.
-    # An error of closing is printed: then the trainer has closed the connection, or has the worker's error.
+
+    def __init__(self, configure: Callable[[WorkerOptions], object], *, share: bool = False) -> None:
+        self._configure, self._share = configure, share
+        self._worker: RolloutWorker | None = None
+        self.buffers: list[torch.Tensor] = []
+        self.failed = False
+
+    def execute(self, command: str, argument: Any) -> Answer | None:
+        """Execute ``build`` (spec, options), then the commands of ``RolloutWorker.execute``.
+
+        Returns:
+            The answer; to ``build`` it is ``("ready", (layout, number of buffers, number of environments, memory))``.
+            After an error it is ``("error", traceback)`` or ``("unusable", traceback)``.
+        """
+        if self.failed:
+            return None
+        try:
+            if self._worker is None:
+                return "ready", self._build(*argument)
+            return self._worker.execute(command, argument)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  raised again in the trainer, with this traceback
+            self.failed = True
+            return "unusable" if isinstance(error, UnusablePolicy) else "error", traceback.format_exc()
+
+    def _build(self, spec: bytes, options: WorkerOptions) -> tuple[BatchLayout, int, int, str | None]:
+        self._configure(options)
+        self._worker = worker = RolloutWorker(spec, options)
+        memory = worker.layout.create_memory(options.buffers) if self._share else None
+        count, layout = options.buffers, worker.layout
+        self.buffers = layout.allocate(count) if memory is None else layout.open(memory, count)
+        worker.batches = [layout.view(buffer) for buffer in self.buffers]
+        return layout, count, worker.num_envs, memory
+
+    def close(self) -> None:
+        """Shut the schemes down and close the environments. Idempotent."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+
+def serve(connection: Connection) -> None:
+    """Execute the trainer's commands until it sends ``end`` or closes the connection; the caller closes this end.
+
+    An error is reported before the schemes are closed: the trainer would otherwise get only their end. An error of
+    closing is printed: then the trainer has closed the connection, or has the worker's error.
+    """
+    executor = CommandExecutor(configure_process, share=connection.shares_memory)
     try:
-        with closing(connection), ExitStack() as opened, _reported_errors(connection):
-            _serve(connection, opened)
+        with closing(executor):
+            while not executor.failed:
+                command, argument = connection.receive()
+                if command == "end":
+                    return
+                kind, value = executor.execute(command, argument) or ("", None)
+                if kind == "batch":
+                    connection.send_batch(value, executor.buffers[value])
+                elif kind:
+                    connection.send(kind, value, wait=kind in RAISED)
+    except Disconnected:
+        pass
     except (Exception, SystemExit):  # noqa: BLE001  environments may raise anything as they close
         traceback.print_exc()
-
-
-def _serve(connection: WorkerConnection, opened: ExitStack) -> None:
-    with _ended_by_trainer():
-        _, (spec, options), _ = connection.receive()
-    configure_process(options)
-    worker = RolloutWorker(spec, options)
-    opened.callback(worker.close)
-    with _ended_by_trainer():
-        buffers = connection.send_ready(worker.layout, options.buffers, worker.num_envs)
-    worker.use_buffers(buffers)
-    while True:
-        with _ended_by_trainer():
-            command, argument, _ = connection.receive()
-        answer = worker.execute(command, argument)
-        if answer is not None:
-            with _ended_by_trainer():
-                kind, value = answer
-                if kind == "batch":
-                    connection.send_batch(value, buffers[value])
-                else:
-                    connection.send(kind, value)
-
-
-class _ConnectionClosed(Exception):
-    """The trainer closed the connection. A connection error of an environment is another matter: it is reported."""
-
-
-@contextmanager
-def _ended_by_trainer() -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, ConnectionError, wsync.NotConnected) as error:
-        raise _ConnectionClosed from error
-
-
-@contextmanager
-def _reported_errors(connection: WorkerConnection) -> Iterator[None]:
-    try:
-        yield
-    except _ConnectionClosed:
-        return
-    except (Exception, SystemExit) as error:  # noqa: BLE001  raised again in the trainer, with this traceback
-        with suppress(ConnectionError):  # the trainer may have ended already, because another worker failed
-            connection.send_error(error_kind(error), traceback.format_exc())
-
-
-def error_kind(error: BaseException) -> Literal["error", "unusable"]:
-    """Return the kind of the event that reports ``error``: see ``collectors.workers.pool.Event``."""
-    return "unusable" if isinstance(error, UnusablePolicy) else "error"
 
 
 def configure_process(options: WorkerOptions) -> None:
@@ -225,50 +227,3 @@ def configure_process(options: WorkerOptions) -> None:
     torch.set_num_threads(options.threads)
     name = f"worker {options.worker_idx}"
     logging.basicConfig(level=options.log_level, format=f"[{name}] %(levelname)s %(name)s: %(message)s", force=True)
-
-
-def set_worker_signals() -> None:
-    """Ignore SIGINT, which Ctrl-C sends to the whole process group: the trainer ends its workers in order.
-
-    Let SIGTERM end the process, whatever handler it had.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def exit_when_process_ends(pid: int) -> None:
-    """Start a thread that ends this process when the process ``pid`` ends."""
-    try:
-        exit_when_readable(os.pidfd_open(pid))
-    except ProcessLookupError:
-        os._exit(1)
-
-
-def exit_when_readable(*descriptors: int, status: Callable[[], int] = lambda: 1) -> Callable[[], None]:
-    """Start a thread that ends this process when one of ``descriptors`` is readable or its other end is closed.
-
-    Args:
-        descriptors: are polled.
-        status: is called then for the exit status.
-
-    Returns:
-        A function that ends the thread.
-    """
-    stopped = os.eventfd(0, os.EFD_CLOEXEC)
-
-    def wait() -> None:
-        poller = select.poll()
-        for descriptor in (*descriptors, stopped):
-            poller.register(descriptor, select.POLLIN)
-        if stopped not in (ready for ready, _ in poller.poll()):
-            os._exit(status())
-
-    thread = threading.Thread(target=wait, name="trainer-watch", daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        os.eventfd_write(stopped, 1)
-        thread.join()
-        os.close(stopped)
-
-    return stop

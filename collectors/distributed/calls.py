@@ -7,27 +7,26 @@ import traceback
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from collectors.worker import RolloutWorker, WorkerOptions, error_kind
-from collectors.workers.pool import SHUTDOWN_GRACE, Event, WorkerHandle, WorkerPool, pollable
-from collectors.workers.wake_event import WakeEvent
+from collectors.worker import RAISED, CommandExecutor
+from collectors.workers.connections import milliseconds
+from collectors.workers.pool import Event, WakeEvent, WorkerHandle, WorkerPool
+from collectors.workers.processes import SHUTDOWN_GRACE
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """What a call returns.
 
     Attributes:
         kind: as ``Event.kind``, or ``ended``; empty after a command that has no answer.
-        value: as ``Event.value``; after ``ready``: layout, number of buffers, number of environments.
+        value: as ``Event.value``; after ``ready``: layout, number of buffers, number of environments, None.
         payload: the bytes of a batch, ``uint8[nbytes]``, as the type that the calls transport without a copy.
     """
 
@@ -36,61 +35,37 @@ class Reply:
     payload: torch.Tensor | np.ndarray | None = None
 
 
-_NO_ANSWER = Reply()
+def execute(executor: CommandExecutor, command: str, argument: Any) -> Reply:
+    """Execute a command in a worker; ``end`` is the last one. A worker that has raised is closed at once.
 
+    (The trainer may drop it without another call.)
 
-class CommandExecutor:
-    """The worker's end: executes commands, and returns errors as replies.
-
-    After a failed command the worker is closed, and later commands have no answer.
-
-    Args:
-        configure: applies the options to this process; called before anything is built.
+    Raises:
+        Exception: what an environment raises when ``end`` closes it.
     """
-
-    def __init__(self, configure: Callable[[WorkerOptions], object]) -> None:
-        self._configure = configure
-        self._worker: RolloutWorker | None = None
-        self._buffers: list[torch.Tensor] = []
-        self._failed = False
-
-    def execute(self, command: str, argument: Any) -> Reply:
-        """Execute ``build`` (spec, options), then the commands of ``RolloutWorker.execute``."""
-        if self._failed:
-            return _NO_ANSWER
+    if command == "end":
+        executor.close()
+        return Reply("ended")
+    kind, value = executor.execute(command, argument) or ("", None)
+    if kind in RAISED:
         try:
-            with ExitStack() as on_error:
-                on_error.callback(self.close)  # at once: the trainer may drop the worker without another call
-                reply = self._build(*argument) if self._worker is None else self._work(self._worker, command, argument)
-                on_error.pop_all()
-            return reply
-        except (Exception, SystemExit) as error:  # noqa: BLE001  raised again in the trainer, with this traceback
-            self._failed = True
-            return Reply(error_kind(error), traceback.format_exc())
-
-    def _build(self, spec: bytes, options: WorkerOptions) -> Reply:
-        self._configure(options)
-        self._worker = worker = RolloutWorker(spec, options)
-        self._buffers = worker.layout.allocate(options.buffers)
-        worker.use_buffers(self._buffers)
-        return Reply("ready", (worker.layout, options.buffers, worker.num_envs))
-
-    def _work(self, worker: RolloutWorker, command: str, argument: Any) -> Reply:
-        answer = worker.execute(command, argument)
-        if answer is None:
-            return _NO_ANSWER
-        kind, value = answer
-        return Reply(kind, value, self._buffers[value] if kind == "batch" else None)
-
-    def close(self) -> None:
-        """Shut the schemes down and close the environments. Idempotent."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+            executor.close()
+        except (Exception, SystemExit):  # noqa: BLE001  the trainer is told the first error
+            traceback.print_exc()
+    return Reply(kind, value, executor.buffers[value] if kind == "batch" else None)
 
 
 class CalledWorker(WorkerHandle):
     """A worker that executes commands in calls."""
+
+    def __init__(self, worker_idx: int) -> None:
+        super().__init__(worker_idx)
+        self._ended = WakeEvent()  # set when the worker or its process has ended
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the worker or its process has ended."""
+        return self._ended.fileno()
 
     @abstractmethod
     def call(self, command: str, argument: Any, on_reply: Callable[[Reply], None]) -> None:
@@ -103,6 +78,10 @@ class CalledWorker(WorkerHandle):
     def exit_reason(self, error: str) -> str:
         """Return how the worker has ended, as text to follow "worker 3 ", after a call has raised ``error``."""
         return error
+
+    def close(self) -> None:
+        """Release the resources of this end."""
+        self._ended.close()
 
 
 C = TypeVar("C", bound=CalledWorker)
@@ -120,33 +99,33 @@ class CallPool(WorkerPool[C]):
         self._replied = WakeEvent()
 
     def send(self, worker: C, command: str, argument: Any = None) -> None:
-        """See WorkerPool."""
-        worker.call(command, argument, lambda reply: self._put(worker, reply))
+        """Call a worker."""
 
-    def _put(self, worker: C, reply: Reply) -> None:
-        self._replies.append((worker, reply))
-        self._replied.set()
+        def put(reply: Reply) -> None:
+            self._replies.append((worker, reply))
+            self._replied.set()
+
+        worker.call(command, argument, put)
 
     def poll(self, workers: Collection[C], wakeup_fd: int, timeout: float | None) -> list[Event]:
-        """See WorkerPool."""
-        if self._replied.fileno() not in wait([self._replied.fileno(), wakeup_fd], pollable(timeout)):
+        """Return the replies of ``workers`` as events."""
+        seconds = None if timeout is None else milliseconds(timeout) / 1e3
+        if self._replied.fileno() not in wait([self._replied.fileno(), wakeup_fd], seconds):
             return []
         self._replied.clear()
         events: list[Event] = []
         while self._replies:
-            worker, reply = self._replies.popleft()
+            worker, (kind, value, payload) = self._replies.popleft()
             if worker not in workers:
                 continue  # it was discarded
-            value = reply.value
-            if reply.kind == "ready":
-                layout, count, num_envs = value
-                worker.set_ready(layout, layout.allocate(count), num_envs)
-            elif reply.payload is not None:
-                np.copyto(worker.buffers[value].numpy(), np.asarray(reply.payload))
-            elif reply.kind == "died":
+            if kind == "ready":
+                worker.set_ready(*value)
+            elif payload is not None:
+                np.copyto(worker.buffers[value].numpy(), np.asarray(payload))
+            elif kind == "died":
                 value = worker.exit_reason(value)
-            if reply.kind:
-                events.append(Event(worker, reply.kind, value))
+            if kind:
+                events.append(Event(worker, kind, value))
         return events
 
     def _end_workers(self) -> None:

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, Unpack
@@ -26,12 +25,13 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra(error, "ray") from error
 
-from collectors.distributed.calls import CalledWorker, CallPool, CommandExecutor, Reply
+from collectors.distributed.calls import CalledWorker, CallPool, Reply, execute
 from collectors.distributed.ray_cluster import Cluster, describe_cluster, starts_one
 from collectors.factories import EnvMaker
+from collectors.worker import CommandExecutor
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
-from collectors.workers.pool import SHUTDOWN_GRACE, Event
-from collectors.workers.wake_event import WakeEvent
+from collectors.workers.pool import Event
+from collectors.workers.processes import SHUTDOWN_GRACE
 
 
 class RayCollector(WorkerCollector):
@@ -106,11 +106,8 @@ class RayWorkerActor:
 
     def execute(self, command: str, argument: Any) -> Reply:
         """Execute a command; ``end`` is the last one."""
-        if command == "end":
-            self._executor.close()
-            return Reply("ended")
-        reply = self._executor.execute(command, argument)
-        return reply if reply.payload is None else replace(reply, payload=np.asarray(reply.payload))
+        reply = execute(self._executor, command, argument)
+        return reply if reply.payload is None else reply._replace(payload=np.asarray(reply.payload))
 
 
 class RayWorker(CalledWorker):
@@ -120,25 +117,20 @@ class RayWorker(CalledWorker):
         worker_idx: its index.
         actor: owned by this handle.
         cluster: the cluster of the actor.
+
+    Attributes:
+        place_until: when the cluster has to have started it (``time.monotonic``); infinity: at any time, or it has.
     """
 
     def __init__(self, worker_idx: int, actor: ActorHandle, cluster: Cluster) -> None:
         super().__init__(worker_idx)
-        self.actor = actor
+        self.actor, self.place_until = actor, math.inf
         self._cluster = cluster
-        self.placed = False  # whether the cluster has started it
-        self.place_until = math.inf  # ``time.monotonic``
-        self._ended = WakeEvent()
         lifetime: Any = actor.lifetime
         self._on_reply(lifetime.options(concurrency_group="lifetime").remote(), lambda _: self._ended.set())
 
-    @property
-    def sentinel(self) -> int:
-        """Readable when the worker or its process has ended."""
-        return self._ended.fileno()
-
     def call(self, command: str, argument: Any, on_reply: Callable[[Reply], None]) -> None:
-        """See CalledWorker."""
+        """Call the actor."""
         try:
             self._cluster.require()
             self._on_reply(self.actor.execute.remote(command, argument), on_reply)
@@ -158,23 +150,15 @@ class RayWorker(CalledWorker):
     def place_within(self, seconds: float) -> None:
         """Set the deadline for the cluster to start it."""
         self.place_until = time.monotonic() + seconds
-        self.ready().future().add_done_callback(self._on_ready)
+        self.actor.ready.remote().future().add_done_callback(self._placed)
 
-    def _on_ready(self, future: Any) -> None:
-        self.placed = True  # or dead, which `sentinel` and the answer to the first command tell
-
-    def ready(self) -> Any:
-        """Return a reference that is ready when the actor exists."""
-        return self.actor.ready.remote()
+    def _placed(self, _: Any) -> None:
+        self.place_until = math.inf  # or it is dead, which `sentinel` and the answer to the first command tell
 
     def kill(self) -> None:
         """Kill the actor's process; without a connection to its cluster, it has ended already."""
         if self._cluster.connected:
             ray.kill(self.actor, no_restart=True)
-
-    def close(self) -> None:
-        """Release the resources of this end."""
-        self._ended.close()
 
 
 class RayPool(CallPool[RayWorker]):
@@ -193,13 +177,7 @@ class RayPool(CallPool[RayWorker]):
     """
 
     def __init__(
-        self,
-        count: int,
-        *,
-        address: str | None,
-        resources: Mapping[str, Any],
-        scheduling_strategy: Any,
-        timeout: float,
+        self, count: int, *, address: str | None, resources: Mapping[str, Any], scheduling_strategy: Any, timeout: float
     ) -> None:
         self._cluster = Cluster(address)  # first: it may raise, and nothing has to be closed then
         super().__init__()
@@ -217,7 +195,7 @@ class RayPool(CallPool[RayWorker]):
             raise
 
     def _wait_for_actors(self) -> None:
-        references = {worker.ready(): worker.worker_idx for worker in self.workers}
+        references = {worker.actor.ready.remote(): worker.worker_idx for worker in self.workers}
         ready, missing = ray.wait(list(references), num_returns=len(references), timeout=self._timeout)
         if missing:
             names = {references[one]: "never started" for one in missing}
@@ -232,33 +210,31 @@ class RayPool(CallPool[RayWorker]):
         )
 
     def start_worker(self, worker_idx: int) -> RayWorker:
-        """See WorkerPool. A worker that the cluster does not start within the timeout is ``unplaced``."""
+        """Start an actor; one in place of another that is not placed within the timeout is ``unplaced``."""
         self._cluster.require()
-        worker = RayWorker(worker_idx, self._kind.remote(sys.path), self._cluster)
-        self.workers.append(worker)
+        self.workers.append(worker := RayWorker(worker_idx, self._kind.remote(sys.path), self._cluster))
         if self._all_placed_once:
             worker.place_within(self._timeout)
         return worker
 
     def poll(self, workers: Collection[RayWorker], wakeup_fd: int, timeout: float | None) -> list[Event]:
-        """See WorkerPool."""
-        waiting = [worker for worker in workers if not worker.placed and worker.place_until < math.inf]
-        if waiting:
-            left = max(0.0, min(worker.place_until for worker in waiting) - time.monotonic())
+        """Return the replies of ``workers`` as events, and report those that have found no place."""
+        until = min((worker.place_until for worker in workers), default=math.inf)
+        if until < math.inf:
+            left = max(0.0, until - time.monotonic())
             timeout = left if timeout is None else min(left, timeout)
         events = super().poll(workers, wakeup_fd, timeout)
-        now = time.monotonic()
-        late = [worker for worker in waiting if not worker.placed and now >= worker.place_until]
+        late = [worker for worker in workers if worker.place_until <= time.monotonic()]
         return [*events, *(Event(worker, "unplaced", f"(a Ray actor) {self._no_place()}") for worker in late)]
 
     def discard(self, worker: RayWorker) -> None:
-        """See WorkerPool."""
+        """Kill the actor."""
         self.workers.remove(worker)
         worker.kill()
         worker.close()
 
     def close(self) -> None:
-        """See WorkerPool."""
+        """End the actors, and a cluster that was started for them."""
         if self._cluster.connected:
             if self._all_placed_once:
                 self._end_workers()

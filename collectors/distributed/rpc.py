@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +20,8 @@ from collectors.distributed.calls import CalledWorker, CallPool, Reply
 from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
 from collectors.factories import EnvMaker
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
-from collectors.workers.pool import LONGEST_POLL, SHUTDOWN_GRACE
-from collectors.workers.process_handle import ProcessHandle
-from collectors.workers.processes import exit_reason, join_or_kill, kill, pipe, start
-from collectors.workers.wake_event import WakeEvent
+from collectors.workers.connections import milliseconds
+from collectors.workers.processes import SHUTDOWN_GRACE, exit_reason, join_or_kill, kill, pipe, start
 from wsync import SyncTimeout, WorkerDied
 
 _TIMED_OUT = "RPCErr:1:"  # prefix of torch's message for a call that has timed out
@@ -97,21 +96,18 @@ class RpcWorker(CalledWorker):
         super().__init__(worker_idx)
         self.name, self.process, self._channel = name, process, channel
         self._token = token
-        self._number = 0
-        self._ended = WakeEvent()
-        if process is not None:
-            self.process_handle = ProcessHandle(process.pid)
-        else:
+        self._numbers = itertools.count()
+        if process is None:
             call = rpc.rpc_async(name, rpc_worker.lifetime, args=(token,), timeout=0)
             call.add_done_callback(lambda _: self._ended.set())
 
     @property
     def sentinel(self) -> int:
         """Readable when the worker or its process has ended."""
-        return self._ended.fileno() if self.process is None else self.process.sentinel
+        return super().sentinel if self.process is None else self.process.sentinel
 
     def call(self, command: str, argument: Any, on_reply: Callable[[Reply], None]) -> None:
-        """See CalledWorker."""
+        """Call the member; RPC's threads may deliver calls out of order, so they are numbered."""
 
         def on_done(future: Future[Reply]) -> None:
             try:
@@ -120,28 +116,26 @@ class RpcWorker(CalledWorker):
                 reply = Reply("died", _first_line(error))
             on_reply(reply)
 
-        number, self._number = self._number, self._number + 1
-        arguments = (self._token, number, command, argument)
+        arguments = (self._token, next(self._numbers), command, argument)
         try:
             rpc.rpc_async(self.name, rpc_worker.command, args=arguments, timeout=0).add_done_callback(on_done)
         except RuntimeError as error:
             on_reply(Reply("died", _first_line(error)))
 
     def exit_reason(self, error: str) -> str:
-        """See CalledWorker."""
+        """Return how the worker has ended, as text to follow "worker 3 ", after a call has raised ``error``."""
         if self.process is not None and wait([self.process.sentinel], SHUTDOWN_GRACE):
             return exit_reason(self.process)
         which = f"'{self.name}' of the RPC group" if self.process is None else f"process {self.process.pid}"
         return f"({which}) cannot be reached any more: {error}"
 
     def close(self) -> None:
-        """Release the resources of this end."""
+        """Let the process end, and release the resources of this end."""
         if self._channel is not None:
             with suppress(OSError):  # the process has ended, or this end is closed
                 self._channel.send(None)  # a message: a forked child of this process may hold this end open
             self._channel.close()
-        self.process_handle.close()
-        self._ended.close()
+        super().close()
 
 
 class RpcPool(CallPool[RpcWorker]):
@@ -206,7 +200,7 @@ class RpcPool(CallPool[RpcWorker]):
 
     def _start_group(self, count: int, host: str, timeout: float) -> None:
         self._store, address = host_store(host)
-        timeout = min(timeout, LONGEST_POLL)  # torch's RPC, too, counts milliseconds in an int
+        timeout = milliseconds(timeout) / 1e3  # torch's RPC, too, counts milliseconds in an int
         deadline = time.monotonic() + timeout
         channels: list[Connection] = []
         for i in range(count):
@@ -226,7 +220,7 @@ class RpcPool(CallPool[RpcWorker]):
         self._joined = True
 
     def discard(self, worker: RpcWorker) -> None:
-        """See WorkerPool. A user's process continues; its worker ends when the call arrives."""
+        """Kill a process that was started; a user's process continues, and its worker ends when the call arrives."""
         self.workers.remove(worker)
         if worker.process is not None:
             kill(worker.process)
@@ -235,7 +229,7 @@ class RpcPool(CallPool[RpcWorker]):
         worker.close()
 
     def close(self) -> None:
-        """See WorkerPool."""
+        """End the workers, and a group that was started for them."""
         if self._joined or all(worker.process is None for worker in self.workers):
             self._end_workers()
         if self._joined:

@@ -24,7 +24,7 @@ from torch.distributed import (
     rpc,
 )
 
-from collectors.workers.wake_event import WakeEvent
+from collectors.workers.pool import WakeEvent
 from wsync import SyncTimeout, listen_on
 
 TRAINER = "trainer"

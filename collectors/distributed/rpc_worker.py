@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from contextlib import suppress
@@ -11,9 +12,9 @@ from typing import Any
 from torch.distributed import rpc
 from torch.futures import Future
 
-from collectors.distributed.calls import CommandExecutor, Reply
+from collectors.distributed.calls import Reply, execute
 from collectors.distributed.rpc_group import Address, join_group, leave_group
-from collectors.worker import WorkerOptions, configure_process
+from collectors.worker import CommandExecutor, configure_process
 
 _services: dict[str, RpcWorkerService] = {}  # by the token of the collector
 _cancelled: set[str] = set()  # tokens of collectors that gave up; their ``enlist`` call may still arrive
@@ -21,7 +22,7 @@ _lock = threading.Lock()  # calls arrive on several threads
 
 
 class RpcWorkerService:
-    """Executes the commands of one trainer. RPC's threads may deliver commands out of order: they are numbered.
+    """Executes the commands of one trainer, in the order of their numbers.
 
     Args:
         exclusive: whether this process runs this worker and nothing else.
@@ -32,7 +33,7 @@ class RpcWorkerService:
 
     def __init__(self, *, exclusive: bool) -> None:
         self._exclusive = exclusive
-        self._executor = CommandExecutor(self._configure)
+        self._executor = CommandExecutor(configure_process if exclusive else lambda _: None)
         self._commands: dict[int, tuple[str, Any, Future[Reply]]] = {}
         self._arrived = threading.Condition()
         self.lifetime: Future[None] = Future()
@@ -51,25 +52,13 @@ class RpcWorkerService:
         Raises:
             Exception: what an environment raises when it is closed; the replies are given before.
         """
-        number = 0
-        while True:
-            command, argument, reply = self._next(number)
+        for number in itertools.count():
+            with self._arrived:
+                self._arrived.wait_for(lambda: number in self._commands)  # noqa: B023
+                command, argument, reply = self._commands.pop(number)
             if command == "end":
-                self._end(reply)
-                return
-            reply.set_result(self._executor.execute(command, argument))
-            number += 1
-
-    def _next(self, number: int) -> tuple[str, Any, Future[Reply]]:
-        with self._arrived:
-            self._arrived.wait_for(lambda: number in self._commands)
-            return self._commands.pop(number)
-
-    def _configure(self, options: WorkerOptions) -> None:
-        if self._exclusive:
-            configure_process(options)
-
-    def _end(self, reply: Future[Reply]) -> None:
+                break
+            reply.set_result(execute(self._executor, command, argument))
         try:
             self._executor.close()
             if self._exclusive:

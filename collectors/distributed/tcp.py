@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -12,16 +11,13 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, Literal, Unpack
 
-from collectors.distributed import torchrun
-from collectors.distributed.tcp_worker import key_from_environment, resolved
+from collectors.distributed.tcp_worker import key_from_environment, publish, resolved, trainer_host, under_torchrun
 from collectors.factories import EnvMaker
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
-from collectors.workers.connection_pool import ConnectedWorker, ConnectionPool
-from collectors.workers.connections import WorkerConnection
-from collectors.workers.pool import pollable
+from collectors.workers.connections import Connection, Disconnected, Greeting, Listener, milliseconds
+from collectors.workers.pool import ConnectedWorker, ConnectionPool
 from collectors.workers.processes import exit_reason
 from wsync import SyncTimeout, WorkerDied
-from wsync.control import Connection, Listener, Message
 
 Launcher = Literal["local", "join"]
 _log = logging.getLogger(__name__)
@@ -74,18 +70,17 @@ class DistributedCollector(WorkerCollector):
                 "use on_worker_failure=drop, or launcher=local",
             )
         if host is None:
-            host = torchrun.trainer_host() if launcher == "join" and torchrun.under_torchrun() else "127.0.0.1"
+            host = trainer_host() if launcher == "join" and under_torchrun() else "127.0.0.1"
         self._host = host
         start = partial(TcpPool, host=host, port=port, launcher=launcher, timeout=timeout)
         super().__init__(create_env_fn, policy, sync=sync, start=start, **options)
 
 
 class TcpPool(ConnectionPool):
-    """Waits until all workers have joined, and stops listening on TCP then.
+    """Waits until all workers have joined, and stops listening on TCP then. A restarted one connects to a Unix socket.
 
-    A worker on this machine has one connection, and joins with the key that it was started with. A worker in another
-    program registers two: one for messages, and one without traffic, which ends when the process at its other end does.
-    A restarted worker connects to a Unix socket.
+    A worker that this process has started joins with the key that it was started with; one in another program with
+    its name, "(process … on …)".
 
     Args:
         count: number of workers.
@@ -103,23 +98,22 @@ class TcpPool(ConnectionPool):
 
     def __init__(self, count: int, *, host: str, port: int, launcher: Launcher, timeout: float) -> None:
         self._count = count
-        self._registered: dict[str, dict[str, Connection]] = {}  # of workers with one connection so far
-        by_torchrun = launcher == "join" and torchrun.under_torchrun()
-        token = None if launcher == "local" or by_torchrun else key_from_environment(os.environ)
+        by_torchrun = launcher == "join" and under_torchrun()
+        key = None if launcher == "local" or by_torchrun else key_from_environment(os.environ)
         if by_torchrun and (started := int(os.environ["WORLD_SIZE"])) != count + 1:
             raise ValueError(
                 f"torchrun has started {started} processes: a trainer and {started - 1} workers, not {count}; "
                 "set num_workers to that"
             )
-        listener = Listener(host and resolved(host), port, token)  # refuses an empty host, which might be resolved
+        listener = Listener(host and resolved(host), port, key)  # refuses an empty host, which might be resolved
         super().__init__(count if launcher == "local" else 0, listener)
         store: Any = None
         try:
             if by_torchrun:
-                store = torchrun.publish(self.listener.address, timeout)
+                store = publish(self.listener.address, timeout)
             elif launcher == "join":
-                address = self.listener.address
-                _log.info("waiting at %s:%s for %d workers to join", address.host, address.port, count)
+                where, at, _ = self.listener.address
+                _log.info("waiting at %s:%s for %d workers to join", where, at, count)
             self._wait_for_workers(timeout)
             self.listener.close()
             self.listener = Listener()
@@ -134,13 +128,14 @@ class TcpPool(ConnectionPool):
         while missing := self._missing():
             starting = {worker.sentinel: worker for worker in self.workers if worker.connection is None}
             left = deadline - time.monotonic()
-            ready = wait([self.listener.fileno(), *starting], pollable(max(0.0, left)))
+            ready = wait([self.listener.fileno(), *starting], milliseconds(left) / 1e3)
             if not ready or left <= 0:  # foreign connections may keep the listener readable
                 raise SyncTimeout(
                     f"worker(s) {', '.join(map(str, missing))} did not join within {timeout:g} s",
                     {i: "never joined" for i in missing},
                 )
-            self._accept()
+            if (accepted := self.listener.accept()) is not None:
+                self._register(*accepted)
             for worker in (starting[fd] for fd in ready if isinstance(fd, int) and fd in starting):
                 if worker.connection is None and worker.process is not None:
                     index, cause = worker.worker_idx, f"{exit_reason(worker.process)}, before it had joined"
@@ -151,36 +146,19 @@ class TcpPool(ConnectionPool):
         joined = {worker.worker_idx for worker in self.workers if worker.connection is not None}
         return sorted(set(range(self._count)) - joined)
 
-    def _register(self, connection: Connection, greeting: Message) -> None:
-        """Register one connection; a worker in another program has joined with its second one."""
-        if not greeting.payload.startswith(b"{"):
+    def _register(self, connection: Connection, greeting: Greeting) -> None:
+        """Tell a worker in another program whether it has joined; as which one, if it has named no index."""
+        if not greeting.data.startswith(b"("):
             super()._register(connection, greeting)
             return
-        registration = json.loads(greeting.payload)
-        both = self._registered.setdefault(registration["key"], {})
-        both[registration["purpose"]] = connection
-        if len(both) < 2:
-            return
-        del self._registered[registration["key"]]
-        channel, liveness = both["messages"], both["liveness"]
         missing = self._missing()
-        index = greeting.worker if greeting.worker >= 0 else missing[0]
+        index = greeting.index if greeting.index >= 0 or not missing else missing[0]
         is_accepted = index in missing
         reason = f"there is a worker {index} already, or there are only {self._count}"
-        for end in (liveness, channel):  # also authenticates this end
-            with suppress(ConnectionError):  # the worker has ended meanwhile; if it was accepted, ``poll`` reports it
-                WorkerConnection(end).send(*(("accepted", index) if is_accepted else ("refused", reason)))
-            if not is_accepted:
-                end.close()
+        with suppress(Disconnected):  # the worker has ended meanwhile; if it was accepted, ``poll`` reports it
+            connection.send(*(("accepted", index) if is_accepted else ("refused", reason)))
         if is_accepted:
-            worker = ConnectedWorker(index, b"", liveness=liveness, name=registration["name"])
-            self.workers.append(worker)
-            self._attach(worker, channel)
-
-    def close(self) -> None:
-        """See WorkerPool."""
-        super().close()
-        for half in self._registered.values():
-            for connection in half.values():
-                connection.close()
-        self._registered = {}
+            self.workers.append(worker := ConnectedWorker(index, b"", name=greeting.data.decode()))
+            worker.attach(connection)
+        else:
+            connection.close()

@@ -2,19 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase
 
 from collectors.batch_layout import warn_if_rounded
 from collectors.staleness import check_count
 from collectors.workers.group import WorkerGroup
-from collectors.workers.joining import JoinedBatch, Joiner, join
 from collectors.workers.pool import WorkerHandle
 
 Admits = Callable[[TensorDictBase, int], bool]
 """``admits(batch, worker_idx)``: whether a worker's batch is new enough to be delivered; counts those that are not."""
+
+How = int | Literal["stack"]
+"""How batches are joined: along a dimension (negative: counted from their last one), or with a new leading one."""
+
+
+def join(batches: Sequence[Any], how: How) -> Any:
+    """Return tensors or TensorDicts joined in new memory.
+
+    Raises:
+        IndexError, RuntimeError: they cannot be joined.
+    """
+    return torch.stack(list(batches)) if how == "stack" else torch.cat(list(batches), how)
+
+
+class JoinedBatch:
+    """The batches of buffer 0 of some workers, joined as ``join`` does; each is copied when it arrives.
+
+    So little is left to do when the last worker is ready.
+
+    Attributes:
+        batch: complete when ``add`` was called for each worker.
+    """
+
+    def __init__(self, workers: Sequence[WorkerHandle], how: How) -> None:
+        batches = {worker: worker.batches[0] for worker in workers}
+        joined = join([batch.to("meta") for batch in batches.values()], how)
+        self.batch = TensorDict({}, joined.batch_size)
+        self._copies: dict[WorkerHandle, list[tuple[torch.Tensor, torch.Tensor]]] = {one: [] for one in workers}
+        for key, leaf in joined.items(True, True):
+            tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+            self.batch.set(key, tensor)
+            sources = [batch.get(key) for batch in batches.values()]
+            dim = how if how == "stack" or how >= 0 else how + len(joined.batch_size)
+            parts = tensor.unbind() if dim == "stack" else tensor.split([one.shape[dim] for one in sources], dim)
+            for copies, part, source in zip(self._copies.values(), parts, sources, strict=True):
+                copies.append((part, source))
+
+    def add(self, worker: WorkerHandle) -> None:
+        """Copy the batch of ``worker``, in place of an earlier one of the same worker."""
+        for part, source in self._copies[worker]:
+            part.copy_(source)
 
 
 class SyncGathering:
@@ -22,11 +63,11 @@ class SyncGathering:
 
     The share of a worker that fails before it is complete is left out.
 
-    Attributes:
-        buffers: batches of one worker that are in flight.
-
     Args:
         cat_results: how the shares are joined: along a dimension, or ``"stack"`` with a new leading one.
+
+    Attributes:
+        buffers: batches of one worker that are in flight.
 
     Raises:
         ValueError: ``cat_results`` is neither.
@@ -34,11 +75,10 @@ class SyncGathering:
 
     buffers = 1
 
-    def __init__(self, cat_results: int | Literal["stack"]) -> None:
+    def __init__(self, cat_results: How) -> None:
         if cat_results != "stack" and (isinstance(cat_results, bool) or not isinstance(cat_results, int)):
             raise ValueError(f"cat_results is a dimension or 'stack', not {cat_results!r}")
-        self._cat_results: int | Literal["stack"] = cat_results
-        self._joiner: Joiner | None = None
+        self._how: How = cat_results
 
     def share(self, frames: int, workers: int) -> int:
         """Return the frames of each worker's batch, rounded up."""
@@ -57,11 +97,11 @@ class SyncGathering:
         if odd := sorted(map(str, frozenset.union(*columns) - frozenset.intersection(*columns))):
             raise ValueError(f"workers' batches cannot be joined: not all have {', '.join(odd)}")
         try:
-            self._joiner = Joiner(list(workers), self._cat_results)
+            JoinedBatch(list(workers), self._how)
         except (IndexError, RuntimeError) as error:
             listed = ", ".join(str(list(shape)) for shape in dict.fromkeys(batch.batch_size for batch in batches))
             raise ValueError(
-                f"cat_results={self._cat_results!r} cannot join workers' batches of shape {listed}: {error}"
+                f"cat_results={self._how!r} cannot join workers' batches of shape {listed}: {error}"
             ) from error
         warn_if_rounded(frames, *(batch.numel() for batch in batches))
 
@@ -79,7 +119,7 @@ class SyncGathering:
             while to_collect:
                 for worker in to_collect:
                     group.collect(worker, 0)
-                joined = joined or self._begin(participants)  # while the workers collect
+                joined = joined or JoinedBatch(participants, self._how)  # made while the workers collect
                 while True:
                     missing = set(participants).intersection(group.active_workers) - arrived
                     received = group.next_batch(missing)  # also of a participant that has failed since
@@ -95,12 +135,7 @@ class SyncGathering:
             if joined is not None and len(arrived) == len(participants):
                 return joined.batch
             if arrived:
-                return join([worker.batches[0] for worker in participants if worker in arrived], self._cat_results)
-
-    def _begin(self, workers: list[WorkerHandle]) -> JoinedBatch:
-        if self._joiner is None or self._joiner.workers != workers:
-            self._joiner = Joiner(workers, self._cat_results)
-        return self._joiner.begin()
+                return join([worker.batches[0] for worker in participants if worker in arrived], self._how)
 
 
 class AsyncGathering:
@@ -128,12 +163,13 @@ class AsyncGathering:
         warn_if_rounded(frames, max(worker.batches[0].numel() for worker in workers))
 
     def gather(self, group: WorkerGroup, admits: Admits) -> TensorDictBase:
-        """See SyncGathering."""
+        """Return one batch, as ``SyncGathering.gather``."""
         while True:
             active = group.wait_for_workers()
-            for worker in [worker for worker in active if worker not in self._collecting]:
-                for buffer in range(self.buffers):
-                    group.collect(worker, buffer)
+            for worker in active:
+                if worker not in self._collecting:
+                    for buffer in range(self.buffers):
+                        group.collect(worker, buffer)
             self._collecting = set(active)
             received = group.next_batch(active)
             if received is not None:
@@ -148,13 +184,11 @@ class AsyncGathering:
 Gathering = SyncGathering | AsyncGathering
 
 
-def gathering(sync: bool, cat_results: int | Literal["stack"], run_ahead: int | None) -> Gathering:
+def gathering(sync: bool, cat_results: How, run_ahead: int | None) -> Gathering:
     """Return the way of gathering for a collector's arguments.
 
     Raises:
-        TypeError, ValueError: an argument is out of range; or ``run_ahead`` of synchronous collection, where no worker
-            begins a batch before the trainer requests it; or ``cat_results`` of asynchronous collection, where batches
-            are not joined.
+        TypeError, ValueError: an argument is out of range, or is for the other way.
     """
     synchronous = SyncGathering(cat_results)
     if not sync:

@@ -1,9 +1,19 @@
-"""The trainer's interface to its workers, independent of the medium: send commands, wait for events, end workers."""
+"""The trainer's workers, whatever the medium: send commands, wait for events, end workers.
+
+``ConnectionPool`` has them in processes with a connection each. ``distributed/calls.py`` calls them by RPC or Ray.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
+import select
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from contextlib import closing, suppress
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -11,16 +21,57 @@ import torch
 from tensordict import TensorDict
 
 from collectors.batch_layout import BatchLayout
-from collectors.workers.process_handle import ProcessHandle
+from collectors.worker import RAISED, serve
+from collectors.workers import processes
+from collectors.workers.connections import (
+    Address,
+    Connection,
+    Disconnected,
+    Greeting,
+    Listener,
+    connect,
+    milliseconds,
+    readable_within,
+)
+from wsync import NotConnected
 
-RAISED = ("error", "unusable")  # events of a worker that has raised
-SHUTDOWN_GRACE = 5.0  # seconds in which a worker has to end after the message to end
-LONGEST_POLL = 1e6  # seconds; poll(2) takes milliseconds in an int
 
+class WakeEvent:
+    """A descriptor that any thread, or a signal handler, makes readable; after ``close``, ``set`` does nothing."""
 
-def pollable(timeout: float | None) -> float | None:
-    """Return a timeout in seconds as poll(2) can take it; None for no limit."""
-    return None if timeout is None else min(timeout, LONGEST_POLL)
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # re-entrant for a signal handler
+        self._descriptor: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        if self._descriptor is None:
+            raise ValueError("this event is closed")
+        return self._descriptor
+
+    def set(self) -> None:
+        """Make the descriptor readable."""
+        with self._lock:
+            if self._descriptor is not None:
+                os.eventfd_write(self._descriptor, 1)
+
+    def clear(self) -> None:
+        """Make the descriptor not readable."""
+        with self._lock, suppress(BlockingIOError):
+            if self._descriptor is not None:
+                os.eventfd_read(self._descriptor)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def __del__(self) -> None:
+        """Close the descriptor of a collector that was not shut down."""
+        if vars(self).get("_descriptor") is not None:
+            self.close()
 
 
 class WorkerHandle(ABC):
@@ -32,7 +83,6 @@ class WorkerHandle(ABC):
         buffers: memory of its batches, one ``uint8`` tensor each.
         batches: views of ``buffers``. A batch is overwritten after the next ``collect`` command for its buffer.
         process: the worker's process, if this process has started it.
-        process_handle: reaches ``process``; empty without it.
     """
 
     process: BaseProcess | None = None
@@ -42,7 +92,6 @@ class WorkerHandle(ABC):
         self.num_envs = 0
         self.buffers: list[torch.Tensor] = []
         self.batches: list[TensorDict] = []
-        self.process_handle = ProcessHandle(None)
 
     @property
     @abstractmethod
@@ -50,16 +99,14 @@ class WorkerHandle(ABC):
         """A descriptor that is readable once the worker has ended."""
 
     def fileno(self) -> int:
-        """Return ``sentinel``.
-
-        A scheme takes this object in place of a process.
-        """
+        """Return ``sentinel``: a scheme takes this object in place of a process."""
         return self.sentinel
 
-    def set_ready(self, layout: BatchLayout, buffers: list[torch.Tensor], num_envs: int) -> None:
-        """Store what the worker reports when its environments are built."""
-        self.num_envs, self.buffers = num_envs, buffers
-        self.batches = [layout.view(buffer) for buffer in buffers]
+    def set_ready(self, layout: BatchLayout, count: int, num_envs: int, memory: str | None = None) -> None:
+        """Store what the worker reports when its environments are built; ``memory`` is that of its own buffers."""
+        self.num_envs = num_envs
+        self.buffers = layout.allocate(count) if memory is None else layout.open(memory, count)
+        self.batches = [layout.view(buffer) for buffer in self.buffers]
 
 
 class Event(NamedTuple):
@@ -69,10 +116,10 @@ class Event(NamedTuple):
         worker: the worker.
         kind: ``ready``, ``answer``, ``connected`` or ``batch``: the answer to a command; ``error``: the worker raised
             and ends; ``unusable``: it raised ``UnusablePolicy``, and ends; ``accepted``: its connection was accepted;
-            ``part``: of a batch, the rest of which is still to come; ``died``: it, or its connection, ended without a
-            message; ``unplaced``: a replacement has found no place in time, and another one would not either.
-        value: the buffer's index for ``batch`` and ``part``, the answer for ``answer``, a traceback for ``error`` and
-            ``unusable``, the reason for ``died`` and ``unplaced``.
+            ``died``: it, or its connection, ended without a message; ``unplaced``: a replacement has found no place in
+            time, and another one would not either.
+        value: the buffer's index for ``batch``, the answer for ``answer``, a traceback for ``error`` and ``unusable``,
+            the reason for ``died`` and ``unplaced``.
     """
 
     worker: WorkerHandle
@@ -88,10 +135,7 @@ class WorkerPool(ABC, Generic[W]):
 
     Every command has one answer, except ``seed`` and ``resume``, which have none: ``build`` is answered by ``ready``,
     ``ask`` by ``answer``, ``connect`` by ``connected``, ``collect`` by ``batch``. A worker executes its commands in
-    order.
-
-    Methods are called by one thread at a time, which holds the collector's ``GatherLock``, except while the collector
-    is being made, when there is one thread.
+    order. Methods are called by one thread at a time, which holds the ``WorkerGroup``'s lock.
 
     Attributes:
         workers: all workers that were not discarded.
@@ -126,3 +170,189 @@ class WorkerPool(ABC, Generic[W]):
     @abstractmethod
     def close(self) -> None:
         """End all workers: let each finish, then kill those that exceed the grace period. Idempotent."""
+
+
+class ConnectedWorker(WorkerHandle):
+    """A worker with a connection, once it has made one; commands before that are sent then.
+
+    Args:
+        worker_idx: its index.
+        key: what it greets with, which no other process has; empty for a worker in another program.
+        process: the worker's process, if this process has started it.
+        name: process and host of a worker in another program.
+    """
+
+    def __init__(self, worker_idx: int, key: bytes, process: BaseProcess | None = None, name: str = "") -> None:
+        super().__init__(worker_idx)
+        self.key, self.process, self._name = key, process, name
+        self.connection: Connection | None = None
+        self._commands: list[tuple[str, Any]] = []  # to be sent once there is a connection
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the worker has ended."""
+        if self.process is not None:
+            return self.process.sentinel
+        assert self.connection is not None, "a worker in another program has joined by its connection"
+        return self.connection.sentinel
+
+    def attach(self, connection: Connection) -> None:
+        """Use ``connection`` from now on."""
+        self.connection = connection
+        commands, self._commands = self._commands, []
+        for command, argument in commands:
+            self.send(command, argument)
+
+    def send(self, command: str, argument: Any = None) -> None:
+        """Send a command; ``ConnectionPool.poll`` reports a worker that has ended.
+
+        Raises:
+            ValueError: the command is too large for one message; only ``build`` may be.
+        """
+        if self.connection is None:
+            self._commands.append((command, argument))
+            return
+        try:
+            self.connection.send(command, argument)
+        except Disconnected:
+            return
+        except ValueError as error:
+            raise ValueError(
+                f"the policy (with create_env_fn) is too large to be sent to a worker ({len(argument[0])} bytes, "
+                "1 GiB at most): give a policy_factory"
+            ) from error
+
+    def exit_reason(self) -> str:
+        """Return how the worker has ended, as text to follow "worker 3 "; wait for the end of its process."""
+        if self.process is not None:
+            return processes.exit_reason(self.process)
+        return f"{self._name} is gone: it was killed, or its machine or the network failed"
+
+    def close(self) -> None:
+        """Close the connection, which ends the worker. Idempotent."""
+        if self.connection is not None:
+            self.connection.close()
+
+
+class ConnectionPool(WorkerPool[ConnectedWorker]):
+    """Workers with a connection each; waits for connections, messages and the ends of all of them at once.
+
+    Args:
+        count: number of workers to start.
+        listener: accepts the connections of workers; owned by the pool. By default a Unix socket, over which batches
+            are in shared memory.
+
+    Attributes:
+        listener: for the workers that are started next.
+
+    Raises:
+        OSError: a process could not be started.
+    """
+
+    def __init__(self, count: int, listener: Listener | None = None) -> None:
+        super().__init__()
+        self.listener = listener or Listener()
+        try:
+            for i in range(count):
+                self.start_worker(i)
+        except BaseException:  # also Ctrl-C: the workers that have been started are ended
+            self.close()
+            raise
+
+    def start_worker(self, worker_idx: int) -> ConnectedWorker:
+        """Start a process."""
+        key = secrets.token_hex(16).encode()
+        process = processes.start(_main, worker_idx, self.listener.address, worker_idx, key)
+        self.workers.append(worker := ConnectedWorker(worker_idx, key, process))
+        return worker
+
+    def send(self, worker: ConnectedWorker, command: str, argument: Any = None) -> None:
+        """Send a command."""
+        worker.send(command, argument)
+
+    def poll(self, workers: Collection[ConnectedWorker], wakeup_fd: int, timeout: float | None) -> list[Event]:
+        """Wait for connections, messages and ends; a message comes before the end of the worker that has sent it."""
+        poller = select.poll()  # one sixth of the time of multiprocessing.connection.wait
+        poller.register(wakeup_fd, select.POLLIN)
+        for worker in workers:
+            poller.register(worker.sentinel, select.POLLIN)
+            poller.register(self.listener if worker.connection is None else worker.connection, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poller.poll(None if timeout is None else milliseconds(timeout))}
+        events: list[Event] = []
+        if self.listener.fileno() in ready and (accepted := self.listener.accept()) is not None:
+            waiting = [worker for worker in workers if worker.connection is None]
+            self._register(*accepted)
+            events += [Event(worker, "accepted") for worker in waiting if worker.connection is not None]
+        for worker in workers:
+            readable = worker.connection is not None and worker.connection.fileno() in ready
+            if readable or worker.sentinel in ready:
+                events.append(Event(worker, *self._receive(worker, readable)))
+        return events
+
+    def _register(self, connection: Connection, greeting: Greeting) -> None:
+        """Give a connection to the worker that has made it; close one of a worker that was discarded meanwhile."""
+        for worker in self.workers:
+            if worker.connection is None and worker.key == greeting.data:
+                worker.attach(connection)
+                return
+        connection.close()
+
+    def _receive(self, worker: ConnectedWorker, readable: bool) -> tuple[str, Any]:
+        """Receive a message; return an event's kind and value."""
+        connection = worker.connection
+        if connection is None:
+            return "died", worker.exit_reason()
+        # Of a worker that has ended, the last message may still be on its way over TCP. The end of the stream may
+        # never come: a forked child may hold the socket.
+        patience = 0.0 if connection.shares_memory else processes.SHUTDOWN_GRACE
+        try:
+            if not (readable or readable_within(connection.fileno(), time.monotonic() + patience)):
+                return "died", worker.exit_reason()
+            kind, value = connection.receive()
+            if kind == "ready":
+                worker.set_ready(*value)
+            elif kind == "batch":
+                value, data = value
+                if data:
+                    worker.buffers[value].numpy().data[:] = data
+            elif kind in RAISED:
+                wait([worker.sentinel], processes.SHUTDOWN_GRACE)  # it closes its environments after the message
+        except (Disconnected, OSError):
+            return "died", worker.exit_reason()
+        return kind, value
+
+    def discard(self, worker: ConnectedWorker) -> None:
+        """Kill a process; a worker in another program ends when it notices."""
+        self.workers.remove(worker)
+        worker.close()
+        if worker.process is not None:
+            processes.kill(worker.process)
+
+    def close(self) -> None:
+        """Tell all workers to end, and wait for that. Those in other programs end as their connections are closed."""
+        self.listener.close()
+        workers, self.workers = self.workers, []  # after Ctrl-C, another call does not wait for killed processes again
+        started = [worker.process for worker in workers if worker.process is not None]
+        for worker in workers:
+            worker.send("end")
+            if worker.process is not None:
+                worker.close()
+        try:
+            processes.join_or_kill(started)
+            deadline = time.monotonic() + processes.SHUTDOWN_GRACE
+            for worker in workers:
+                if worker.process is None:
+                    wait([worker.sentinel], max(0.0, deadline - time.monotonic()))
+        finally:
+            for worker in workers:
+                worker.close()
+
+
+def _main(address: Address, worker_idx: int, key: bytes) -> None:
+    """Run a worker in a process that the trainer has started."""
+    try:
+        connection = connect(address, Greeting(worker_idx, key))
+    except NotConnected:
+        return  # the trainer has shut down meanwhile
+    with closing(connection):
+        serve(connection)

@@ -140,36 +140,6 @@ class FailureCause:
         return f"{first} {last}".rstrip()
 
 
-class RestartBackoff:
-    """The pause before a worker's next restart, and the limit of its restarts.
-
-    Args:
-        failure_policy: sets the limit.
-    """
-
-    def __init__(self, failure_policy: FailurePolicy) -> None:
-        self._failure_policy = failure_policy
-        self._failure_times: deque[float] = deque()
-        self._in_a_row = 0
-        self._pause = _FIRST_PAUSE
-
-    def failed(self) -> float | None:
-        """Record a failure; return the seconds until the restart, or None if the limit is exceeded."""
-        now = time.monotonic()
-        self._failure_times.append(now)
-        self._in_a_row += 1  # the window alone would never catch a worker that fails slowly and delivers nothing
-        while self._failure_times[0] < now - self._failure_policy.restart_window:
-            self._failure_times.popleft()
-        if max(len(self._failure_times), self._in_a_row) > self._failure_policy.max_restarts:
-            return None
-        pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
-        return pause
-
-    def delivered(self) -> None:
-        """Record a batch, which ends a row of failures."""
-        self._in_a_row, self._pause = 0, _FIRST_PAUSE
-
-
 class WorkerState(Enum):
     """See the module's docstring."""
 
@@ -188,7 +158,7 @@ class WorkerRecord:
     Attributes:
         options: the options of the current worker and its successors.
         spec: the pickled ``WorkerSpec`` of the current worker and its successors; empty once there can be none.
-        backoff: the delays of restarts.
+        failure_policy: limits its restarts.
         worker: the current worker, if there is one.
         state: see the module's docstring.
         answers_owed: number of answers that the worker owes.
@@ -200,7 +170,7 @@ class WorkerRecord:
 
     options: WorkerOptions
     spec: bytes
-    backoff: RestartBackoff
+    failure_policy: FailurePolicy
     worker: WorkerHandle | None
     state: WorkerState = WorkerState.BUILDING
     answers_owed: int = 0
@@ -208,6 +178,23 @@ class WorkerRecord:
     restart_at: float = 0.0
     num_envs: int = 0
     frames: int = 0
+    _failure_times: deque[float] = field(default_factory=deque)
+    _failures_in_a_row: int = 0
+
+    def pause_before_restart(self) -> float | None:
+        """Record a failure; return the seconds until the restart, or None if the limit is exceeded."""
+        now, policy = time.monotonic(), self.failure_policy
+        self._failure_times.append(now)
+        self._failures_in_a_row += 1  # the window alone would not catch a worker that fails slowly and delivers nothing
+        while self._failure_times[0] < now - policy.restart_window:
+            self._failure_times.popleft()
+        if max(len(self._failure_times), self._failures_in_a_row) > policy.max_restarts:
+            return None
+        return min(_FIRST_PAUSE * 2 ** (self._failures_in_a_row - 1), _LONGEST_PAUSE)
+
+    def batch_delivered(self) -> None:
+        """Record a batch, which ends a row of failures."""
+        self._failures_in_a_row = 0
 
     @property
     def index(self) -> int:
