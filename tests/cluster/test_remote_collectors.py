@@ -43,11 +43,10 @@ from collectors.distributed import (
     RPCCollector,
     RPCWeightUpdater,
     tcp_worker,
-    torchrun,
 )
-from collectors.workers.pool import SHUTDOWN_GRACE
+from collectors.workers.connections import Address
+from collectors.workers.processes import SHUTDOWN_GRACE
 from wsync import listen_on
-from wsync.control import Address
 from wsync.testing.workers import stop_process
 
 ROOT = Path(__file__).parents[2]
@@ -426,7 +425,7 @@ class Unending(Pids):
 
 def test_a_worker_that_has_joined_and_does_not_end_in_time_after_a_shutdown_has_not_failed(monkeypatch):
     monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
-    monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 0.1)
+    monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 0.1)
     collector, worker = collect_by_joining(Unending)
     collector.shutdown()
     worker.join(20)
@@ -435,7 +434,7 @@ def test_a_worker_that_has_joined_and_does_not_end_in_time_after_a_shutdown_has_
 
 def test_a_worker_that_has_joined_and_dies_is_noticed_while_its_forked_child_lives(monkeypatch):
     monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
-    monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 0.5)  # for messages that are on their way
+    monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 0.5)  # for messages that are on their way
     collector, worker = collect_by_joining(Forking)
     with collector:
         children = pids_of(next(collector)) - {worker.pid}
@@ -455,7 +454,7 @@ def test_a_timeout_may_be_weeks(family):
 
 
 def test_a_worker_that_dies_is_noticed_at_once_while_its_forked_child_lives(monkeypatch):
-    monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 600.0)
+    monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 600.0)
     with MultiSyncCollector([lambda: GymEnv(Forking())], policy(), frames_per_batch=16) as collector:
         (victim,) = [worker.process for worker in collector.remote_workers]
         children = pids_of(next(collector)) - {victim.pid}
@@ -563,7 +562,7 @@ def test_a_rank_0_that_is_not_there_is_an_error_that_says_where(monkeypatch):
     for name, value in said.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(wsync.NotConnected, match=rf"rank 1: the store at 127\.0\.0\.1 port {port}"):
-        torchrun.look_up(0.5)
+        tcp_worker.look_up(0.5)
 
 
 # --- RPC ---

@@ -36,10 +36,9 @@ from collectors import (
 from collectors.distributed import DistributedCollector
 from collectors.worker import WorkerOptions, WorkerSpec
 from collectors.workers import group, processes
-from collectors.workers.connection_pool import _main
-from collectors.workers.connections import WorkerConnection
+from collectors.workers.connections import Listener
+from collectors.workers.pool import _main
 from collectors.workers.processes import hidden_main, join_or_kill, kill, start
-from wsync.control import Listener
 from wsync.gate import process_gate
 from wsync.testing.faults import in_forked_child
 from wsync.testing.shutdowns import shared_memory_files
@@ -550,11 +549,9 @@ def test_after_the_trainer_has_hung_up_a_worker_prints_only_an_error_of_closing(
     listener = Listener()
     worker = multiprocessing.get_context("fork").Process(target=_main, args=(listener.address, 0, b"key"))
     worker.start()
-    accepted = None
-    while accepted is None:
-        assert wait([listener.fileno()], 20)
-        accepted = listener.accept()
-    connection = WorkerConnection(accepted[0])
+    accepted = listener.accept(time.monotonic() + 20)
+    assert accepted is not None
+    connection, _ = accepted
     connection.send("build", (spec, WorkerOptions(0, 1, 1)))
     connection.close()
     listener.close()

@@ -24,7 +24,6 @@ from torch import nn
 
 import wsync
 from collectors import GymEnv, MultiAsyncCollector, MultiSyncCollector
-from collectors.distributed import DistributedCollector
 from wsync.sending.transactions import Transaction
 from wsync.testing.shutdowns import shared_memory_files
 from wsync.testing.workers import stop_process
@@ -331,7 +330,7 @@ class Stuck(Still):
 
 @every_kind
 def test_what_a_worker_raised_is_told_before_anything_is_closed(kind, events, caplog, monkeypatch):
-    monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 0.5)  # it waits that long for the end
+    monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 0.5)  # it waits that long for the end
     (events / "raise").touch()
     with collect(kind, events, "drop", maker=lambda: GymEnv(Stuck(events)), worker_timeout=20.0) as collector:
         while not collector.failures:
@@ -411,43 +410,6 @@ class Wide(Still):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         return np.zeros(1 << 19, np.float32), 0.0, False, False, {}
-
-
-def stopped_within_a_batch(failure: str, events: Path, worker_timeout: float) -> Any:
-    """A collector over TCP with one worker, which is stopped when it has sent a part of its second batch."""
-    collector = DistributedCollector(
-        [lambda: GymEnv(Wide(events))],
-        policy(),
-        sync=False,
-        frames_per_batch=16,
-        on_worker_failure=failure,
-        worker_timeout=worker_timeout,
-    )
-    next(collector)
-    (worker,) = collector.remote_workers
-    assert wait([worker.connection], 20)
-    kill(collector, 0, signal.SIGSTOP)
-    return collector
-
-
-@pytest.mark.parametrize("failure", ["raise", "restart"])
-def test_a_worker_that_is_stopped_while_it_sends_a_batch_is_late(failure, events, monkeypatch):
-    monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 0.5)
-    with stopped_within_a_batch(failure, events, worker_timeout=4.0) as collector:
-        if failure == "raise":
-            with pytest.raises(wsync.SyncTimeout, match="worker 0 did not answer within 4 s"):
-                next(collector)
-        else:
-            assert next(collector).numel() == 16
-            assert collector.failures.failed == collector.failures.restarted == {0: 1}
-
-
-def test_an_interrupt_does_not_wait_for_a_worker_that_is_stopped_while_it_sends_a_batch(events, monkeypatch):
-    monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 0.5)
-    with stopped_within_a_batch("raise", events, worker_timeout=600.0) as collector:
-        collector.interrupt()
-        with pytest.raises(wsync.SyncTimeout, match="asked to stop"):
-            next(collector)
 
 
 def test_a_stopped_worker_does_not_hold_up_an_update_for_ever(events):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from itertools import islice
 from typing import Any
 
@@ -12,7 +9,6 @@ import pytest
 
 from collectors import Collector, GymEnv
 from collectors.chaos import Monkey, schedule
-from collectors.workers.process_handle import ProcessHandle
 
 
 def test_the_same_seed_is_the_same_schedule_and_another_is_another() -> None:
@@ -52,18 +48,3 @@ def test_without_faults_any_collector_is_accepted_and_no_thread_is_started() -> 
     with Collector(lambda: GymEnv("CartPole-v1"), frames_per_batch=8) as collector, Monkey(collector) as monkey:
         assert monkey.counts == {}
         assert not monkey.running
-
-
-def test_a_handle_reaches_its_process_until_it_ends() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        handle = ProcessHandle(process.pid)
-        assert not handle.empty
-        assert handle.send(signal.SIGKILL)
-        assert process.wait(10) == -signal.SIGKILL
-        assert not handle.send(signal.SIGKILL)
-        assert ProcessHandle(process.pid).empty  # it has ended
-        handle.close()
-        handle.close()
-        assert handle.empty
-        assert not handle.send(signal.SIGKILL)
-    assert ProcessHandle(None).empty

@@ -8,9 +8,9 @@ import cloudpickle
 import pytest
 
 from collectors import GymEnv
-from collectors.distributed.calls import CommandExecutor
+from collectors.distributed.calls import execute
 from collectors.distributed.rpc_worker import RpcWorkerService
-from collectors.worker import WorkerOptions, WorkerSpec
+from collectors.worker import CommandExecutor, WorkerOptions, WorkerSpec
 
 
 class FailingClose(GymEnv):
@@ -42,11 +42,11 @@ def test_a_failed_worker_closes_its_environment_without_another_call() -> None:
     """A worker in a user's process that is dropped gets no other call."""
     executor = CommandExecutor(lambda options: None)
     spec = cloudpickle.dumps(WorkerSpec(FailingSeed, None, None, {}))
-    assert executor.execute("build", (spec, WorkerOptions(worker_idx=0, frames=4, buffers=1))).kind == "ready"
-    failed = executor.execute("seed", 7)
+    assert execute(executor, "build", (spec, WorkerOptions(worker_idx=0, frames=4, buffers=1))).kind == "ready"
+    failed = execute(executor, "seed", 7)
     assert failed.kind == "error" and "7 is refused" in failed.value
     assert FailingSeed.closed == ["closed"]
-    assert executor.execute("collect", 0).kind == ""
+    assert execute(executor, "collect", 0).kind == ""
     executor.close()
     assert FailingSeed.closed == ["closed"]
 

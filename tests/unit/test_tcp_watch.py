@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import multiprocessing
-import os
 import select
 import socket
 import struct
@@ -17,9 +16,7 @@ from multiprocessing.connection import Connection as Pipe
 from multiprocessing.process import BaseProcess
 
 import pytest
-import torch
 
-from collectors.workers.connections import WorkerConnection
 from wsync.control import Connection, Kind, Listener, Message, connect
 
 FORK = multiprocessing.get_context("fork")
@@ -57,28 +54,6 @@ def test_the_thread_ends_with_the_last_connection() -> None:
     with connected():
         assert len(tcp_watchers()) == 1
     assert tcp_watchers() == before
-
-
-@pytest.mark.slow
-def test_a_peer_that_does_not_read_is_not_cut_off() -> None:
-    """Neither a worker that is sent a long message, nor a trainer that is sent a batch."""
-    payload = os.urandom(1 << 20) * 20
-    batch = torch.randint(0, 256, (32 << 20,), dtype=torch.uint8)
-    received = torch.zeros_like(batch)
-    with connected() as (sender, reader), connected() as (trainer, worker):
-        sender.send(Message(Kind.DATA, payload=payload))
-        theirs, ours = WorkerConnection(worker), WorkerConnection(trainer)
-        theirs.remove_time_limits()
-        sending = threading.Thread(target=theirs.send_batch, args=(0, batch))
-        sending.start()
-        assert not ended_within(LONGER_THAN_A_FAILED_MACHINE_IS_WAITED_FOR, sender, worker)
-        message = reader.receive()
-        assert message is not None and message.payload == payload
-        assert ours.receive()[:2] == ("batch", 0)
-        while not ours.receive_batch(received):
-            pass
-        sending.join()
-    assert torch.equal(received, batch)
 
 
 # --- a machine that fails: a network of its own, whose loopback interface is switched off ---
