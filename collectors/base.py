@@ -6,8 +6,7 @@ import copy
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
-from inspect import Signature
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -20,7 +19,7 @@ from collectors import arguments
 from collectors.batch_layout import frames_of
 from collectors.exploration import warn_if_greedy
 from collectors.rollouts.acting import policy_scheme
-from collectors.signatures import check_arguments, set_signature
+from collectors.rollouts.sampled import check_policy
 from collectors.staleness import Staleness, check_count
 from collectors.updaters import WeightUpdaterBase, make_updater
 from collectors.updates import WeightUpdates
@@ -46,23 +45,7 @@ class BaseCollector(WeightUpdates, ABC):
         closed: whether the collector was shut down.
     """
 
-    _options: ClassVar[Collection[str]] = ()  # arguments that ``**options: Unpack[…]`` of a subclass stands for
-    __signature__: ClassVar[Signature]
     _acts_here: ClassVar[bool] = False  # whether the policy acts in this process
-
-    def __init_subclass__(cls, **given: Any) -> None:
-        """Set the signature that ``help`` shows."""
-        super().__init_subclass__(**given)
-        set_signature(cls, cls._options)
-
-    def __new__(cls, *given: Any, **options: Any) -> Self:
-        """Check the arguments; here, so that an error names the class that was called.
-
-        Raises:
-            TypeError: an argument is missing, or unknown.
-        """
-        check_arguments(cls, given, options)
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -79,7 +62,7 @@ class BaseCollector(WeightUpdates, ABC):
     ) -> None:
         arguments.check_frames(frames_per_batch, total_frames)
         arguments.check_schemes(weight_sync_schemes)
-        arguments.check_policy(policy)
+        check_policy(policy)
         # Whether a policy that only a factory makes has weights is known once it is made: until then it is assumed to.
         self._scheme_is_assumed = weight_sync_schemes is None and policy is None and policy_factory is not None
         if weight_sync_schemes is None and (self._scheme_is_assumed or arguments.has_weights(policy)):
@@ -171,7 +154,7 @@ class BaseCollector(WeightUpdates, ABC):
         """
 
     def _admits(self, batch: TensorDictBase, worker_idx: int) -> bool:
-        """Return whether a worker's batch may be delivered now: see ``Staleness.admits``."""
+        """Return whether a worker's batch may be delivered now; count it as dropped if not."""
         return self.staleness.admits(batch, self.policy_version, worker_idx)
 
     @abstractmethod
@@ -291,6 +274,3 @@ class BaseCollector(WeightUpdates, ABC):
     def __exit__(self, *_: object) -> None:
         """Shut down."""
         self.shutdown()
-
-
-set_signature(BaseCollector, ())

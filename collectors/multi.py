@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Unpack
 
-from collectors.factories import EnvMaker
-from collectors.signatures import check_arguments
+from collectors.arguments import EnvMaker
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
 from collectors.workers.pool import ConnectionPool
 
@@ -28,16 +27,13 @@ class MultiCollector(WorkerCollector):
 
     _sync: ClassVar[bool]
 
-    def __new__(cls, *given: Any, sync: bool | None = None, **options: Any) -> MultiCollector:
+    def __new__(cls, *_: Any, sync: bool | None = None, **__: Any) -> MultiCollector:
         """Choose the class by ``sync``."""
         if cls is not MultiCollector:
-            stated = {} if sync is None else {"sync": sync}  # a subclass may have no such argument
-            return super().__new__(cls, *given, **stated, **options)
-        check_arguments(cls, given, options)
+            return super().__new__(cls)
         if sync is None:
             raise TypeError("MultiCollector needs sync=True or sync=False")
-        chosen: Any = MultiSyncCollector if sync else MultiAsyncCollector
-        return super().__new__(chosen, *given, sync=sync, **options)
+        return super().__new__(MultiSyncCollector if sync else MultiAsyncCollector)
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 from tensordict import TensorDict
 from torch import nn
@@ -33,7 +33,7 @@ class WeightUpdates:
     closed: bool
     weight_sync_schemes: dict[str, wsync.WeightSyncScheme]
     weight_updater: WeightUpdaterBase | None
-    _worker_schemes: dict[str, wsync.WeightSyncScheme]  # of models in workers; not of hosted ones (``hosted.py``)
+    _worker_schemes: dict[str, wsync.WeightSyncScheme]  # of models in workers; not of hosted ones
     _last_versions = _Versions()  # ``_versions`` before the shutdown
     _process: int  # that has made the collector
 
@@ -63,28 +63,6 @@ class WeightUpdates:
         if self.closed:
             raise wsync.NotConnected("this collector has been shut down")
 
-    @overload
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        /,
-        *,
-        policy: nn.Module | None = None,
-        weights: Any = None,
-        model_id: str | None = None,
-        worker_ids: int | Sequence[int] | None = None,
-    ) -> wsync.SyncReport | None: ...
-
-    @overload
-    def update_policy_weights_(
-        self,
-        policy_or_weights: None = None,
-        /,
-        *,
-        weights_dict: Mapping[str, Any],
-        worker_ids: int | Sequence[int] | None = None,
-    ) -> dict[str, wsync.SyncReport] | None: ...
-
     def update_policy_weights_(
         self,
         policy_or_weights: Any = None,
@@ -95,7 +73,7 @@ class WeightUpdates:
         model_id: str | None = None,
         worker_ids: int | Sequence[int] | None = None,
         weights_dict: Mapping[str, Any] | None = None,
-    ) -> wsync.SyncReport | dict[str, wsync.SyncReport] | None:
+    ) -> Any:
         """Deliver weights to the workers; every frame that is begun afterwards is acted with them.
 
         Args:
@@ -245,3 +223,37 @@ class WeightUpdates:
             weights = wsync.WeightStrategy().extract_weights(self.get_model(model_id))
             weights = weights.clone() if isinstance(weights, TensorDict) else weights
         self.send_weights(weights, model_id=model_id)
+
+    def _connect_hosted(self) -> None:
+        """Initialise and connect the schemes of hosted models: modules in Ray actors that all environments call.
+
+        Of ``{"env.transform[0].module": scheme}``, ``env.transform[0]`` is the path of a ``RayModuleTransform`` in the
+        environments, and ``module`` that of the model in its actors.
+
+        Raises:
+            ValueError: a model id has no part before its last dot.
+            LookupError, TypeError: there is no ``RayModuleTransform`` there.
+        """
+        for model_id, scheme in self.weight_sync_schemes.items():
+            if not scheme.sender_driven:
+                continue
+            path, _, name = model_id.rpartition(".")
+            if not path:
+                kind = type(scheme).__name__
+                raise ValueError(
+                    f"'{model_id}' names no transform: a {kind} is for a path like \"env.transform[0].module\""
+                )
+            actors: list[Any] = []
+            for user in self._find_all(path):
+                if not hasattr(user, "actors"):
+                    raise TypeError(
+                        f"'{path}' is a {type(user).__name__}, with its model in the same process: this scheme is "
+                        "for a RayModuleTransform; SharedMemWeightSyncScheme and the like are for models in workers"
+                    )
+                actors.extend(actor for actor in user.actors if actor not in actors)
+            scheme.init_on_sender(name, context=SimpleNamespace(actors=actors))
+            scheme.connect()
+
+    def _find_all(self, path: str) -> list[Any]:
+        """Return the objects at a path in all environments."""
+        raise LookupError(path)

@@ -14,12 +14,11 @@ import torch
 from tensordict import TensorDict
 
 import wsync
-from collectors.arguments import check_policy, has_weights
+from collectors.arguments import has_weights, make_env
 from collectors.batch_layout import BatchLayout
 from collectors.exploration import warn_if_greedy
-from collectors.factories import make_env
 from collectors.rollouts.acting import Actor, policy_scheme
-from collectors.rollouts.wrapping import UnusablePolicy
+from collectors.rollouts.sampled import UnusablePolicy, check_policy
 from collectors.workers.connections import Connection, Disconnected
 
 RAISED = ("error", "unusable")  # what a worker answers that has raised, and ends; the second for UnusablePolicy

@@ -25,9 +25,9 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra(error, "ray") from error
 
+from collectors.arguments import EnvMaker
 from collectors.distributed.calls import CalledWorker, CallPool, Reply, execute
 from collectors.distributed.ray_cluster import Cluster, describe_cluster, starts_one
-from collectors.factories import EnvMaker
 from collectors.worker import CommandExecutor
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
 from collectors.workers.pool import Event

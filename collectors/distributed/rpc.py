@@ -15,10 +15,10 @@ from typing import Any, NoReturn, Unpack
 from torch.distributed import rpc
 from torch.futures import Future
 
+from collectors.arguments import EnvMaker
 from collectors.distributed import rpc_worker
 from collectors.distributed.calls import CalledWorker, CallPool, Reply
 from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
-from collectors.factories import EnvMaker
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
 from collectors.workers.connections import milliseconds
 from collectors.workers.processes import SHUTDOWN_GRACE, exit_reason, join_or_kill, kill, pipe, start

@@ -11,8 +11,8 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, Literal, Unpack
 
+from collectors.arguments import EnvMaker
 from collectors.distributed.tcp_worker import key_from_environment, publish, resolved, trainer_host, under_torchrun
-from collectors.factories import EnvMaker
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
 from collectors.workers.connections import Connection, Disconnected, Greeting, Listener, milliseconds
 from collectors.workers.pool import ConnectedWorker, ConnectionPool

@@ -11,7 +11,7 @@ from torch import nn
 import wsync
 from collectors.environments.probing import without_side_effects
 from collectors.environments.specs import to_numpy
-from collectors.environments.vector import Array
+from collectors.environments.trees import Array
 
 Key = str | Sequence[str]
 """A key of a step's TensorDict: "observation", or ("next", "reward")."""

@@ -24,8 +24,7 @@ class Actor:
         policy: a module or a function of a TensorDict; None acts at random.
         scheme: synchronises the policy, and has ``policy_version``; None: there is none, and the version is 0.
         device: device of the policy, if it is a module, and of its input.
-        init_random_frames: the first frames have random actions.
-        max_frames_per_traj: episodes are truncated after this many steps.
+        limits: ``init_random_frames`` and ``max_frames_per_traj``, as of ``Rollout``.
     """
 
     def __init__(
@@ -35,22 +34,13 @@ class Actor:
         scheme: wsync.WeightSyncScheme | None,
         *,
         device: torch.device | str | None,
-        init_random_frames: int,
-        max_frames_per_traj: int | None,
+        **limits: Any,
     ) -> None:
         self.env = env
         self.policy = policy.to(device) if isinstance(policy, nn.Module) and device is not None else policy
-        follow: Any = {}
         if scheme is not None:  # the gate makes weights and version match
-            follow = {"version": lambda: scheme.installed_version, "gate": wsync.gated}
-        self.rollout = Rollout(
-            env,
-            self.policy,
-            device=device,
-            init_random_frames=init_random_frames,
-            max_frames_per_traj=max_frames_per_traj,
-            **follow,
-        )
+            limits |= {"version": lambda: scheme.installed_version, "gate": wsync.gated}
+        self.rollout = Rollout(env, self.policy, device=device, **limits)
 
     def get_model(self, model_id: str) -> nn.Module:
         """Return the model called ``model_id`` in this worker.
@@ -62,11 +52,7 @@ class Actor:
         return find_in(self._roots, model_id, wsync.find_model)
 
     def find(self, path: str) -> Any:
-        """Return the object at ``path``, which begins as a model id does.
-
-        Raises:
-            LookupError: there is none; says what there is.
-        """
+        """Return the object at ``path``, which begins as a model id does; raise LookupError if there is none."""
         return find_in(self._roots, path, wsync.find_object)
 
     @property

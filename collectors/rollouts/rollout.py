@@ -5,35 +5,18 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from collectors.environments import specs
-from collectors.environments.stepper import RESULTS, Stepper
+from collectors.environments.stepper import RESULTS
 from collectors.environments.trees import as_tensors
-from collectors.rollouts.action_source import (
-    NO_VERSION,
-    ActionSource,
-    CalledPolicy,
-    Gate,
-    Policy,
-    PolicyInParts,
-    RandomActions,
-)
-from collectors.rollouts.columns import Columns, Key
-from collectors.rollouts.sampled import SampledPolicy, acts_in_parts
-
-__all__ = ["NO_VERSION", "Policy", "Rollout", "Steppable"]
-
-
-class Steppable(Protocol):
-    """The attributes of an environment (``GymEnv``) that a rollout uses."""
-
-    stepper: Stepper
-    batch_size: torch.Size
+from collectors.rollouts import action_source as sources
+from collectors.rollouts.action_source import NO_VERSION, ActionSource, Gate, Key, Policy
+from collectors.rollouts.sampled import acts_in_parts
 
 
 class Rollout:
@@ -46,7 +29,7 @@ class Rollout:
 
     def __init__(
         self,
-        env: Steppable,
+        env: Any,
         policy: Policy | None = None,
         *,
         device: torch.device | str | None = None,
@@ -58,7 +41,7 @@ class Rollout:
         """Bind ``policy`` to ``env``.
 
         Args:
-            env: the environments; only the rollout may step them afterwards.
+            env: a ``GymEnv``; only the rollout may step it afterwards.
             policy: reads "observation" and writes "action" (``[*B]`` index, ``[*B, n]`` scores or one-hot,
                 ``[*B, dim]`` continuous) and other outputs, or a module that maps one tensor to the other; None for
                 random actions. What it writes under ("next", key) is its input ``key`` in the next step: see
@@ -86,7 +69,7 @@ class Rollout:
         self._batched = len(self.batch_size) > 0
         self._device = torch.device(device or "cpu")
         self._gate, self._version = gate, version
-        self._at_random = RandomActions(self.stepper, self._batched)
+        self._at_random = sources.RandomActions(self.stepper, self._batched)
         self._source: ActionSource | None = None
         self._ended_at_random = False  # whether the last batch did
 
@@ -129,13 +112,7 @@ class Rollout:
         return batch
 
     def probe_policy(self) -> None:
-        """Call the policy once, unless that has been done, so that its errors come before the first batch.
-
-        Raises:
-            TypeError: the policy cannot be called, or returns no TensorDict.
-            ValueError: it writes no "action".
-            Exception: whatever it raises.
-        """
+        """Call the policy once, unless that has been done, so that its errors come before the first batch."""
         self._action_source()
 
     def collect(self, batch: TensorDictBase) -> TensorDictBase:
@@ -146,7 +123,7 @@ class Rollout:
         processes of their own (``vectorization_mode="async"``): Gymnasium's cannot be reset then.
         """
         source, stepper = self._action_source(), self.stepper
-        columns = Columns(batch, source.outputs, self._batched)
+        columns = sources.Columns(batch, source.outputs, self._batched)
         policy_from = columns.steps  # step of this batch from which on the policy acts
         versions = np.full(columns.steps, NO_VERSION)
         if not stepper.is_reset:
@@ -175,20 +152,20 @@ class Rollout:
         in_parts, source = acts_in_parts(self.policy), self._source
         if source is None:
             source = self._probe(in_parts)
-        elif isinstance(source, PolicyInParts) and not in_parts:  # hooks were added
+        elif isinstance(source, sources.PolicyInParts) and not in_parts:  # hooks were added
             source = self._probe(in_parts, keys=source.outputs)  # the existing buffers have these keys
         self._source = source
         return source
 
     def _probe(self, in_parts: bool, keys: Collection[Key] | None = None) -> ActionSource:
-        if self.policy is None:
+        policy: Any = self.policy
+        if policy is None:
             return self._at_random
         if not self.stepper.is_reset:
             self.stepper.reset()
+        common = (policy, self.stepper, self._batched, self._device, self._version)
         with torch.no_grad():
-            if in_parts and isinstance(self.policy, SampledPolicy):
-                return PolicyInParts(self.policy, self.stepper, self._batched, self._device, self._version)
-            return CalledPolicy(self.policy, self.stepper, self._batched, self._device, self._version, self._gate, keys)
+            return sources.PolicyInParts(*common) if in_parts else sources.CalledPolicy(*common, self._gate, keys)
 
 
 def seed_generators(seed: int) -> None:
