@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 from collectors.arguments import EnvMaker
-from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
+from collectors.worker_collector import WorkerCollector
 from collectors.workers.pool import ConnectionPool
 
 
@@ -41,7 +41,7 @@ class MultiCollector(WorkerCollector):
         policy: Any = None,
         *,
         sync: bool | None = None,
-        **options: Unpack[WorkerCollectorOptions],
+        **options: Any,
     ) -> None:
         if sync not in (None, self._sync):
             raise TypeError(f"{type(self).__name__} has sync={self._sync}; MultiCollector takes either")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections import Counter
@@ -16,7 +15,7 @@ import wsync
 from collectors.exploration import level_of_caller
 
 if TYPE_CHECKING:
-    from collectors.updates import WeightUpdates
+    from collectors.base import BaseCollector
 
 _TENSORDICT = wsync.WeightStrategy("tensordict")
 
@@ -25,11 +24,12 @@ class WeightUpdaterBase:
     """Deprecated. Chooses which weights go to which worker when a collector's policy is updated.
 
     Override any of the methods marked as hooks; ``super()._sync_weights_with_worker(…)`` delivers. What one push
-    delivers is one update: one version, one wait, and one error that names all workers without it.
+    delivers is one update: one version, one wait, and one error that names all workers without it. One thread pushes at
+    a time.
     """
 
     _collector: weakref.ref[Any] | None
-    _outboxes: dict[int, dict[int, Any]]  # by thread with a push in progress: the weights of each worker
+    _outbox: dict[int, Any] | None  # while a push is in progress: the weights of each worker
     post_hooks: list[Callable[[], object]]
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -41,7 +41,7 @@ class WeightUpdaterBase:
             stacklevel=level_of_caller(),
         )
         self = super().__new__(cls)
-        self._collector, self._outboxes, self.post_hooks = None, {}, []
+        self._collector, self._outbox, self.post_hooks = None, None, []
         return self
 
     @classmethod
@@ -49,7 +49,7 @@ class WeightUpdaterBase:
         """Return an updater for ``policy``; None: it is made by the constructor. Called for a class as argument."""
         return None
 
-    def register_collector(self, collector: WeightUpdates) -> None:
+    def register_collector(self, collector: BaseCollector) -> None:
         """Become the updater of ``collector``. Called once, by the collector, before its workers start.
 
         Raises:
@@ -95,8 +95,7 @@ class WeightUpdaterBase:
             ValueError: there are no weights, or a worker is unknown.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        thread = threading.get_ident()
-        if thread in self._outboxes:
+        if self._outbox is not None:
             which = f"a hook of {type(self).__name__} has started another update"
             raise RuntimeError(f"{which}: deliver by super()._sync_weights_with_worker(worker_id=…, server_weights=…)")
         source = self._get_server_weights() if policy_or_weights is None else policy_or_weights
@@ -106,13 +105,13 @@ class WeightUpdaterBase:
         workers = wsync.worker_list(self.all_worker_ids() if worker_ids is None else worker_ids)
         if worker_ids is not None and not workers:
             raise ValueError("worker_ids is empty: name at least one worker, or None for all")
-        outbox = self._outboxes[thread] = {}
+        outbox = self._outbox = {}
         try:
             for worker in workers:
                 if not self._skip_update(worker):
                     self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
         finally:
-            del self._outboxes[thread]
+            self._outbox = None
         if outbox:
             self._deliver(outbox)
         for hook in self.post_hooks:
@@ -137,13 +136,12 @@ class WeightUpdaterBase:
 
     def _sync_weights_with_worker(self, *, worker_id: int | None = None, server_weights: Any) -> None:
         """Hook: update one worker (None: all); by default ``server_weights`` are delivered at the end of this push."""
-        collector = self._registered()
-        weights = dict.fromkeys(range(collector.num_workers) if worker_id is None else [worker_id], server_weights)
-        outbox = self._outboxes.get(threading.get_ident())
-        if outbox is None:  # called outside a push
+        everyone = range(self._registered().num_workers)
+        weights = dict.fromkeys(everyone if worker_id is None else [worker_id], server_weights)
+        if self._outbox is None:  # called outside a push
             self._deliver(weights)
         else:
-            outbox.update(weights)
+            self._outbox.update(weights)
 
     def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
         collector = self._registered()
@@ -153,23 +151,21 @@ class WeightUpdaterBase:
         weights = first if alike else dict(zip(workers, outbox.values(), strict=True))
         collector.send_weights(weights, workers, wait=wait)
 
-    def _registered(self) -> WeightUpdates:
+    def _registered(self) -> BaseCollector:
         collector = self.collector
         if collector is None:
             raise RuntimeError(f"this {type(self).__name__} has no collector: give it to one, as weight_updater")
         return collector
 
 
-def make_updater(
-    weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase], collector: WeightUpdates, policy: Any
-) -> WeightUpdaterBase:
+def make_updater(weight_updater: Any, collector: BaseCollector, policy: Any) -> WeightUpdaterBase:
     """Return the updater that a collector was given, or that the given factory makes, registered with the collector.
 
     Raises:
         TypeError: it is no updater.
         RuntimeError, ValueError: see ``WeightUpdaterBase.register_collector``.
     """
-    updater: Any = weight_updater
+    updater = weight_updater
     if isinstance(weight_updater, type) and issubclass(weight_updater, WeightUpdaterBase):
         updater = weight_updater.from_policy(policy) or weight_updater()
     elif not isinstance(weight_updater, WeightUpdaterBase) and callable(weight_updater):
@@ -181,11 +177,9 @@ def make_updater(
 
 
 class SchemeUpdater(WeightUpdaterBase):
-    """An updater for the collectors of some schemes.
+    """An updater for collectors with some schemes, and perhaps a number of workers.
 
-    Args:
-        source: returns the weights of a push without any; None: those of the collector's policy.
-        num_workers: number of workers that the collector must have; None: any.
+    ``source`` returns the weights of a push without any; None: those of the collector's policy.
     """
 
     backends: ClassVar[frozenset[str]]  # names of the schemes
@@ -193,8 +187,8 @@ class SchemeUpdater(WeightUpdaterBase):
     def __init__(self, source: Callable[[], Any] | None = None, num_workers: int | None = None) -> None:
         self._source, self._num_workers = source, num_workers
 
-    def register_collector(self, collector: WeightUpdates) -> None:
-        """See WeightUpdaterBase; refuse a collector with another backend or another number of workers."""
+    def register_collector(self, collector: BaseCollector) -> None:
+        """Become the updater; refuse a collector with another backend or another number of workers."""
         name, model_id = type(self).__name__, collector.default_model_id
         scheme = collector.weight_sync_schemes.get(model_id)
         if scheme is None or scheme.name not in self.backends:
@@ -216,9 +210,20 @@ class SchemeUpdater(WeightUpdaterBase):
         return super()._get_server_weights() if self._source is None else self._source()
 
 
-def source_of(weights: Any) -> Callable[[], Any] | None:
-    """Return a function that returns ``weights``; None for None."""
+def _source_of(weights: Any) -> Callable[[], Any] | None:
     return None if weights is None else lambda: weights
+
+
+def _only_count(**counts: int | None) -> int | None:
+    """Return the number of workers that was given, perhaps in several ways; raise ValueError if they differ."""
+    given = {name: count for name, count in counts.items() if count is not None}
+    if len(set(given.values())) > 1:
+        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in given.items()))
+    return next(iter(given.values()), None)
+
+
+def _len(items: Sized | None) -> int | None:
+    return None if items is None else len(items)
 
 
 class VanillaWeightUpdater(SchemeUpdater):
@@ -273,15 +278,8 @@ class MultiProcessedWeightUpdater(SchemeUpdater):
 class RPCWeightUpdater(SchemeUpdater):
     """Deprecated. Updates the workers of an ``RPCCollector``.
 
-    Args:
-        collector_infos: one per worker; only their number is used.
-        collector_class: not used.
-        collector_rrefs: see ``collector_infos``.
-        policy_weights: weights of a push without any, as they are then; None: those of the collector's policy.
-        num_workers: number of workers that the collector must have; None: any.
-
-    Raises:
-        ValueError: the numbers contradict each other.
+    Of ``collector_infos`` and ``collector_rrefs`` only the number is used, and ``collector_class`` not at all;
+    ``policy_weights`` are those of a push without any (None: those of the collector's policy).
     """
 
     backends = frozenset({"rpc", "distributed"})
@@ -294,25 +292,16 @@ class RPCWeightUpdater(SchemeUpdater):
         policy_weights: Any = None,
         num_workers: int | None = None,
     ) -> None:
-        counts = {
-            "collector_infos": None if collector_infos is None else len(collector_infos),
-            "collector_rrefs": None if collector_rrefs is None else len(collector_rrefs),
-            "num_workers": num_workers,
-        }
-        given = {name: count for name, count in counts.items() if count is not None}
-        if len(set(given.values())) > 1:
-            raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in given.items()))
-        super().__init__(source_of(policy_weights), next(iter(given.values()), None))
+        infos, rrefs = _len(collector_infos), _len(collector_rrefs)
+        count = _only_count(collector_infos=infos, collector_rrefs=rrefs, num_workers=num_workers)
+        super().__init__(_source_of(policy_weights), count)
 
 
 class DistributedWeightUpdater(SchemeUpdater):
     """Deprecated. Updates the workers of a ``DistributedCollector``.
 
-    Args:
-        store: not used: the scheme has its own rendezvous.
-        policy_weights: weights of a push without any, as they are then; None: those of the collector's policy.
-        num_workers: number of workers that the collector must have; None: any.
-        sync: whether a push waits for the workers' acknowledgements.
+    ``store`` is not used: the scheme has its own rendezvous. ``policy_weights`` are those of a push without any (None:
+    those of the collector's policy), and ``sync`` says whether a push waits for the workers' acknowledgements.
     """
 
     backends = frozenset({"distributed"})
@@ -320,7 +309,7 @@ class DistributedWeightUpdater(SchemeUpdater):
     def __init__(
         self, store: Any = None, policy_weights: Any = None, num_workers: int | None = None, sync: bool = True
     ) -> None:
-        super().__init__(source_of(policy_weights), num_workers)
+        super().__init__(_source_of(policy_weights), num_workers)
         self.sync = sync
 
     def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
@@ -330,10 +319,8 @@ class DistributedWeightUpdater(SchemeUpdater):
 class RayWeightUpdater(SchemeUpdater):
     """Deprecated. Updates the workers of a ``RayCollector``, each time or only after some pushes.
 
-    Args:
-        policy_weights: weights of a push without any, as they are then; None: those of the collector's policy.
-        remote_collectors: one per worker; only their number is used.
-        max_interval: pushes that leave a worker out between two that update it.
+    ``policy_weights`` are those of a push without any (None: those of the collector's policy); of
+    ``remote_collectors`` only the number is used. ``max_interval``: pushes that leave a worker out between two updates.
     """
 
     backends = frozenset({"ray", "distributed"})
@@ -343,7 +330,7 @@ class RayWeightUpdater(SchemeUpdater):
     ) -> None:
         if max_interval < 0:
             raise ValueError(f"max_interval is at least 0, not {max_interval}")
-        super().__init__(source_of(policy_weights), None if remote_collectors is None else len(remote_collectors))
+        super().__init__(_source_of(policy_weights), _len(remote_collectors))
         self.max_interval = max_interval
         self._skipped: Counter[int | None] = Counter()
 

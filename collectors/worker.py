@@ -73,10 +73,6 @@ class WorkerSpec:
 class RolloutWorker:
     """The environments, the policy and the schemes of a worker.
 
-    Args:
-        spec: a pickled ``WorkerSpec``.
-        options: settings.
-
     Attributes:
         num_envs: number of environments.
         layout: the layout of a batch.
@@ -148,10 +144,6 @@ class RolloutWorker:
 
 class CommandExecutor:
     """Executes a trainer's commands; an error is the answer, after which all commands are ignored.
-
-    Args:
-        configure: applies the options to this process; called before anything is built.
-        share: whether the buffers of batches are in memory that the trainer can map.
 
     Attributes:
         buffers: the memory of the batches.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import util
-from typing import Any, Required, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import cloudpickle
 import torch
@@ -26,29 +26,6 @@ from collectors.workers.pool import WorkerHandle, WorkerPool
 from collectors.workers.records import FailurePolicy, OnFailure
 
 T = TypeVar("T")
-
-
-class WorkerCollectorOptions(TypedDict, total=False):
-    """Arguments that all collectors with workers have; ``WorkerCollector`` documents them."""
-
-    policy_factory: PolicyFactory | Sequence[PolicyFactory] | None
-    frames_per_batch: Required[int]
-    total_frames: int
-    device: torch.device | str | Sequence[torch.device | str] | None
-    storing_device: torch.device | str | None
-    weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None
-    weight_updater: UpdaterOrFactory | None
-    max_frames_per_traj: int | None
-    init_random_frames: int
-    cat_results: How
-    track_policy_version: bool
-    threads: int
-    on_worker_failure: OnFailure
-    worker_timeout: float | None
-    max_restarts: int
-    restart_window: float
-    run_ahead: int | None
-    max_staleness: int | None
 
 
 class WorkerCollector(BaseCollector):

@@ -39,9 +39,6 @@ def execute(executor: CommandExecutor, command: str, argument: Any) -> Reply:
     """Execute a command in a worker; ``end`` is the last one. A worker that has raised is closed at once.
 
     (The trainer may drop it without another call.)
-
-    Raises:
-        Exception: what an environment raises when ``end`` closes it.
     """
     if command == "end":
         executor.close()

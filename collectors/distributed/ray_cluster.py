@@ -128,11 +128,7 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Check that ``host:port`` accepts connections: Ray itself would try for a minute.
-
-    Raises:
-        ConnectionError: it does not.
-    """
+    """Check that ``host:port`` accepts connections: Ray itself would try for a minute."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return  # "auto" and the like, which Ray answers at once

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from collectors.arguments import EnvMaker
 from collectors.distributed.calls import CalledWorker, CallPool, Reply, execute
 from collectors.distributed.ray_cluster import Cluster, describe_cluster, starts_one
 from collectors.worker import CommandExecutor
-from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
+from collectors.worker_collector import WorkerCollector
 from collectors.workers.pool import Event
 from collectors.workers.processes import SHUTDOWN_GRACE
 
@@ -68,7 +68,7 @@ class RayCollector(WorkerCollector):
         resources: Mapping[str, Any] | None = None,
         scheduling_strategy: Any = "DEFAULT",
         timeout: float = 60.0,
-        **options: Unpack[WorkerCollectorOptions],
+        **options: Any,
     ) -> None:
         self._own_cluster = starts_one(address)
         start = partial(
@@ -85,11 +85,7 @@ class RayCollector(WorkerCollector):
 
 
 class RayWorkerActor:
-    """The actor. It executes commands in order; the concurrency group ``weights`` receives updates meanwhile.
-
-    Args:
-        path: the trainer's ``sys.path``.
-    """
+    """The actor. It executes commands in order; the concurrency group ``weights`` receives updates meanwhile."""
 
     def __init__(self, path: Sequence[str]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C may reach the whole process group
@@ -112,11 +108,6 @@ class RayWorkerActor:
 
 class RayWorker(CalledWorker):
     """An actor.
-
-    Args:
-        worker_idx: its index.
-        actor: owned by this handle.
-        cluster: the cluster of the actor.
 
     Attributes:
         place_until: when the cluster has to have started it (``time.monotonic``); infinity: at any time, or it has.
@@ -162,19 +153,7 @@ class RayWorker(CalledWorker):
 
 
 class RayPool(CallPool[RayWorker]):
-    """Actors of a Ray cluster.
-
-    Args:
-        count: number of actors.
-        address: see ``Cluster``.
-        resources: options of each actor, as ``ray.remote`` takes them.
-        scheduling_strategy: where they are placed, as Ray takes it.
-        timeout: seconds in which the cluster has to place all actors, and later each one that replaces another.
-
-    Raises:
-        ConnectionError: see ``Cluster``.
-        SyncTimeout: the cluster had no place for an actor in time.
-    """
+    """Actors of a Ray cluster."""
 
     def __init__(
         self, count: int, *, address: str | None, resources: Mapping[str, Any], scheduling_strategy: Any, timeout: float

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn, Unpack
+from typing import Any, NoReturn
 
 from torch.distributed import rpc
 from torch.futures import Future
@@ -19,7 +19,7 @@ from collectors.arguments import EnvMaker
 from collectors.distributed import rpc_worker
 from collectors.distributed.calls import CalledWorker, CallPool, Reply
 from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
-from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
+from collectors.worker_collector import WorkerCollector
 from collectors.workers.connections import milliseconds
 from collectors.workers.processes import SHUTDOWN_GRACE, exit_reason, join_or_kill, kill, pipe, start
 from wsync import SyncTimeout, WorkerDied
@@ -62,7 +62,7 @@ class RPCCollector(WorkerCollector):
         workers: Sequence[str] | None = None,
         host: str = "127.0.0.1",
         timeout: float = 60.0,
-        **options: Unpack[WorkerCollectorOptions],
+        **options: Any,
     ) -> None:
         self._refuse_restart(
             options,
@@ -75,15 +75,7 @@ class RPCCollector(WorkerCollector):
 
 
 class RpcWorker(CalledWorker):
-    """A member of the RPC group.
-
-    Args:
-        worker_idx: its index.
-        name: in the group.
-        token: identifies the collector.
-        process: the worker's process, if this process has started it; else a call that stays open detects its end.
-        channel: the channel to ``process``.
-    """
+    """A member of the RPC group."""
 
     def __init__(
         self,
@@ -139,21 +131,7 @@ class RpcWorker(CalledWorker):
 
 
 class RpcPool(CallPool[RpcWorker]):
-    """Workers of an RPC group.
-
-    Args:
-        count: number of workers.
-        names: the names of the members of a group that this process belongs to; None starts workers and a group.
-        host: the interface of a group that is started.
-        timeout: seconds in which the workers have to join.
-
-    Raises:
-        WorkerDied: a worker ended before it had joined, or cannot be reached.
-        SyncTimeout: the group was not complete in time, or a member did not answer.
-        NotConnected: this machine cannot listen on ``host``.
-        RuntimeError: there is a group and no names, or names and no group.
-        ValueError: ``names`` has another length than ``count``, or a name twice.
-    """
+    """Workers of an RPC group."""
 
     def __init__(self, count: int, *, names: Sequence[str] | None, host: str, timeout: float) -> None:
         if names is None and is_member():
@@ -181,20 +159,15 @@ class RpcPool(CallPool[RpcWorker]):
             raise ValueError(f"{len(names)} names of workers for {count} environment functions")
         if len(set(names)) < count:
             raise ValueError(f"a process can be one worker, and names has one twice: {', '.join(names)}")
-        calls: dict[int, Future[None]] = {}
+        # All at once, with one deadline.
+        calls = [rpc.rpc_async(name, rpc_worker.enlist, args=(self._token,), timeout=timeout) for name in names]
         failed: dict[int, RuntimeError] = {}
-        try:
-            for i, name in enumerate(names):  # all at once, with one deadline
-                calls[i] = rpc.rpc_async(name, rpc_worker.enlist, args=(self._token,), timeout=timeout)
-            for i, call in calls.items():
-                try:
-                    call.wait()
-                    self.workers.append(RpcWorker(i, names[i], self._token))
-                except RuntimeError as error:
-                    failed[i] = error
-        finally:
-            for i in calls.keys() - {worker.worker_idx for worker in self.workers}:
-                rpc.rpc_async(names[i], rpc_worker.cancel, args=(self._token,))  # ``enlist`` may arrive later
+        for i, call in enumerate(calls):
+            try:
+                call.wait()
+                self.workers.append(RpcWorker(i, names[i], self._token))
+            except RuntimeError as error:
+                failed[i] = error
         if failed:
             _raise_for(failed, names, timeout)
 

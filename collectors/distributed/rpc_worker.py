@@ -17,15 +17,10 @@ from collectors.distributed.rpc_group import Address, join_group, leave_group
 from collectors.worker import CommandExecutor, configure_process
 
 _services: dict[str, RpcWorkerService] = {}  # by the token of the collector
-_cancelled: set[str] = set()  # tokens of collectors that gave up; their ``enlist`` call may still arrive
-_lock = threading.Lock()  # calls arrive on several threads
 
 
 class RpcWorkerService:
     """Executes the commands of one trainer, in the order of their numbers.
-
-    Args:
-        exclusive: whether this process runs this worker and nothing else.
 
     Attributes:
         lifetime: completed when the worker has ended.
@@ -47,11 +42,7 @@ class RpcWorkerService:
         return reply
 
     def run(self) -> None:
-        """Execute commands until ``end``. Called once, by the worker's thread.
-
-        Raises:
-            Exception: what an environment raises when it is closed; the replies are given before.
-        """
+        """Execute commands until ``end``. Called once, by the worker's thread."""
         for number in itertools.count():
             with self._arrived:
                 self._arrived.wait_for(lambda: number in self._commands)  # noqa: B023
@@ -71,28 +62,15 @@ class RpcWorkerService:
 
 def enlist(token: str) -> None:
     """Start a worker in a thread of this process. Called by the trainer, in a process that a user has started."""
-    with _lock:
-        if token in _cancelled:
-            return
-        service = _services[token] = RpcWorkerService(exclusive=False)
-    threading.Thread(target=_serve, args=(token, service), name="collector-worker", daemon=True).start()
+    _services[token] = RpcWorkerService(exclusive=False)
+    threading.Thread(target=_serve, args=(token,), name="collector-worker", daemon=True).start()
 
 
-def _serve(token: str, service: RpcWorkerService) -> None:
+def _serve(token: str) -> None:
     try:
-        service.run()
+        _services[token].run()
     finally:
-        with _lock:
-            _services.pop(token, None)
-
-
-def cancel(token: str) -> None:
-    """End a worker that has no commands yet. Called by a trainer that gives up, before or after ``enlist`` arrives."""
-    with _lock:
-        _cancelled.add(token)
-        service = _services.pop(token, None)
-    if service is not None:
-        service.submit(0, "end", None)
+        del _services[token]
 
 
 @rpc.functions.async_execution

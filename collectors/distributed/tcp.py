@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 from collectors.arguments import EnvMaker
 from collectors.distributed.tcp_worker import key_from_environment, publish, resolved, trainer_host, under_torchrun
-from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
+from collectors.worker_collector import WorkerCollector
 from collectors.workers.connections import Connection, Disconnected, Greeting, Listener, milliseconds
 from collectors.workers.pool import ConnectedWorker, ConnectionPool
 from collectors.workers.processes import exit_reason
@@ -59,7 +59,7 @@ class DistributedCollector(WorkerCollector):
         port: int = 0,
         launcher: Launcher = "local",
         timeout: float = 60.0,
-        **options: Unpack[WorkerCollectorOptions],
+        **options: Any,
     ) -> None:
         if launcher not in ("local", "join"):
             raise ValueError(f"launcher is 'local' or 'join', not {launcher!r}")
@@ -81,19 +81,6 @@ class TcpPool(ConnectionPool):
 
     A worker that this process has started joins with the key that it was started with; one in another program with
     its name, "(process … on …)".
-
-    Args:
-        count: number of workers.
-        host: the interface to listen on.
-        port: 0: any free port.
-        launcher: ``"local"`` starts workers on this machine; ``"join"`` waits for workers that are started elsewhere.
-        timeout: seconds in which they have to join.
-
-    Raises:
-        SyncTimeout: workers did not join; names them.
-        WorkerDied: a worker that this process has started ended before it joined.
-        ValueError: torchrun has started another number of workers, or there is no key.
-        NotConnected: it cannot listen there.
     """
 
     def __init__(self, count: int, *, host: str, port: int, launcher: Launcher, timeout: float) -> None:

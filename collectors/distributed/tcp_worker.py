@@ -63,11 +63,7 @@ def join_trainer(*, timeout: float = 60.0) -> int:
 
 
 def key_from_environment(env: Mapping[str, str]) -> bytes:
-    """Return the key in ``WSYNC_AUTHKEY``.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the key in ``WSYNC_AUTHKEY``."""
     if not env.get(AUTHKEY):
         raise ValueError(f"set {AUTHKEY} to a secret of your own, the same for the trainer and its workers")
     return env[AUTHKEY].encode()
@@ -82,17 +78,7 @@ def resolved(host: str) -> str:
 
 
 def join(address: Address, worker_idx: int, timeout: float) -> None:
-    """Join the trainer at ``address``, and execute its commands until it closes the connection.
-
-    Args:
-        address: the address of the trainer's listener.
-        worker_idx: the index to have; -1: any.
-        timeout: seconds in which the trainer has to accept.
-
-    Raises:
-        NotConnected: there is no trainer, or it did not accept this worker.
-        SyncTimeout: the trainer's machine did not answer in time.
-    """
+    """Join the trainer at ``address``, and execute its commands until it closes the connection."""
     deadline, where = time.monotonic() + timeout, f"{address.host}:{address.port}"
     name = f"(process {os.getpid()} on {socket.gethostname()})"
     connection = connect(Address(*address), Greeting(worker_idx, name.encode()), deadline)
@@ -137,12 +123,7 @@ def publish(address: Address, timeout: float) -> Store:
 
 
 def look_up(timeout: float) -> Address:
-    """Wait until the trainer has published its address; return it.
-
-    Raises:
-        NotConnected: the store cannot be reached, or another program, or one with another secret, has written there.
-        SyncTimeout: the trainer has published nothing within ``timeout`` seconds.
-    """
+    """Wait until the trainer has published its address; return it."""
     store = _store(timeout)
     try:
         return unsealed(store.get(_STORE_KEY))

@@ -118,9 +118,6 @@ class BoxActions:
 
         Gymnasium draws each element by itself: between two bounds uniformly; with one bound, at an exponential distance
         of mean 1 from it; without bounds, from the standard normal distribution.
-
-        Raises:
-            ValueError: integers without bounds, for which Gymnasium has no distribution that vector environments share.
         """
         space = self.space
         below, above = space.bounded_below, space.bounded_above

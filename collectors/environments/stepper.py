@@ -43,11 +43,7 @@ class Stepper:
     """
 
     def __init__(self, driver: VectorDriver, seed: int | None = None) -> None:
-        """Use ``driver``; the first reset uses ``seed``.
-
-        Raises:
-            TypeError: for an observation or action space without a codec.
-        """
+        """Use ``driver``; the first reset uses ``seed``."""
         self.driver, self.num_envs = driver, driver.num_envs
         self._observations: Any = observation_codec(driver.observation_space)
         self._actions = action_codec(driver.action_space)
@@ -75,9 +71,6 @@ class Stepper:
         """Return a stepper of the same environments that applies ``transform`` after the existing transforms.
 
         An encoder replaces ``observation`` (an array) and ``observation_spec``, a reward model ``reward``.
-
-        Raises:
-            ValueError: the transform's function gives a wrong shape.
         """
         stepper = copy.copy(self)
         if transform.is_encoder:
@@ -108,11 +101,7 @@ class Stepper:
         self._limit = limit
 
     def seed(self, seed: int) -> None:
-        """Seed the random actions, and a reset that precedes the next step.
-
-        Raises:
-            TypeError: the seed is not a whole number.
-        """
+        """Seed the random actions, and a reset that precedes the next step."""
         seed = operator.index(seed)  # Gymnasium takes no integers of numpy
         self._seed, self.is_reset = seed, False
         # Another stream than the environments', which are seeded with the number itself.
@@ -137,9 +126,6 @@ class Stepper:
 
         With them, their log-probabilities ``[E]``, in nats. Where observations have an "action_mask" with an element
         for each option, only options that it allows are drawn.
-
-        Raises:
-            ValueError: actions of integers without bounds.
         """
         actions, mask = self.driver.actions, self._mask()
         if mask is None:
@@ -159,10 +145,6 @@ class Stepper:
         """Apply ``action`` (any form that a policy may give); see the class for what can be read then.
 
         Actions of rows that this step resets have no effect, and may be NaN as the last observation may.
-
-        Raises:
-            ValueError: for actions of a wrong shape, an index out of range, or NaN; or for an "action_mask" without a
-                possible action.
         """
         self._check_mask()
         taken = self._actions.to_env(self._without_reset_rows(action), self.num_envs)
@@ -231,11 +213,7 @@ class Encoder:
     """Encodes observations, also those at the end and the start of an episode, into ``observation``, of ``spec``."""
 
     def __init__(self, transform: Transform, source: Array) -> None:
-        """Probe ``transform`` with ``source``, the array of the observations that it reads in each step.
-
-        Raises:
-            ValueError: the result has not one row per environment.
-        """
+        """Probe ``transform`` with ``source``, the array of the observations that it reads in each step."""
         self._transform, self._source = transform, source
         first = transform.probe(source)
         self._row = first.shape[1:]
@@ -266,11 +244,7 @@ class RewardModel:
     """Computes ``reward`` from a step."""
 
     def __init__(self, transform: Transform, observation: Array, reward: Array, actions: ActionCodec) -> None:
-        """Probe ``transform`` with the arrays that it reads in each step, and an action of zeros.
-
-        Raises:
-            ValueError: the result has not one number per environment.
-        """
+        """Probe ``transform`` with the arrays that it reads in each step, and an action of zeros."""
         self._transform, self._actions, self._num_envs = transform, actions, len(reward)
         # The arrays themselves: a view of one would be independent of it in a copy or a pickle of the environment.
         self._inputs: dict[Any, Array] = {NEXT_OBSERVATION: observation, REWARD: reward}
@@ -310,11 +284,6 @@ class RewardModel:
 
 def sample_allowed(options: Sequence[int], allowed: Array, generator: np.random.Generator) -> tuple[Array, Array]:
     """Draw one option of each choice, uniformly from those that are allowed; from all of them where none is.
-
-    Args:
-        options: number of options of each choice, ``k`` numbers.
-        allowed: bool ``[E, sum(options)]``, those of all choices end to end.
-        generator: the generator of random numbers.
 
     Returns:
         Indices ``[E, k]``, and the log-probabilities ``[E]`` of these draws, in nats.

@@ -110,9 +110,6 @@ def call(module: nn.Module, inputs: Sequence[Array], device: torch.device | str 
     """Return the output of ``module`` for arrays, which it gets as new float32 tensors; without gradients.
 
     The output may be a view of the weights: it is copied before the gate is left.
-
-    Raises:
-        TypeError: the output is not a tensor.
     """
     with torch.no_grad():
         output = module(*(torch.tensor(one, dtype=torch.float32, device=device) for one in inputs))

@@ -106,10 +106,6 @@ class CalledPolicy(ActionSource):
 
     Each call gets a new TensorDict that holds a copy of the current "observation", and the state of a recurrent policy;
     other outputs of earlier steps, which may be of another episode, are not in it. The first call has no state.
-
-    Raises:
-        UnusablePolicy: it returns no TensorDict, or a module takes neither a tensor nor a TensorDict.
-        ValueError: the policy writes no "action".
     """
 
     def __init__(
@@ -212,11 +208,7 @@ class RecurrentState:
 
 
 class PolicyInParts(ActionSource):
-    """A ``SampledPolicy``: random numbers are drawn before the batch, log-probabilities computed after it.
-
-    Raises:
-        ValueError: the noise has a wrong shape.
-    """
+    """A ``SampledPolicy``: random numbers are drawn before the batch, log-probabilities computed after it."""
 
     def __init__(
         self, policy: SampledPolicy, stepper: Stepper, batched: bool, device: torch.device, version: Callable[[], int]

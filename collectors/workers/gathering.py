@@ -21,11 +21,7 @@ How = int | Literal["stack"]
 
 
 def join(batches: Sequence[Any], how: How) -> Any:
-    """Return tensors or TensorDicts joined in new memory.
-
-    Raises:
-        IndexError, RuntimeError: they cannot be joined.
-    """
+    """Return tensors or TensorDicts joined in new memory."""
     return torch.stack(list(batches)) if how == "stack" else torch.cat(list(batches), how)
 
 
@@ -63,14 +59,8 @@ class SyncGathering:
 
     The share of a worker that fails before it is complete is left out.
 
-    Args:
-        cat_results: how the shares are joined: along a dimension, or ``"stack"`` with a new leading one.
-
     Attributes:
         buffers: batches of one worker that are in flight.
-
-    Raises:
-        ValueError: ``cat_results`` is neither.
     """
 
     buffers = 1
@@ -88,9 +78,6 @@ class SyncGathering:
         """Check that the batches of ``workers`` can be joined; warn if they have more than ``frames`` rows in all.
 
         Called once, when all workers are ready.
-
-        Raises:
-            ValueError: they cannot.
         """
         batches = [worker.batches[0] for worker in workers]
         columns = {frozenset(batch.keys(include_nested=True, leaves_only=True)) for batch in batches}
@@ -106,12 +93,7 @@ class SyncGathering:
         warn_if_rounded(frames, *(batch.numel() for batch in batches))
 
     def gather(self, group: WorkerGroup, admits: Admits) -> TensorDictBase:
-        """Return one batch, in memory that no worker writes to; what ``admits`` rejects is collected anew.
-
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: a failure that the group's policy raises.
-            RuntimeError: see ``admits``.
-        """
+        """Return one batch, in memory that no worker writes to; what ``admits`` rejects is collected anew."""
         while True:  # again, if all participants have failed
             participants = to_collect = group.wait_for_workers()
             arrived: set[WorkerHandle] = set()
@@ -139,15 +121,7 @@ class SyncGathering:
 
 
 class AsyncGathering:
-    """Workers collect without a pause; a batch is the next one that any worker has completed.
-
-    Args:
-        run_ahead: how many further batches a worker may begin while a finished one waits for the trainer.
-
-    Raises:
-        TypeError: it is not a whole number.
-        ValueError: it is negative.
-    """
+    """Workers collect without a pause; a batch is the next one that any worker has completed."""
 
     def __init__(self, run_ahead: int) -> None:
         check_count("run_ahead", run_ahead)
@@ -185,11 +159,7 @@ Gathering = SyncGathering | AsyncGathering
 
 
 def gathering(sync: bool, cat_results: How, run_ahead: int | None) -> Gathering:
-    """Return the way of gathering for a collector's arguments.
-
-    Raises:
-        TypeError, ValueError: an argument is out of range, or is for the other way.
-    """
+    """Return the way of gathering for a collector's arguments."""
     synchronous = SyncGathering(cat_results)
     if not sync:
         if cat_results != "stack":

@@ -36,12 +36,6 @@ _log = logging.getLogger(__name__)
 class WorkerGroup:
     """Handles the events of workers: starts, failures, restarts; gathers their batches, delivers weights to them.
 
-    Args:
-        pool: the pool of started workers, to which nothing was sent yet.
-        failure_policy: what happens when a worker fails.
-        schemes: by model id; a restarted worker joins them.
-        failures: is updated.
-
     Attributes:
         ended_by_failure: whether a failure was raised; the collector cannot be used any more.
         closing: whether the workers are being ended, or have been.
@@ -97,11 +91,7 @@ class WorkerGroup:
     # --- at the start, in one thread ---
 
     def build(self, specs: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
-        """Build all workers. Called once, before any other method.
-
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: a worker failed, whatever the failure policy.
-        """
+        """Build all workers. Called once, before any other method."""
         self._records = [
             WorkerRecord(options[worker.worker_idx], specs[worker.worker_idx], self.failure_policy, worker)
             for worker in self.pool.workers
@@ -114,11 +104,7 @@ class WorkerGroup:
                 record.spec = b""
 
     def ask(self, question: str, argument: Any = None) -> list[Any]:
-        """Ask all workers, between ``build`` and ``connect``; return their answers: see ``RolloutWorker.execute``.
-
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: a worker failed, whatever the failure policy.
-        """
+        """Ask all workers, between ``build`` and ``connect``; return their answers: see ``RolloutWorker.execute``."""
         self._answers.clear()
         for record in self._records:
             self._send(record.worker, "ask", (question, argument))
@@ -127,11 +113,7 @@ class WorkerGroup:
         return [self._answers[record.index] for record in self._records]
 
     def connect(self) -> None:
-        """Connect all workers by the schemes that there are now. Called once, after ``build`` and ``ask``.
-
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: a worker failed, whatever the failure policy.
-        """
+        """Connect all workers by the schemes that there are now. Called once, after ``build`` and ``ask``."""
         for record in self._records:
             self._connect(record)
         for scheme in self.schemes.values():
@@ -163,11 +145,7 @@ class WorkerGroup:
         return [record.worker for record in self._records if record.worker is not None and record.active]
 
     def wait_for_workers(self) -> list[WorkerHandle]:
-        """Return the active workers; wait for one if there is none.
-
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: a failure that the policy raises.
-        """
+        """Return the active workers; wait for one if there is none."""
         if any(record.state not in (WorkerState.ACTIVE, WorkerState.DROPPED) for record in self._records):
             with self._locked():
                 self._step(wait_for_events=False)
@@ -186,9 +164,6 @@ class WorkerGroup:
 
         None if another event came, or if none of ``awaited`` is active (any more): an update in another thread may have
         failed them since the caller looked.
-
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: see ``wait_for_workers``.
         """
         with self._locked():
             if not self._batches and any(worker in awaited for worker in self.active_workers):
@@ -233,10 +208,6 @@ class WorkerGroup:
 
         Returns:
             What ``send`` has returned; None if a worker failed meanwhile, and the others have the update.
-
-        Raises:
-            WorkerFailed: a model refused the weights.
-            Exception: whatever ``send`` raises, except deaths and timeouts that the failure policy handles.
         """
         everyone = range(len(self._records))
         wanted = everyone if worker_ids is None else wsync.worker_list(worker_ids, len(everyone))
@@ -288,9 +259,6 @@ class WorkerGroup:
         """Raise the error of a worker that an update did not reach, if the worker has reported one.
 
         For the policy ``raise``; returns if no worker has reported an error. A death ends the collector.
-
-        Raises:
-            WorkerFailed: the worker's own error, which is the better cause.
         """
         died = isinstance(error, wsync.WorkerDied)
         if died or error.version is not None:
@@ -339,12 +307,7 @@ class WorkerGroup:
             self.pool.send(worker, command, argument)
 
     def _step(self, wait_for_events: bool = True) -> None:
-        """Wait for events, and for the next deadline or restart; handle them.
-
-        Raises:
-            NotConnected: another thread has raised a failure, or has shut the collector down.
-            WorkerDied, WorkerFailed, SyncTimeout: a failure that the policy raises, or ``interrupt``'s time is over.
-        """
+        """Wait for events, and for the next deadline or restart; handle them."""
         self._require_open()
         if self.ended_by_failure:
             raise wsync.NotConnected("a worker's failure was raised in another thread, and has ended this collector")
@@ -389,15 +352,7 @@ class WorkerGroup:
         return events
 
     def _error_of(self, worker: WorkerHandle, patience: float = 0.0) -> FailureCause | None:
-        """Return the error that ``worker`` has sent, if it has raised; its event is still to be handled.
-
-        Args:
-            worker: the worker.
-            patience: seconds to wait for the message of a worker that has not ended.
-
-        Raises:
-            NotConnected: another thread has shut the collector down.
-        """
+        """Return the error that ``worker`` has sent, if it has raised; its event is still to be handled."""
         self._require_open()  # ``close`` does not wait for this thread without end
         deadline = time.monotonic() + patience
         while not any(event.worker is worker and event.kind in _ENDED for event in self._events):
@@ -421,7 +376,7 @@ class WorkerGroup:
             return
         record.answers_owed -= 1
         if kind == "batch":
-            record.batch_delivered()
+            record.failures_in_a_row = 0
             record.frames += frames_of(worker.batches[value])
             self._batches.append((worker, value))
         elif kind == "answer":

@@ -156,11 +156,7 @@ class WorkerPool(ABC, Generic[W]):
         """
 
     def start_worker(self, worker_idx: int) -> W:
-        """Start a worker in place of a discarded one, without waiting for it.
-
-        Raises:
-            OSError: the process could not be started, or workers of this kind cannot be replaced.
-        """
+        """Start a worker in place of a discarded one, without waiting for it."""
         raise OSError("workers of this kind cannot be restarted")
 
     @abstractmethod
@@ -173,14 +169,7 @@ class WorkerPool(ABC, Generic[W]):
 
 
 class ConnectedWorker(WorkerHandle):
-    """A worker with a connection, once it has made one; commands before that are sent then.
-
-    Args:
-        worker_idx: its index.
-        key: what it greets with, which no other process has; empty for a worker in another program.
-        process: the worker's process, if this process has started it.
-        name: process and host of a worker in another program.
-    """
+    """A worker with a connection, once it has made one; commands before that are sent then."""
 
     def __init__(self, worker_idx: int, key: bytes, process: BaseProcess | None = None, name: str = "") -> None:
         super().__init__(worker_idx)
@@ -204,11 +193,7 @@ class ConnectedWorker(WorkerHandle):
             self.send(command, argument)
 
     def send(self, command: str, argument: Any = None) -> None:
-        """Send a command; ``ConnectionPool.poll`` reports a worker that has ended.
-
-        Raises:
-            ValueError: the command is too large for one message; only ``build`` may be.
-        """
+        """Send a command; ``ConnectionPool.poll`` reports a worker that has ended."""
         if self.connection is None:
             self._commands.append((command, argument))
             return
@@ -237,16 +222,8 @@ class ConnectedWorker(WorkerHandle):
 class ConnectionPool(WorkerPool[ConnectedWorker]):
     """Workers with a connection each; waits for connections, messages and the ends of all of them at once.
 
-    Args:
-        count: number of workers to start.
-        listener: accepts the connections of workers; owned by the pool. By default a Unix socket, over which batches
-            are in shared memory.
-
     Attributes:
         listener: for the workers that are started next.
-
-    Raises:
-        OSError: a process could not be started.
     """
 
     def __init__(self, count: int, listener: Listener | None = None) -> None:
