@@ -34,15 +34,9 @@ def warn_if_rounded(frames_per_batch: int, *shares: int) -> None:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Where each tensor of a batch lies in its buffer.
+    """Where each tensor of a batch lies in its buffer, of ``nbytes`` bytes."""
 
-    Attributes:
-        columns: key, dtype, shape and offset in bytes of each tensor.
-        batch_size: the batch size of the TensorDict.
-        nbytes: size of the buffer.
-    """
-
-    columns: tuple[tuple[tuple[str, ...], torch.dtype, torch.Size, int], ...]
+    columns: tuple[tuple[tuple[str, ...], torch.dtype, torch.Size, int], ...]  # key, dtype, shape, offset in bytes
     batch_size: torch.Size
     nbytes: int
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from collectors.arguments import EnvMaker
 from collectors.worker_collector import WorkerCollector
 from collectors.workers.pool import ConnectionPool
 
@@ -13,12 +11,13 @@ from collectors.workers.pool import ConnectionPool
 class MultiCollector(WorkerCollector):
     """Collects batches in worker processes on this machine; batches are in shared memory.
 
-    ``MultiCollector(sync=True)`` is a ``MultiSyncCollector``, ``sync=False`` a ``MultiAsyncCollector``.
+    ``MultiCollector(sync=True)`` is a ``MultiSyncCollector``: a batch has a share of every worker, and all wait for new
+    weights. ``sync=False`` is a ``MultiAsyncCollector``: a batch is one worker's.
 
     Args:
         create_env_fn: one function per worker; each makes an environment (lambdas work).
         policy: see ``WorkerCollector``.
-        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        sync: see above.
         options: see ``WorkerCollector``.
 
     Raises:
@@ -35,14 +34,7 @@ class MultiCollector(WorkerCollector):
             raise TypeError("MultiCollector needs sync=True or sync=False")
         return super().__new__(MultiSyncCollector if sync else MultiAsyncCollector)
 
-    def __init__(
-        self,
-        create_env_fn: EnvMaker | Sequence[EnvMaker],
-        policy: Any = None,
-        *,
-        sync: bool | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, create_env_fn: Any, policy: Any = None, *, sync: bool | None = None, **options: Any) -> None:
         if sync not in (None, self._sync):
             raise TypeError(f"{type(self).__name__} has sync={self._sync}; MultiCollector takes either")
         super().__init__(create_env_fn, policy, sync=self._sync, start=ConnectionPool, **options)

@@ -28,46 +28,27 @@ Answer = tuple[str, Any]
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Settings of one worker.
-
-    Attributes:
-        worker_idx: its index.
-        frames: the number of rows of a batch; rounded up to a multiple of the number of environments.
-        buffers: batches in flight: 1 for synchronous collection, else one more than the worker may run ahead.
-        device: the device of the policy.
-        init_random_frames: number of first frames with random actions.
-        max_frames_per_traj: episodes are truncated after this number of steps.
-        threads: torch's number of threads in the worker's process.
-        log_level: the log level of the root logger in the worker's process.
-    """
+    """Settings of one worker."""
 
     worker_idx: int
-    frames: int
-    buffers: int
-    device: str | None = None
+    frames: int  # rows of a batch; rounded up to a multiple of the number of environments
+    buffers: int  # batches in flight: 1 for synchronous collection, else one more than the worker may run ahead
+    device: str | None = None  # of the policy
     init_random_frames: int = 0
     max_frames_per_traj: int | None = None
-    threads: int = 1
+    threads: int = 1  # of torch, in the worker's process
     log_level: int = logging.WARNING
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is built from; sent as a pickle of its own, so that no memory is shared with the trainer.
-
-    Attributes:
-        create_env_fn: makes the environment.
-        policy: the policy that acts, unless there is a factory.
-        policy_factory: makes it.
-        schemes: by model id; those that the worker receives by.
-        scheme_is_assumed: whether to leave the schemes out if the policy has no weights.
-    """
+    """What a worker is built from; sent as a pickle of its own, so that no memory is shared with the trainer."""
 
     create_env_fn: Any
     policy: Any
-    policy_factory: Any
-    schemes: Mapping[str, wsync.WeightSyncScheme]
-    scheme_is_assumed: bool = False
+    policy_factory: Any  # makes the policy, if there is one
+    schemes: Mapping[str, wsync.WeightSyncScheme]  # by model id; those that the worker receives by
+    scheme_is_assumed: bool = False  # whether to leave the schemes out if the policy has no weights
 
 
 class RolloutWorker:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from collectors.batch_layout import warn_if_rounded
 from collectors.staleness import check_count
@@ -23,35 +23,6 @@ How = int | Literal["stack"]
 def join(batches: Sequence[Any], how: How) -> Any:
     """Return tensors or TensorDicts joined in new memory."""
     return torch.stack(list(batches)) if how == "stack" else torch.cat(list(batches), how)
-
-
-class JoinedBatch:
-    """The batches of buffer 0 of some workers, joined as ``join`` does; each is copied when it arrives.
-
-    So little is left to do when the last worker is ready.
-
-    Attributes:
-        batch: complete when ``add`` was called for each worker.
-    """
-
-    def __init__(self, workers: Sequence[WorkerHandle], how: How) -> None:
-        batches = {worker: worker.batches[0] for worker in workers}
-        joined = join([batch.to("meta") for batch in batches.values()], how)
-        self.batch = TensorDict({}, joined.batch_size)
-        self._copies: dict[WorkerHandle, list[tuple[torch.Tensor, torch.Tensor]]] = {one: [] for one in workers}
-        for key, leaf in joined.items(True, True):
-            tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
-            self.batch.set(key, tensor)
-            sources = [batch.get(key) for batch in batches.values()]
-            dim = how if how == "stack" or how >= 0 else how + len(joined.batch_size)
-            parts = tensor.unbind() if dim == "stack" else tensor.split([one.shape[dim] for one in sources], dim)
-            for copies, part, source in zip(self._copies.values(), parts, sources, strict=True):
-                copies.append((part, source))
-
-    def add(self, worker: WorkerHandle) -> None:
-        """Copy the batch of ``worker``, in place of an earlier one of the same worker."""
-        for part, source in self._copies[worker]:
-            part.copy_(source)
 
 
 class SyncGathering:
@@ -84,7 +55,7 @@ class SyncGathering:
         if odd := sorted(map(str, frozenset.union(*columns) - frozenset.intersection(*columns))):
             raise ValueError(f"workers' batches cannot be joined: not all have {', '.join(odd)}")
         try:
-            JoinedBatch(list(workers), self._how)
+            join([batch.to("meta") for batch in batches], self._how)
         except (IndexError, RuntimeError) as error:
             listed = ", ".join(str(list(shape)) for shape in dict.fromkeys(batch.batch_size for batch in batches))
             raise ValueError(
@@ -97,11 +68,9 @@ class SyncGathering:
         while True:  # again, if all participants have failed
             participants = to_collect = group.wait_for_workers()
             arrived: set[WorkerHandle] = set()
-            joined: JoinedBatch | None = None
             while to_collect:
                 for worker in to_collect:
                     group.collect(worker, 0)
-                joined = joined or JoinedBatch(participants, self._how)  # made while the workers collect
                 while True:
                     missing = set(participants).intersection(group.active_workers) - arrived
                     received = group.next_batch(missing)  # also of a participant that has failed since
@@ -110,12 +79,9 @@ class SyncGathering:
                     # Other batches are those of workers that failed within an earlier batch.
                     if received is not None and received[0] in participants:
                         arrived.add(received[0])
-                        joined.add(received[0])
                 present = [worker for worker in participants if worker in arrived]
                 to_collect = [worker for worker in present if not admits(worker.batches[0], worker.worker_idx)]
                 arrived.difference_update(to_collect)
-            if joined is not None and len(arrived) == len(participants):
-                return joined.batch
             if arrived:
                 return join([worker.batches[0] for worker in participants if worker in arrived], self._how)
 

@@ -41,37 +41,32 @@ class WakeEvent:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # re-entrant for a signal handler
-        self._descriptor: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._file: Any = open(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", buffering=0)
 
     def fileno(self) -> int:
-        """Return the descriptor."""
-        if self._descriptor is None:
-            raise ValueError("this event is closed")
-        return self._descriptor
+        """Return the descriptor; raise ValueError after ``close``."""
+        return self._file.fileno()
 
     def set(self) -> None:
         """Make the descriptor readable."""
         with self._lock:
-            if self._descriptor is not None:
-                os.eventfd_write(self._descriptor, 1)
+            if not self._file.closed:
+                os.eventfd_write(self._file.fileno(), 1)
 
     def clear(self) -> None:
         """Make the descriptor not readable."""
         with self._lock, suppress(BlockingIOError):
-            if self._descriptor is not None:
-                os.eventfd_read(self._descriptor)
+            if not self._file.closed:
+                os.eventfd_read(self._file.fileno())
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
         with self._lock:
-            descriptor, self._descriptor = self._descriptor, None
-            if descriptor is not None:
-                os.close(descriptor)
+            self._file.close()
 
     def __del__(self) -> None:
         """Close the descriptor of a collector that was not shut down."""
-        if vars(self).get("_descriptor") is not None:
-            self.close()
+        self.close()
 
 
 class WorkerHandle(ABC):
