@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from collectors.worker_collector import WorkerCollector
-from collectors.workers.pool import ConnectionPool
+from collectors.workers.pool import WorkerPool
 
 
 class MultiCollector(WorkerCollector):
@@ -37,7 +37,7 @@ class MultiCollector(WorkerCollector):
     def __init__(self, create_env_fn: Any, policy: Any = None, *, sync: bool | None = None, **options: Any) -> None:
         if sync not in (None, self._sync):
             raise TypeError(f"{type(self).__name__} has sync={self._sync}; MultiCollector takes either")
-        super().__init__(create_env_fn, policy, sync=self._sync, start=ConnectionPool, **options)
+        super().__init__(create_env_fn, policy, sync=self._sync, start=WorkerPool, **options)
 
 
 class MultiSyncCollector(MultiCollector):

@@ -22,6 +22,9 @@ from collectors.rollouts.sampled import UnusablePolicy, check_policy
 from collectors.workers.connections import Connection, Disconnected
 
 RAISED = ("error", "unusable")  # what a worker answers that has raised, and ends; the second for UnusablePolicy
+Configure = Callable[["WorkerOptions"], object]
+"""Applies the options to this process; called before anything is built."""
+
 Answer = tuple[str, Any]
 """A kind and a value: see ``RolloutWorker.execute``."""
 
@@ -131,7 +134,7 @@ class CommandExecutor:
         failed: whether a command has raised.
     """
 
-    def __init__(self, configure: Callable[[WorkerOptions], object], *, share: bool = False) -> None:
+    def __init__(self, configure: Configure, *, share: bool = False) -> None:
         self._configure, self._share = configure, share
         self._worker: RolloutWorker | None = None
         self.buffers: list[torch.Tensor] = []
@@ -170,13 +173,13 @@ class CommandExecutor:
             worker.close()
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, configure: Configure | None = None) -> None:
     """Execute the trainer's commands until it sends ``end`` or closes the connection; the caller closes this end.
 
     An error is reported before the schemes are closed: the trainer would otherwise get only their end. An error of
     closing is printed: then the trainer has closed the connection, or has the worker's error.
     """
-    executor = CommandExecutor(configure_process, share=connection.shares_memory)
+    executor = CommandExecutor(configure or configure_process, share=connection.shares_memory)
     try:
         with closing(executor):
             while not executor.failed:

@@ -98,7 +98,7 @@ class WorkerCollector(BaseCollector):
         policy: Any = None,
         *,
         sync: bool,
-        start: Callable[[int], WorkerPool[Any]],
+        start: Callable[[int], WorkerPool],
         policy_factory: PolicyFactory | Sequence[PolicyFactory] | None = None,
         frames_per_batch: int,
         total_frames: int = -1,
@@ -268,7 +268,7 @@ class WorkerCollector(BaseCollector):
         self._finalizer.cancel()  # not after Ctrl-C, which may have left workers alive
 
 
-def _finalize(reference: weakref.ref[WorkerCollector], pool: WorkerPool[Any]) -> None:
+def _finalize(reference: weakref.ref[WorkerCollector], pool: WorkerPool) -> None:
     collector = reference()
     if collector is not None:
         collector.shutdown()

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import wait
 from typing import Any, Literal
 
 from collectors.arguments import EnvMaker
 from collectors.distributed.tcp_worker import key_from_environment, publish, resolved, trainer_host, under_torchrun
 from collectors.worker_collector import WorkerCollector
-from collectors.workers.connections import Connection, Disconnected, Greeting, Listener, milliseconds
-from collectors.workers.pool import ConnectedWorker, ConnectionPool
-from collectors.workers.processes import exit_reason
-from wsync import SyncTimeout, WorkerDied
+from collectors.workers.connections import Connection, Disconnected, Greeting, Listener
+from collectors.workers.pool import WorkerHandle, WorkerPool
 
 Launcher = Literal["local", "join"]
 _log = logging.getLogger(__name__)
@@ -76,7 +72,7 @@ class DistributedCollector(WorkerCollector):
         super().__init__(create_env_fn, policy, sync=sync, start=start, **options)
 
 
-class TcpPool(ConnectionPool):
+class TcpPool(WorkerPool):
     """Waits until all workers have joined, and stops listening on TCP then. A restarted one connects to a Unix socket.
 
     A worker that this process has started joins with the key that it was started with; one in another program with
@@ -84,7 +80,6 @@ class TcpPool(ConnectionPool):
     """
 
     def __init__(self, count: int, *, host: str, port: int, launcher: Launcher, timeout: float) -> None:
-        self._count = count
         by_torchrun = launcher == "join" and under_torchrun()
         key = None if launcher == "local" or by_torchrun else key_from_environment(os.environ)
         if by_torchrun and (started := int(os.environ["WORLD_SIZE"])) != count + 1:
@@ -93,7 +88,7 @@ class TcpPool(ConnectionPool):
                 "set num_workers to that"
             )
         listener = Listener(host and resolved(host), port, key)  # refuses an empty host, which might be resolved
-        super().__init__(count if launcher == "local" else 0, listener)
+        super().__init__(count, listener, start=launcher == "local")
         store: Any = None
         try:
             if by_torchrun:
@@ -101,7 +96,7 @@ class TcpPool(ConnectionPool):
             elif launcher == "join":
                 where, at, _ = self.listener.address
                 _log.info("waiting at %s:%s for %d workers to join", where, at, count)
-            self._wait_for_workers(timeout)
+            self.wait_for_workers(timeout)
             self.listener.close()
             self.listener = Listener()
         except BaseException:  # also Ctrl-C: the workers that have been started are ended
@@ -109,29 +104,6 @@ class TcpPool(ConnectionPool):
             raise
         finally:
             del store  # which had to live until all workers have read it
-
-    def _wait_for_workers(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while missing := self._missing():
-            starting = {worker.sentinel: worker for worker in self.workers if worker.connection is None}
-            left = deadline - time.monotonic()
-            ready = wait([self.listener.fileno(), *starting], milliseconds(left) / 1e3)
-            if not ready or left <= 0:  # foreign connections may keep the listener readable
-                raise SyncTimeout(
-                    f"worker(s) {', '.join(map(str, missing))} did not join within {timeout:g} s",
-                    {i: "never joined" for i in missing},
-                )
-            if (accepted := self.listener.accept()) is not None:
-                self._register(*accepted)
-            for worker in (starting[fd] for fd in ready if isinstance(fd, int) and fd in starting):
-                if worker.connection is None and worker.process is not None:
-                    index, cause = worker.worker_idx, f"{exit_reason(worker.process)}, before it had joined"
-                    raise WorkerDied(f"worker {index} {cause}", {index: cause})
-        self.workers.sort(key=lambda worker: worker.worker_idx)
-
-    def _missing(self) -> list[int]:
-        joined = {worker.worker_idx for worker in self.workers if worker.connection is not None}
-        return sorted(set(range(self._count)) - joined)
 
     def _register(self, connection: Connection, greeting: Greeting) -> None:
         """Tell a worker in another program whether it has joined; as which one, if it has named no index."""
@@ -145,7 +117,7 @@ class TcpPool(ConnectionPool):
         with suppress(Disconnected):  # the worker has ended meanwhile; if it was accepted, ``poll`` reports it
             connection.send(*(("accepted", index) if is_accepted else ("refused", reason)))
         if is_accepted:
-            self.workers.append(worker := ConnectedWorker(index, b"", name=greeting.data.decode()))
+            self.workers.append(worker := WorkerHandle(index, b"", name=greeting.data.decode()))
             worker.attach(connection)
         else:
             connection.close()

@@ -19,7 +19,7 @@ from wsync import NotConnected, control
 
 # What the trainer sends, then what a worker answers; a worker that joins is first "accepted" or "refused".
 KINDS = ("accepted", "refused", "build", "ask", "connect", "seed", "resume", "collect", "end")
-KINDS += ("ready", "answer", "connected", "batch", "error", "unusable")
+KINDS += ("ready", "answer", "connected", "batch", "error", "unusable", "ended")
 _END = KINDS.index("end")
 _PEEKED = 1 << 16  # bytes
 

@@ -43,7 +43,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        pool: WorkerPool[Any],
+        pool: WorkerPool,
         failure_policy: FailurePolicy,
         schemes: Mapping[str, wsync.WeightSyncScheme],
         failures: Failures,
@@ -184,7 +184,7 @@ class WorkerGroup:
         with self._locked():
             for record in self._records:
                 if record.worker is not None and record.active:
-                    self.pool.send(record.worker, "seed", seed)
+                    record.worker.send("seed", seed)
                 seed += record.num_envs
             self._next_seed = seed
             return seed
@@ -196,7 +196,7 @@ class WorkerGroup:
             for record in self._records:
                 record.frames = share
                 if record.worker is not None and record.active:
-                    self.pool.send(record.worker, "resume", share)
+                    record.worker.send("resume", share)
 
     # --- for threads that deliver weights ---
 
@@ -304,7 +304,7 @@ class WorkerGroup:
             if not record.answers_owed:
                 record.waiting_since = time.monotonic()
             record.answers_owed += 1
-            self.pool.send(worker, command, argument)
+            worker.send(command, argument)
 
     def _step(self, wait_for_events: bool = True) -> None:
         """Wait for events, and for the next deadline or restart; handle them."""
@@ -456,11 +456,11 @@ class WorkerGroup:
         """Let a restarted worker repeat neither its predecessor's random frames nor its episodes."""
         self.failures.restarted[record.index] += 1
         _log.warning("worker %d has been replaced", record.index)
-        self.pool.send(worker, "resume", record.frames)
+        worker.send("resume", record.frames)
         seed = secrets.randbits(31) if self._next_seed is None else self._next_seed
         if self._next_seed is not None:
             self._next_seed += worker.num_envs
-        self.pool.send(worker, "seed", seed)
+        worker.send("seed", seed)
 
 
 def _patience_after(error: wsync.WeightSyncError) -> float:

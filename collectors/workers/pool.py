@@ -1,7 +1,4 @@
-"""The trainer's workers, whatever the medium: send commands, wait for events, end workers.
-
-``ConnectionPool`` has them in processes with a connection each. ``distributed/calls.py`` calls them by RPC or Ray.
-"""
+"""The trainer's workers, whatever has started them: send commands, wait for events, end workers."""
 
 from __future__ import annotations
 
@@ -10,18 +7,17 @@ import secrets
 import select
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Collection
 from contextlib import closing, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
 
 from collectors.batch_layout import BatchLayout
-from collectors.worker import RAISED, serve
+from collectors.worker import RAISED, Configure, configure_process, serve
 from collectors.workers import processes
 from collectors.workers.connections import (
     Address,
@@ -33,7 +29,7 @@ from collectors.workers.connections import (
     milliseconds,
     readable_within,
 )
-from wsync import NotConnected
+from wsync import NotConnected, SyncTimeout, WorkerDied
 
 
 class WakeEvent:
@@ -41,7 +37,7 @@ class WakeEvent:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # re-entrant for a signal handler
-        self._file: Any = open(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", buffering=0)
+        self._file: Any = open(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", buffering=0)  # noqa: SIM115
 
     def fileno(self) -> int:
         """Return the descriptor; raise ValueError after ``close``."""
@@ -69,41 +65,6 @@ class WakeEvent:
         self.close()
 
 
-class WorkerHandle(ABC):
-    """One worker, seen from the trainer; a ``wsync.RemoteWorker``.
-
-    Attributes:
-        worker_idx: its index.
-        num_envs: number of its environments; 0 until it is ready.
-        buffers: memory of its batches, one ``uint8`` tensor each.
-        batches: views of ``buffers``. A batch is overwritten after the next ``collect`` command for its buffer.
-        process: the worker's process, if this process has started it.
-    """
-
-    process: BaseProcess | None = None
-
-    def __init__(self, worker_idx: int) -> None:
-        self.worker_idx = worker_idx
-        self.num_envs = 0
-        self.buffers: list[torch.Tensor] = []
-        self.batches: list[TensorDict] = []
-
-    @property
-    @abstractmethod
-    def sentinel(self) -> int:
-        """A descriptor that is readable once the worker has ended."""
-
-    def fileno(self) -> int:
-        """Return ``sentinel``: a scheme takes this object in place of a process."""
-        return self.sentinel
-
-    def set_ready(self, layout: BatchLayout, count: int, num_envs: int, memory: str | None = None) -> None:
-        """Store what the worker reports when its environments are built; ``memory`` is that of its own buffers."""
-        self.num_envs = num_envs
-        self.buffers = layout.allocate(count) if memory is None else layout.open(memory, count)
-        self.batches = [layout.view(buffer) for buffer in self.buffers]
-
-
 class Event(NamedTuple):
     """What a worker reports.
 
@@ -122,54 +83,28 @@ class Event(NamedTuple):
     value: Any = None
 
 
-W = TypeVar("W", bound=WorkerHandle)
-
-
-class WorkerPool(ABC, Generic[W]):
-    """Started workers. The first command for each is ``build``.
-
-    Every command has one answer, except ``seed`` and ``resume``, which have none: ``build`` is answered by ``ready``,
-    ``ask`` by ``answer``, ``connect`` by ``connected``, ``collect`` by ``batch``. A worker executes its commands in
-    order. Methods are called by one thread at a time, which holds the ``WorkerGroup``'s lock.
+class WorkerHandle:
+    """One worker, seen from the trainer; a ``wsync.RemoteWorker``. Commands are kept until it has a connection.
 
     Attributes:
-        workers: all workers that were not discarded.
+        worker_idx: its index.
+        process: the worker's process, if this process has started it.
+        name: of a worker in another program, for messages.
+        key: what it greets with; empty if any worker may have this index.
+        connection: the connection, once there is one.
+        gave_up: set when a worker in another program has ended before it had a connection.
+        num_envs: number of its environments; 0 until it is ready.
+        buffers: memory of its batches, one ``uint8`` tensor each.
+        batches: views of ``buffers``. A batch is overwritten after the next ``collect`` command for its buffer.
     """
 
-    def __init__(self) -> None:
-        self.workers: list[W] = []
-
-    @abstractmethod
-    def send(self, worker: W, command: str, argument: Any = None) -> None:
-        """Send a command. A worker that has ended does not raise here; ``poll`` reports it."""
-
-    @abstractmethod
-    def poll(self, workers: Collection[W], wakeup_fd: int, timeout: float | None) -> list[Event]:
-        """Return the events of ``workers``.
-
-        Waits until there is one, until the descriptor ``wakeup_fd`` is readable, or for ``timeout`` seconds.
-        """
-
-    def start_worker(self, worker_idx: int) -> W:
-        """Start a worker in place of a discarded one, without waiting for it."""
-        raise OSError("workers of this kind cannot be restarted")
-
-    @abstractmethod
-    def discard(self, worker: W) -> None:
-        """End a worker at once and release its resources."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End all workers: let each finish, then kill those that exceed the grace period. Idempotent."""
-
-
-class ConnectedWorker(WorkerHandle):
-    """A worker with a connection, once it has made one; commands before that are sent then."""
-
     def __init__(self, worker_idx: int, key: bytes, process: BaseProcess | None = None, name: str = "") -> None:
-        super().__init__(worker_idx)
-        self.key, self.process, self._name = key, process, name
+        self.worker_idx, self.key, self.process, self.name = worker_idx, key, process, name
         self.connection: Connection | None = None
+        self.gave_up = WakeEvent()
+        self.num_envs = 0
+        self.buffers: list[torch.Tensor] = []
+        self.batches: list[TensorDict] = []
         self._commands: list[tuple[str, Any]] = []  # to be sent once there is a connection
 
     @property
@@ -177,8 +112,17 @@ class ConnectedWorker(WorkerHandle):
         """Readable when the worker has ended."""
         if self.process is not None:
             return self.process.sentinel
-        assert self.connection is not None, "a worker in another program has joined by its connection"
-        return self.connection.sentinel
+        return self.gave_up.fileno() if self.connection is None else self.connection.sentinel
+
+    def fileno(self) -> int:
+        """Return ``sentinel``: a scheme takes this object in place of a process."""
+        return self.sentinel
+
+    def set_ready(self, layout: BatchLayout, count: int, num_envs: int, memory: str | None) -> None:
+        """Store what the worker reports when its environments are built; ``memory`` is that of its own buffers."""
+        self.num_envs = num_envs
+        self.buffers = layout.allocate(count) if memory is None else layout.open(memory, count)
+        self.batches = [layout.view(buffer) for buffer in self.buffers]
 
     def attach(self, connection: Connection) -> None:
         """Use ``connection`` from now on."""
@@ -188,7 +132,7 @@ class ConnectedWorker(WorkerHandle):
             self.send(command, argument)
 
     def send(self, command: str, argument: Any = None) -> None:
-        """Send a command; ``ConnectionPool.poll`` reports a worker that has ended."""
+        """Send a command; ``WorkerPool.poll`` reports a worker that has ended."""
         if self.connection is None:
             self._commands.append((command, argument))
             return
@@ -206,44 +150,58 @@ class ConnectedWorker(WorkerHandle):
         """Return how the worker has ended, as text to follow "worker 3 "; wait for the end of its process."""
         if self.process is not None:
             return processes.exit_reason(self.process)
-        return f"{self._name} is gone: it was killed, or its machine or the network failed"
+        return f"{self.name} is gone: it was killed, or its machine or the network failed"
 
     def close(self) -> None:
         """Close the connection, which ends the worker. Idempotent."""
         if self.connection is not None:
             self.connection.close()
+        self.gave_up.close()
 
 
-class ConnectionPool(WorkerPool[ConnectedWorker]):
+class WorkerPool:
     """Workers with a connection each; waits for connections, messages and the ends of all of them at once.
 
+    The first command for each worker is ``build``. Every command has one answer, except ``seed`` and ``resume``, which
+    have none: ``build`` is answered by ``ready``, ``ask`` by ``answer``, ``connect`` by ``connected``, ``collect`` by
+    ``batch``. A worker executes its commands in order. Methods are called by one thread at a time, which holds the
+    ``WorkerGroup``'s lock.
+
+    Args:
+        count: number of workers.
+        listener: accepts their connections; by default a Unix socket, over which batches are in shared memory.
+        start: whether to start them, by ``start_worker``.
+
     Attributes:
-        listener: for the workers that are started next.
+        workers: all workers that were not discarded.
     """
 
-    def __init__(self, count: int, listener: Listener | None = None) -> None:
-        super().__init__()
-        self.listener = listener or Listener()
+    def __init__(self, count: int, listener: Listener | None = None, *, start: bool = True) -> None:
+        self.workers: list[WorkerHandle] = []
+        self.listener, self._count = listener or Listener(), count
         try:
-            for i in range(count):
+            for i in range(count if start else 0):
                 self.start_worker(i)
         except BaseException:  # also Ctrl-C: the workers that have been started are ended
             self.close()
             raise
 
-    def start_worker(self, worker_idx: int) -> ConnectedWorker:
-        """Start a process."""
+    def start_worker(self, worker_idx: int) -> WorkerHandle:
+        """Start a worker, in place of a discarded one, without waiting for it.
+
+        Raises:
+            OSError: the process could not be started.
+        """
         key = secrets.token_hex(16).encode()
-        process = processes.start(_main, worker_idx, self.listener.address, worker_idx, key)
-        self.workers.append(worker := ConnectedWorker(worker_idx, key, process))
+        process = processes.start(work, worker_idx, self.listener.address, worker_idx, key)
+        self.workers.append(worker := WorkerHandle(worker_idx, key, process))
         return worker
 
-    def send(self, worker: ConnectedWorker, command: str, argument: Any = None) -> None:
-        """Send a command."""
-        worker.send(command, argument)
+    def poll(self, workers: Collection[WorkerHandle], wakeup_fd: int, timeout: float | None) -> list[Event]:
+        """Return the events of ``workers``; a message comes before the end of the worker that has sent it.
 
-    def poll(self, workers: Collection[ConnectedWorker], wakeup_fd: int, timeout: float | None) -> list[Event]:
-        """Wait for connections, messages and ends; a message comes before the end of the worker that has sent it."""
+        Waits until there is one, until the descriptor ``wakeup_fd`` is readable, or for ``timeout`` seconds.
+        """
         poller = select.poll()  # one sixth of the time of multiprocessing.connection.wait
         poller.register(wakeup_fd, select.POLLIN)
         for worker in workers:
@@ -261,6 +219,38 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
                 events.append(Event(worker, *self._receive(worker, readable)))
         return events
 
+    def wait_for_workers(self, timeout: float) -> None:
+        """Wait until all workers have connected.
+
+        Raises:
+            SyncTimeout: they have not in time; names them.
+            WorkerDied: one ended before.
+        """
+        deadline = time.monotonic() + timeout
+        while missing := self._missing():
+            starting = {worker.sentinel: worker for worker in self.workers if worker.connection is None}
+            left = deadline - time.monotonic()
+            ready = wait([self.listener.fileno(), *starting], milliseconds(left) / 1e3)
+            if not ready or left <= 0:  # foreign connections may keep the listener readable
+                listed = ", ".join(map(str, missing))
+                raise SyncTimeout(
+                    f"worker(s) {listed} {self._why_late(timeout)}", dict.fromkeys(missing, "never joined")
+                )
+            if (accepted := self.listener.accept()) is not None:
+                self._register(*accepted)
+            for worker in (starting[fd] for fd in ready if isinstance(fd, int) and fd in starting):
+                if worker.connection is None:
+                    index, cause = worker.worker_idx, f"{worker.exit_reason()}, before it had joined"
+                    raise WorkerDied(f"worker {index} {cause}", {index: cause})
+        self.workers.sort(key=lambda worker: worker.worker_idx)
+
+    def _missing(self) -> list[int]:
+        joined = {worker.worker_idx for worker in self.workers if worker.connection is not None}
+        return sorted(set(range(self._count)) - joined)
+
+    def _why_late(self, timeout: float) -> str:
+        return f"did not join within {timeout:g} s"
+
     def _register(self, connection: Connection, greeting: Greeting) -> None:
         """Give a connection to the worker that has made it; close one of a worker that was discarded meanwhile."""
         for worker in self.workers:
@@ -269,7 +259,7 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
                 return
         connection.close()
 
-    def _receive(self, worker: ConnectedWorker, readable: bool) -> tuple[str, Any]:
+    def _receive(self, worker: WorkerHandle, readable: bool) -> tuple[str, Any]:
         """Receive a message; return an event's kind and value."""
         connection = worker.connection
         if connection is None:
@@ -293,8 +283,8 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
             return "died", worker.exit_reason()
         return kind, value
 
-    def discard(self, worker: ConnectedWorker) -> None:
-        """Kill a process; a worker in another program ends when it notices."""
+    def discard(self, worker: WorkerHandle) -> None:
+        """End a worker at once: kill its process; one in another program ends when it notices."""
         self.workers.remove(worker)
         worker.close()
         if worker.process is not None:
@@ -320,11 +310,11 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
                 worker.close()
 
 
-def _main(address: Address, worker_idx: int, key: bytes) -> None:
-    """Run a worker in a process that the trainer has started."""
+def work(address: Address, worker_idx: int, key: bytes, configure: Configure = configure_process) -> None:
+    """Connect to the trainer, and execute its commands until it ends the worker."""
     try:
         connection = connect(address, Greeting(worker_idx, key))
     except NotConnected:
         return  # the trainer has shut down meanwhile
     with closing(connection):
-        serve(connection)
+        serve(connection, configure)
