@@ -58,15 +58,13 @@ class BatchLayout:
         os.posix_fallocate(fd, 0, self.nbytes * count)
         return f"/proc/{os.getpid()}/fd/{fd}"
 
-    def open(self, memory: str, count: int) -> list[torch.Tensor]:
-        """Map the ``count`` buffers of ``create_memory``. The memory is freed with the last buffer of all processes."""
+    def buffers(self, count: int, memory: str | None) -> list[torch.Tensor]:
+        """Return ``count`` buffers, which map the memory of ``create_memory``, or have memory of their own."""
+        if memory is None:
+            return list(torch.zeros(count, self.nbytes, dtype=torch.uint8).unbind())
         with open(memory, "r+b") as file:
             mapped = torch.frombuffer(mmap.mmap(file.fileno(), self.nbytes * count), dtype=torch.uint8)
         return list(mapped.view(count, self.nbytes).unbind())
-
-    def allocate(self, count: int) -> list[torch.Tensor]:
-        """Return ``count`` buffers in private memory."""
-        return list(torch.zeros(count, self.nbytes, dtype=torch.uint8).unbind())
 
     def view(self, buffer: torch.Tensor) -> TensorDict:
         """Return the batch in ``buffer``, ``uint8[nbytes]``, without a copy."""

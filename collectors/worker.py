@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,7 @@ from collectors.rollouts.acting import Actor, policy_scheme
 from collectors.rollouts.sampled import UnusablePolicy, check_policy
 from collectors.workers.connections import Connection, Disconnected
 
-RAISED = ("error", "unusable")  # what a worker answers that has raised, and ends; the second for UnusablePolicy
-Configure = Callable[["WorkerOptions"], object]
-"""Applies the options to this process; called before anything is built."""
-
-Answer = tuple[str, Any]
-"""A kind and a value: see ``RolloutWorker.execute``."""
+RAISED = ("error", "unusable")  # what a worker sends that has raised, and ends; the second for UnusablePolicy
 
 
 @dataclass(frozen=True)
@@ -43,6 +38,10 @@ class WorkerOptions:
     log_level: int = logging.WARNING
 
 
+Configure = Callable[[WorkerOptions], object]
+"""Applies the options to this process; called before anything is built."""
+
+
 @dataclass(frozen=True)
 class WorkerSpec:
     """What a worker is built from; sent as a pickle of its own, so that no memory is shared with the trainer."""
@@ -55,14 +54,16 @@ class WorkerSpec:
 
 
 class RolloutWorker:
-    """The environments, the policy and the schemes of a worker.
+    """The environments, the policy and the schemes of a worker, made of a pickled ``WorkerSpec``.
 
     Attributes:
         num_envs: number of environments.
         layout: the layout of a batch.
+        buffers: the memory of its batches.
+        memory: where the trainer can map it; None: nowhere.
     """
 
-    def __init__(self, spec: bytes, options: WorkerOptions) -> None:
+    def __init__(self, spec: bytes, options: WorkerOptions, *, share: bool) -> None:
         unpickled: WorkerSpec = cloudpickle.loads(spec)
         self._worker_idx = options.worker_idx
         self._schemes = dict(unpickled.schemes)
@@ -89,11 +90,13 @@ class RolloutWorker:
                 opened.callback(scheme.shutdown)
                 scheme.init_on_receiver(model_id, context=self._actor, worker_idx=options.worker_idx)
             self.num_envs: int = env.num_envs
-            self.layout = BatchLayout.of(self._actor.rollout.buffer(-(-options.frames // self.num_envs)))
-            self._opened = opened.pop_all()
-        self.batches: list[TensorDict] = []  # that ``collect`` fills
+            layout = self.layout = BatchLayout.of(self._actor.rollout.buffer(-(-options.frames // self.num_envs)))
+            self.memory = layout.create_memory(options.buffers) if share else None
+            self.buffers = layout.buffers(options.buffers, self.memory)
+            self._batches: list[TensorDict] = [layout.view(buffer) for buffer in self.buffers]
+            self.close = opened.pop_all().close  # shuts the schemes down and closes the environments
 
-    def execute(self, command: str, argument: Any) -> Answer | None:
+    def execute(self, command: str, argument: Any) -> tuple[str, Any]:
         """Execute a command of the trainer.
 
         ``connect`` (the model ids to connect) comes before ``seed`` (the seed), ``resume`` (frames of an earlier
@@ -102,7 +105,7 @@ class RolloutWorker:
         object at ``path``.
 
         Returns:
-            ``("connected", None)``, ``("batch", index)``, ``("answer", answer)``, or None for a command without one.
+            ``("connected", None)``, ``("batch", index)``, ``("answer", answer)``, or ``("", None)``: no answer.
         """
         if command == "ask":
             question, path = argument
@@ -113,88 +116,55 @@ class RolloutWorker:
                 self._schemes[model_id].connect(worker_idx=self._worker_idx)
             return "connected", None
         if command == "collect":
-            self._actor.rollout.collect(self.batches[argument])
+            self._actor.rollout.collect(self._batches[argument])
             return "batch", argument
         if command == "seed":
             self._actor.rollout.seed(argument)
         elif command == "resume":
             self._actor.rollout.frames = argument
-        return None
-
-    def close(self) -> None:
-        """Shut the schemes down and close the environments."""
-        self._opened.close()
-
-
-class CommandExecutor:
-    """Executes a trainer's commands; an error is the answer, after which all commands are ignored.
-
-    Attributes:
-        buffers: the memory of the batches.
-        failed: whether a command has raised.
-    """
-
-    def __init__(self, configure: Configure, *, share: bool = False) -> None:
-        self._configure, self._share = configure, share
-        self._worker: RolloutWorker | None = None
-        self.buffers: list[torch.Tensor] = []
-        self.failed = False
-
-    def execute(self, command: str, argument: Any) -> Answer | None:
-        """Execute ``build`` (spec, options), then the commands of ``RolloutWorker.execute``.
-
-        Returns:
-            The answer; to ``build`` it is ``("ready", (layout, number of buffers, number of environments, memory))``.
-            After an error it is ``("error", traceback)`` or ``("unusable", traceback)``.
-        """
-        if self.failed:
-            return None
-        try:
-            if self._worker is None:
-                return "ready", self._build(*argument)
-            return self._worker.execute(command, argument)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  raised again in the trainer, with this traceback
-            self.failed = True
-            return "unusable" if isinstance(error, UnusablePolicy) else "error", traceback.format_exc()
-
-    def _build(self, spec: bytes, options: WorkerOptions) -> tuple[BatchLayout, int, int, str | None]:
-        self._configure(options)
-        self._worker = worker = RolloutWorker(spec, options)
-        memory = worker.layout.create_memory(options.buffers) if self._share else None
-        count, layout = options.buffers, worker.layout
-        self.buffers = layout.allocate(count) if memory is None else layout.open(memory, count)
-        worker.batches = [layout.view(buffer) for buffer in self.buffers]
-        return layout, count, worker.num_envs, memory
-
-    def close(self) -> None:
-        """Shut the schemes down and close the environments. Idempotent."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+        return "", None
 
 
 def serve(connection: Connection, configure: Configure | None = None) -> None:
     """Execute the trainer's commands until it sends ``end`` or closes the connection; the caller closes this end.
 
-    An error is reported before the schemes are closed: the trainer would otherwise get only their end. An error of
-    closing is printed: then the trainer has closed the connection, or has the worker's error.
+    The first command is ``("build", (spec, options))``, and its answer ``("ready", (layout, number of buffers, number
+    of environments, memory))``; ``RolloutWorker.execute`` takes the others. An error is reported before the schemes are
+    closed: the trainer would otherwise get only their end. An error of closing is printed: then the trainer has closed
+    the connection, or has the worker's error.
     """
-    executor = CommandExecutor(configure or configure_process, share=connection.shares_memory)
     try:
-        with closing(executor):
-            while not executor.failed:
-                command, argument = connection.receive()
-                if command == "end":
-                    return
-                kind, value = executor.execute(command, argument) or ("", None)
-                if kind == "batch":
-                    connection.send_batch(value, executor.buffers[value])
-                elif kind:
-                    connection.send(kind, value, wait=kind in RAISED)
+        with ExitStack() as opened:
+            _serve(connection, configure or configure_process, opened)
     except Disconnected:
         pass
     except (Exception, SystemExit):  # noqa: BLE001  environments may raise anything as they close
         traceback.print_exc()
+
+
+def _serve(connection: Connection, configure: Configure, opened: ExitStack) -> None:
+    worker: RolloutWorker | None = None
+    while True:
+        command, argument = connection.receive()
+        if command == "end":
+            return
+        try:
+            if worker is None:
+                spec, options = argument
+                configure(options)
+                worker = RolloutWorker(spec, options, share=connection.shares_memory)
+                opened.callback(worker.close)
+                kind, value = "ready", (worker.layout, options.buffers, worker.num_envs, worker.memory)
+            else:
+                kind, value = worker.execute(command, argument)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  raised again in the trainer, with this traceback
+            kind = "unusable" if isinstance(error, UnusablePolicy) else "error"
+            connection.send(kind, traceback.format_exc(), wait=True)
+            return
+        if kind == "batch":
+            connection.send_batch(value, worker.buffers[value])
+        elif kind:
+            connection.send(kind, value)
 
 
 def configure_process(options: WorkerOptions) -> None:

@@ -121,7 +121,7 @@ class WorkerHandle:
     def set_ready(self, layout: BatchLayout, count: int, num_envs: int, memory: str | None) -> None:
         """Store what the worker reports when its environments are built; ``memory`` is that of its own buffers."""
         self.num_envs = num_envs
-        self.buffers = layout.allocate(count) if memory is None else layout.open(memory, count)
+        self.buffers = layout.buffers(count, memory)
         self.batches = [layout.view(buffer) for buffer in self.buffers]
 
     def attach(self, connection: Connection) -> None:
