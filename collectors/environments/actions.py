@@ -27,7 +27,6 @@ class DiscreteActions:
     """A choice among n: an index ``[E]``, or scores or one-hot ``[E, n]`` of which the greatest counts."""
 
     def __init__(self, space: spaces.Discrete) -> None:
-        """Take ``n`` and the first value from ``space``."""
         self.n, self.start = int(space.n), int(space.start)
         self.spec = Spec(torch.Size((self.n,)), torch.int64, n=self.n)
 
@@ -77,7 +76,6 @@ class BoxActions:
     """A vector; on the way to the environment it is clipped to the bounds, and rounded for a space of integers."""
 
     def __init__(self, space: spaces.Box) -> None:
-        """Take shape, bounds and dtype from ``space``."""
         self.space = space
         self._is_integer = space.dtype.kind != "f"  # or bool
         # A space of integers has no infinite bounds itself.
@@ -140,7 +138,6 @@ class MultiDiscreteActions:
     """Several choices at once, int64 indices ``[E, k]``; a MultiBinary action is k choices between 0 and 1."""
 
     def __init__(self, space: spaces.MultiDiscrete | spaces.MultiBinary) -> None:
-        """Take the number of options of each choice, and its first value, from ``space``."""
         self.space = space
         binary = isinstance(space, spaces.MultiBinary)
         self.nvec = np.full(space.shape, 2).ravel() if binary else space.nvec.ravel().astype(np.int64)

@@ -74,7 +74,6 @@ class BoxCodec:
     """Box and MultiBinary: the numbers as float32, rounded; uint8 (images) stays uint8."""
 
     def __init__(self, space: spaces.Box | spaces.MultiBinary) -> None:
-        """Take shape and bounds from ``space``."""
         shape = torch.Size(space.shape or (1,))
         image = isinstance(space, spaces.Box) and space.dtype == np.uint8
         dtype = torch.uint8 if image else torch.float32
@@ -91,7 +90,6 @@ class OneHotCodec:
     """Discrete and MultiDiscrete: one-hot vectors, end to end (``gymnasium.spaces.flatten``'s convention)."""
 
     def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete) -> None:
-        """Lay the one-hot vectors of all components of ``space`` end to end."""
         self._counts = np.ravel(space.n if isinstance(space, spaces.Discrete) else space.nvec).astype(np.int64)
         self._starts = np.ravel(space.start)
         self._offsets = np.cumsum(self._counts) - self._counts
@@ -114,7 +112,6 @@ class TreeCodec:
     """Dict and Tuple: a part for each entry, by its key as a string; the entries of a Tuple are called "0", "1", …."""
 
     def __init__(self, space: spaces.Dict | spaces.Tuple) -> None:
-        """Make a codec for each entry of ``space``; raise TypeError for one that has none."""
         entries = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         self._codecs: dict[Any, Any] = {key: observation_codec(entry) for key, entry in entries}
         self.spec: SpecTree = {str(key): codec.spec for key, codec in self._codecs.items()}

@@ -43,7 +43,6 @@ class Stepper:
     """
 
     def __init__(self, driver: VectorDriver, seed: int | None = None) -> None:
-        """Use ``driver``; the first reset uses ``seed``."""
         self.driver, self.num_envs = driver, driver.num_envs
         self._observations: Any = observation_codec(driver.observation_space)
         self._actions = action_codec(driver.action_space)
@@ -213,7 +212,6 @@ class Encoder:
     """Encodes observations, also those at the end and the start of an episode, into ``observation``, of ``spec``."""
 
     def __init__(self, transform: Transform, source: Array) -> None:
-        """Probe ``transform`` with ``source``, the array of the observations that it reads in each step."""
         self._transform, self._source = transform, source
         first = transform.probe(source)
         self._row = first.shape[1:]
@@ -244,7 +242,6 @@ class RewardModel:
     """Computes ``reward`` from a step."""
 
     def __init__(self, transform: Transform, observation: Array, reward: Array, actions: ActionCodec) -> None:
-        """Probe ``transform`` with the arrays that it reads in each step, and an action of zeros."""
         self._transform, self._actions, self._num_envs = transform, actions, len(reward)
         # The arrays themselves: a view of one would be independent of it in a copy or a pickle of the environment.
         self._inputs: dict[Any, Array] = {NEXT_OBSERVATION: observation, REWARD: reward}

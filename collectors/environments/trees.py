@@ -22,7 +22,6 @@ class ArrayTree:
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
-        """Hold `parts`."""
         self.parts = dict(parts)
 
     def __getitem__(self, index: Any) -> ArrayTree:

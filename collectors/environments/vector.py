@@ -42,7 +42,6 @@ class VectorDriver:
     reset_step: Array | None = None
 
     def __init__(self, env: VectorEnv) -> None:
-        """Drive ``env``."""
         self.env, self.num_envs = env, env.num_envs
         self.observation_space, self.action_space = env.single_observation_space, env.single_action_space
         self.actions = env.action_space
@@ -71,7 +70,6 @@ class ScalarDriver(VectorDriver):
     """One environment that is not vectorised, as arrays with a leading dimension of 1."""
 
     def __init__(self, env: gym.Env) -> None:
-        """Drive ``env``."""
         self.env, self.num_envs = env, 1
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self.actions = batch_space(env.action_space, 1)
@@ -97,7 +95,6 @@ class NextStepDriver(VectorDriver):
     can_truncate = False
 
     def __init__(self, env: VectorEnv) -> None:
-        """Drive ``env``."""
         super().__init__(env)
         self._ended = self.reset_step = np.zeros(env.num_envs, dtype=np.bool_)
         self._observation: Raw = np.empty(0)

@@ -32,7 +32,6 @@ class Columns:
     """Numpy views ``[T, E, *]`` of the tensors of a batch on the CPU: a step writes one row of each."""
 
     def __init__(self, batch: TensorDictBase, policy_keys: Iterable[Key], batched: bool) -> None:
-        """Bind to ``batch`` (``[T]``, or ``[E, T]`` where ``batched``)."""
 
         def rows(value: Any) -> Any:
             if isinstance(value, TensorDictBase):
@@ -170,7 +169,6 @@ class RecurrentState:
     """
 
     def __init__(self, output: TensorDictBase | Mapping, stepper: Stepper, batched: bool) -> None:
-        """Take the keys from the output of the policy's first call."""
         self._stepper, self._batched = stepper, batched
         self._state = {key: torch.zeros_like(value) for key, value in _states_of(output).items()}
         self._is_fresh = True

@@ -25,6 +25,21 @@ class Rollout:
     ``collect`` fills a batch that ``buffer`` made; it may be in shared memory, and several batches may alternate. All
     top-level tensors that the policy writes are stored (bfloat16 as float32), except "observation", "policy_version"
     and "is_init", which the rollout writes.
+
+    Args:
+        env: a ``GymEnv``; only the rollout may step it afterwards.
+        policy: reads "observation" and writes "action" (``[*B]`` index, ``[*B, n]`` scores or one-hot, ``[*B, dim]``
+            continuous) and other outputs, or a module that maps one tensor to the other; None for random actions. What
+            it writes under ("next", key) is its input ``key`` in the next step: see ``RecurrentState``; other outputs
+            are not passed to it again. A ``SampledPolicy`` is used in parts, which takes a third less time.
+        device: device of the policy's input; outputs are copied to the CPU.
+        version: called after each step's policy call, inside the gate; stored as ``policy_version``.
+        gate: wraps a function so that it runs inside a gate; applied to the policy call and the reading of its
+            outputs. The parts of a ``SampledPolicy`` always run inside wsync's gate.
+        init_random_frames: the first frames have random actions, of those that an "action_mask" in the observation
+            allows (``policy_version`` -1; "action_log_prob" is that of the draw, "is_init" is true; other policy
+            outputs are 0).
+        max_frames_per_traj: truncate episodes after this many steps, if ``env`` does not do so earlier.
     """
 
     def __init__(
@@ -38,7 +53,6 @@ class Rollout:
         init_random_frames: int = 0,
         max_frames_per_traj: int | None = None,
     ) -> None:
-        """Bind ``policy`` to ``env``."""
         self.stepper, self.batch_size = env.stepper, env.batch_size
         self.policy = policy
         self.init_random_frames = init_random_frames

@@ -27,7 +27,6 @@ class SampledPolicy(TensorDictModuleBase, ABC):
     """
 
     def __init__(self) -> None:
-        """Set the keys."""
         super().__init__()
         self.in_keys = ["observation"]
         self.out_keys = ["action", "action_log_prob"]

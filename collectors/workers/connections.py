@@ -186,7 +186,7 @@ def connect(address: Address, greeting: Greeting, deadline: float | None = None)
 
 
 def sealed(address: Address) -> str:
-    """Return an address for a place that others can read and write: authenticated, with its key encrypted."""
+    """Return an address for a public place: authenticated, with its key encrypted."""
     return control.seal(control.Address(*address))
 
 
