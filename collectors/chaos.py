@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -78,8 +77,8 @@ class Monkey:
         self.counts = dict.fromkeys(faults, 0)
         self._faults = schedule(faults, rate, seed)
         self._pause, self._limit = pause, limit
-        self._killed: set[BaseProcess] = set()
-        self._stopped: dict[BaseProcess, float] = {}  # by the time at which they continue
+        self._struck: dict[BaseProcess, str] = {}  # processes that were killed, or are stopped
+        self._timers: list[threading.Timer] = []  # of those that are stopped
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos-monkey", daemon=True)
         self._collector = _with_processes(collector) if faults else None
@@ -102,44 +101,41 @@ class Monkey:
             self._thread.join()
 
     def _run(self) -> None:
-        due = time.monotonic()
-        while not self._ended.is_set() and (self._limit is None or sum(self.counts.values()) < self._limit):
-            fault = next(self._faults)
-            due = max(due, time.monotonic()) + fault.gap
-            while time.monotonic() < due and not self._ended.is_set():
-                self._wait(due)
-            if not self._ended.is_set():
+        try:
+            while self._limit is None or sum(self.counts.values()) < self._limit:
+                fault = next(self._faults)
+                if self._ended.wait(fault.gap):
+                    return
                 self._apply(fault)
-        while self._stopped:
-            self._wait(max(self._stopped.values()))
-
-    def _wait(self, until: float) -> None:
-        """Wait, at most until a stopped worker continues; at the end all of them do."""
-        is_over = self._ended.wait(max(0.0, min([until, *self._stopped.values()]) - time.monotonic()))
-        for process, continues in list(self._stopped.items()):
-            if is_over or continues <= time.monotonic():
-                _send(process, signal.SIGCONT)
-                del self._stopped[process]
+            self._ended.wait(self._pause)
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+            for process in [process for process, kind in self._struck.items() if kind == "stop"]:
+                self._continue(process)
 
     def _apply(self, fault: Fault) -> None:
         """Signal a worker that was not killed; one that is stopped is only killed."""
         assert self._collector is not None
         workers = {one.process: one.worker_idx for one in self._collector.remote_workers if one.process is not None}
-        self._killed &= workers.keys()  # the others were replaced
-        spared = self._killed if fault.kind == "kill" else self._killed | self._stopped.keys()
-        victims = [process for process in workers if process not in spared]
+        victims = [process for process in workers if self._struck.get(process) not in ("kill", fault.kind)]
         if not victims:
             return
         victim = victims[int(fault.position * len(victims))]
         if not _send(victim, SIGNALS[fault.kind]):
             return  # it has ended, and is not replaced yet
         self.counts[fault.kind] += 1
+        self._struck[victim] = fault.kind
         _log.info("%s: worker %d", fault.kind, workers[victim])
-        if fault.kind == "kill":
-            self._killed.add(victim)
-            self._stopped.pop(victim, None)
-        else:
-            self._stopped[victim] = time.monotonic() + self._pause
+        if fault.kind == "stop":
+            self._timers.append(timer := threading.Timer(self._pause, self._continue, [victim]))
+            timer.daemon = True
+            timer.start()
+
+    def _continue(self, process: BaseProcess) -> None:
+        if self._struck.get(process) == "stop":
+            del self._struck[process]
+            _send(process, signal.SIGCONT)
 
 
 def _send(process: BaseProcess, number: signal.Signals) -> bool:

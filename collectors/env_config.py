@@ -101,9 +101,7 @@ def env_factory(env: EnvConfig, num_envs: int | None) -> Callable[[], GymEnv]:
 def sample(env: EnvConfig, option: str | None = None) -> GymEnv:
     """Make one environment and reset it; for its specs, and so that its errors come before workers are started.
 
-    Args:
-        env: the environment.
-        option: the option of the config group ``env``, for errors; None: the environment was chosen by ``env.id``.
+    ``option`` is that of the config group ``env``, for errors; None: the environment was chosen by ``env.id``.
 
     Raises:
         ConfigError: there is no such environment, a package is missing, it does not take the arguments, or it cannot be

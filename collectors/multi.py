@@ -32,7 +32,8 @@ class MultiCollector(WorkerCollector):
             return super().__new__(cls)
         if sync is None:
             raise TypeError("MultiCollector needs sync=True or sync=False")
-        return super().__new__(MultiSyncCollector if sync else MultiAsyncCollector)
+        chosen: Any = MultiSyncCollector if sync else MultiAsyncCollector
+        return super().__new__(chosen)
 
     def __init__(self, create_env_fn: Any, policy: Any = None, *, sync: bool | None = None, **options: Any) -> None:
         if sync not in (None, self._sync):

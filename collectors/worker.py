@@ -116,8 +116,9 @@ class RolloutWorker:
                 self._schemes[model_id].connect(worker_idx=self._worker_idx)
             return "connected", None
         if command == "collect":
-            self._actor.rollout.collect(self._batches[argument])
-            return "batch", argument
+            index: int = argument
+            self._actor.rollout.collect(self._batches[index])
+            return "batch", index
         if command == "seed":
             self._actor.rollout.seed(argument)
         elif command == "resume":
@@ -144,6 +145,7 @@ def serve(connection: Connection, configure: Configure | None = None) -> None:
 
 def _serve(connection: Connection, configure: Configure, opened: ExitStack) -> None:
     worker: RolloutWorker | None = None
+    value: Any
     while True:
         command, argument = connection.receive()
         if command == "end":
@@ -161,7 +163,7 @@ def _serve(connection: Connection, configure: Configure, opened: ExitStack) -> N
             kind = "unusable" if isinstance(error, UnusablePolicy) else "error"
             connection.send(kind, traceback.format_exc(), wait=True)
             return
-        if kind == "batch":
+        if kind == "batch" and worker is not None:
             connection.send_batch(value, worker.buffers[value])
         elif kind:
             connection.send(kind, value)

@@ -111,7 +111,7 @@ class TcpPool(WorkerPool):
             super()._register(connection, greeting)
             return
         missing = self._missing()
-        index = greeting.index if greeting.index >= 0 or not missing else missing[0]
+        index = greeting.worker if greeting.worker >= 0 or not missing else missing[0]
         is_accepted = index in missing
         reason = f"there is a worker {index} already, or there are only {self._count}"
         with suppress(Disconnected):  # the worker has ended meanwhile; if it was accepted, ``poll`` reports it

@@ -39,7 +39,7 @@ class Address(NamedTuple):
 class Greeting(NamedTuple):
     """What a worker sends as it connects: its index, or -1 for any, and up to 900 bytes."""
 
-    index: int
+    worker: int
     data: bytes
 
 
@@ -182,7 +182,7 @@ def connect(address: Address, greeting: Greeting, deadline: float | None = None)
         NotConnected: no trainer listens there.
         SyncTimeout: its machine did not answer in time.
     """
-    return Connection(control.connect(control.Address(*address), greeting.index, deadline, greeting.data))
+    return Connection(control.connect(control.Address(*address), greeting.worker, deadline, greeting.data))
 
 
 def sealed(address: Address) -> str:

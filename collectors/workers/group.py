@@ -203,11 +203,8 @@ class WorkerGroup:
     def deliver(self, send: Send[T], weights: Any, worker_ids: int | Sequence[int] | None) -> T | None:
         """Call ``send(weights, worker_ids)``, and again for the other workers where a failure prevented it.
 
-        For the policies ``drop`` and ``restart``. With ``raise``, ``send`` is called directly, and
-        ``raise_worker_error`` after an error.
-
-        Returns:
-            What ``send`` has returned; None if a worker failed meanwhile, and the others have the update.
+        For the policies ``drop`` and ``restart``. Returns what ``send`` has returned; None if a worker failed
+        meanwhile, and the others have the update.
         """
         everyone = range(len(self._records))
         wanted = everyone if worker_ids is None else wsync.worker_list(worker_ids, len(everyone))
@@ -377,8 +374,9 @@ class WorkerGroup:
         record.answers_owed -= 1
         if kind == "batch":
             record.failures_in_a_row = 0
-            record.frames += frames_of(worker.batches[value])
-            self._batches.append((worker, value))
+            index: int = value
+            record.frames += frames_of(worker.batches[index])
+            self._batches.append((worker, index))
         elif kind == "answer":
             self._answers[record.index] = value
         elif kind == "ready":
