@@ -38,16 +38,13 @@ class RayCollector(WorkerCollector):
     by a ``runtime_env`` in ``resources``). They end with this collector, or with this process.
 
     Args:
-        create_env_fn: one function per worker; each makes an environment (lambdas work).
-        policy: see ``WorkerCollector``.
-        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        create_env_fn: one function per worker; this, ``policy``, ``sync`` and ``options``: see ``WorkerCollector``.
         address: the address of a Ray cluster, as ``ray.init`` takes it. None: the connected cluster, or that of
             ``RAY_ADDRESS``; without both, a cluster is started on this machine, and stopped by ``shutdown``.
         resources: the resources of each actor, as options of ``ray.remote``: ``num_cpus`` (0 by default), ``num_gpus``,
             ``memory``, ``resources``, ``runtime_env`` …
         scheduling_strategy: where actors are placed: ``"DEFAULT"``, ``"SPREAD"``, or an object of Ray's.
         timeout: seconds in which the cluster has to place all actors, and later each one that replaces another.
-        options: see ``WorkerCollector``.
 
     Raises:
         ConnectionError: there is no cluster at ``address``, or this process is connected to another one.
@@ -125,15 +122,7 @@ class RayWorker(WorkerHandle):
 
 
 class RayPool(WorkerPool):
-    """Actors of a Ray cluster.
-
-    Args:
-        count: number of actors.
-        address: see ``Cluster``.
-        resources: options of each actor, as ``ray.remote`` takes them.
-        scheduling_strategy: where they are placed, as Ray takes it.
-        timeout: seconds in which the cluster has to place all actors, and later each one that replaces another.
-    """
+    """Actors of a Ray cluster; ``RayCollector`` documents the arguments."""
 
     def __init__(
         self, count: int, *, address: str | None, resources: Mapping[str, Any], scheduling_strategy: Any, timeout: float

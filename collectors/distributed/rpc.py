@@ -31,15 +31,12 @@ class RPCCollector(WorkerCollector):
     ``init_rpc``; those stay in it afterwards.
 
     Args:
-        create_env_fn: one function per worker; each makes an environment (lambdas work).
-        policy: see ``WorkerCollector``.
-        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        create_env_fn: one function per worker; this, ``policy``, ``sync`` and ``options``: see ``WorkerCollector``.
         workers: names in the group of this process, one per worker. ``threads`` has no effect on them.
         host: the interface of a group that is started, and the one on which the default scheme listens; give it with
             ``workers`` if they are on other machines. Unless ``TP_SOCKET_IFNAME`` is set, a loopback address keeps all
             of the group's traffic on the loopback interface.
         timeout: seconds in which the workers have to join.
-        options: see ``WorkerCollector``.
 
     Raises:
         RuntimeError: there is a group already and no ``workers``, or ``workers`` and no group.
@@ -71,14 +68,7 @@ class RPCCollector(WorkerCollector):
 
 
 class RpcPool(WorkerPool):
-    """Workers of an RPC group, which connect to this process over TCP.
-
-    Args:
-        count: number of workers.
-        names: the names of the members of a group that this process belongs to; None starts workers and a group.
-        host: the interface to listen on.
-        timeout: seconds in which the workers have to join.
-    """
+    """Workers of an RPC group, which connect to this process over TCP; ``RPCCollector`` documents the arguments."""
 
     def __init__(self, count: int, *, names: Sequence[str] | None, host: str, timeout: float) -> None:
         if names is None and is_member():

@@ -29,14 +29,11 @@ class DistributedCollector(WorkerCollector):
     nothing is encrypted: batches must not cross a network that others can read.
 
     Args:
-        create_env_fn: one function per worker; each makes an environment (lambdas work).
-        policy: see ``WorkerCollector``.
-        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        create_env_fn: one function per worker; this, ``policy``, ``sync`` and ``options``: see ``WorkerCollector``.
         host: the interface to listen on; by default loopback, or torchrun's master address if there are several nodes.
         port: the port to listen on; 0: any free port (it is logged).
         launcher: ``"local"`` or ``"join"``.
         timeout: seconds in which the workers have to join.
-        options: see ``WorkerCollector``.
 
     Raises:
         wsync.SyncTimeout: a worker did not join in time; names it.

@@ -72,12 +72,9 @@ class Connection:
         return self._sentinel.fileno()
 
     def send(self, kind: str, value: Any = None, *, wait: bool = False) -> None:
-        """Send a message with a picklable value.
+        """Send a message of one of the ``KINDS`` with a picklable value.
 
-        Args:
-            kind: one of ``KINDS``.
-            value: is pickled.
-            wait: whether to wait until it has left this process; else a background thread may send the rest.
+        With ``wait``, it has left this process afterwards; else a background thread may send the rest.
 
         Raises:
             Disconnected: the other end is gone.
@@ -103,9 +100,6 @@ class Connection:
 
     def receive(self, deadline: float | None = None) -> tuple[str, Any]:
         """Wait for a message; return its kind and its value; of a batch the index and the bytes.
-
-        Args:
-            deadline: on ``time.monotonic``'s clock; None for none.
 
         Raises:
             Disconnected: the other end is gone.

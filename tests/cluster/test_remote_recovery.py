@@ -8,7 +8,6 @@ import sys
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import cloudpickle
@@ -22,7 +21,6 @@ from torch import nn
 
 import wsync
 from collectors.distributed import DistributedCollector, RayCollector, RPCCollector
-from collectors.distributed.calls import Reply
 from wsync.testing.workers import stop_process
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
@@ -175,18 +173,6 @@ def test_the_others_go_on_without_a_worker_that_is_dropped(family):
         assert rest[-1]["told"].unique().tolist() == [2.0]
         assert collector.failures.as_dict() == {"failed": {"0": 1}, "dropped": {"0": 1}, "restarted": {}}
         assert collector.frames == 16 + 3 * 8
-
-
-def test_a_call_to_a_worker_that_was_ended_still_has_an_answer():
-    """It may come when the worker's process has been let go of: RPC calls back when it likes."""
-    with collect("rpc", "drop") as collector:
-        victim = collector.remote_workers[1]
-        os.kill(pids(next(collector))[1], signal.SIGKILL)
-        while victim in collector.remote_workers:
-            next(collector)
-        answers: SimpleQueue[Reply] = SimpleQueue()
-        victim.call("collect", 0, answers.put)
-        assert answers.get(timeout=30).kind == "died"
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ from collectors.distributed import DistributedCollector
 from collectors.worker import WorkerOptions, WorkerSpec
 from collectors.workers import group, processes
 from collectors.workers.connections import Listener
-from collectors.workers.pool import _main
+from collectors.workers.pool import work
 from collectors.workers.processes import hidden_main, join_or_kill, kill, start
 from wsync.gate import process_gate
 from wsync.testing.faults import in_forked_child
@@ -547,7 +547,7 @@ class Unclosable(Broken):
 )
 def test_after_the_trainer_has_hung_up_a_worker_prints_only_an_error_of_closing(spec, printed, capfd):
     listener = Listener()
-    worker = multiprocessing.get_context("fork").Process(target=_main, args=(listener.address, 0, b"key"))
+    worker = multiprocessing.get_context("fork").Process(target=work, args=(listener.address, 0, b"key"))
     worker.start()
     accepted = listener.accept(time.monotonic() + 20)
     assert accepted is not None
