@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -24,12 +25,11 @@ class WeightUpdaterBase:
     """Deprecated. Chooses which weights go to which worker when a collector's policy is updated.
 
     Override any of the methods marked as hooks; ``super()._sync_weights_with_worker(…)`` delivers. What one push
-    delivers is one update: one version, one wait, and one error that names all workers without it. One thread pushes at
-    a time.
+    delivers is one update: one version, one wait, and one error that names all workers without it.
     """
 
     _collector: weakref.ref[Any] | None
-    _outbox: dict[int, Any] | None  # while a push is in progress: the weights of each worker
+    _outboxes: dict[int, dict[int, Any]]  # by thread with a push in progress: the weights of each worker
     post_hooks: list[Callable[[], object]]
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -41,7 +41,7 @@ class WeightUpdaterBase:
             stacklevel=level_of_caller(),
         )
         self = super().__new__(cls)
-        self._collector, self._outbox, self.post_hooks = None, None, []
+        self._collector, self._outboxes, self.post_hooks = None, {}, []
         return self
 
     @classmethod
@@ -95,7 +95,8 @@ class WeightUpdaterBase:
             ValueError: there are no weights, or a worker is unknown.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        if self._outbox is not None:
+        thread = threading.get_ident()
+        if thread in self._outboxes:
             which = f"a hook of {type(self).__name__} has started another update"
             raise RuntimeError(f"{which}: deliver by super()._sync_weights_with_worker(worker_id=…, server_weights=…)")
         source = self._get_server_weights() if policy_or_weights is None else policy_or_weights
@@ -105,13 +106,13 @@ class WeightUpdaterBase:
         workers = wsync.worker_list(self.all_worker_ids() if worker_ids is None else worker_ids)
         if worker_ids is not None and not workers:
             raise ValueError("worker_ids is empty: name at least one worker, or None for all")
-        outbox = self._outbox = {}
+        outbox = self._outboxes[thread] = {}
         try:
             for worker in workers:
                 if not self._skip_update(worker):
                     self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
         finally:
-            self._outbox = None
+            del self._outboxes[thread]
         if outbox:
             self._deliver(outbox)
         for hook in self.post_hooks:
@@ -138,10 +139,11 @@ class WeightUpdaterBase:
         """Hook: update one worker (None: all); by default ``server_weights`` are delivered at the end of this push."""
         everyone = range(self._registered().num_workers)
         weights = dict.fromkeys(everyone if worker_id is None else [worker_id], server_weights)
-        if self._outbox is None:  # called outside a push
+        outbox = self._outboxes.get(threading.get_ident())
+        if outbox is None:  # called outside a push
             self._deliver(weights)
         else:
-            self._outbox.update(weights)
+            outbox.update(weights)
 
     def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
         collector = self._registered()
