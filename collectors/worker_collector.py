@@ -7,8 +7,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from inspect import Parameter, Signature, signature
 from multiprocessing import util
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import cloudpickle
 import torch
@@ -90,7 +91,19 @@ class WorkerCollector(BaseCollector):
     go to this worker.
     """
 
+    __signature__: ClassVar[Signature]
     _host: str | None = None  # the interface on which workers reach this process; None: they share its memory
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Show in ``help`` the arguments that ``**options`` of a collector of this package stands for."""
+        super().__init_subclass__(**given)
+        own = list(signature(cls.__init__).parameters.values())[1:]
+        kinds = {one.kind for one in own}
+        if Parameter.VAR_KEYWORD in kinds and Parameter.VAR_POSITIONAL not in kinds:
+            own = [one for one in own if one.kind is not Parameter.VAR_KEYWORD]
+            hidden = {"self", "start", "sync", *(one.name for one in own)}
+            own += [one for name, one in signature(WorkerCollector.__init__).parameters.items() if name not in hidden]
+        cls.__signature__ = Signature(own)
 
     def __init__(
         self,
