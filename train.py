@@ -28,18 +28,16 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
 def start_fork_server() -> None:
     """Start the server that workers are forked from: it imports its modules while this process imports the ones below.
 
-    The server ignores Ctrl-C. Until ``run_hydra``, Ctrl-C ends this process without a traceback; the server then
-    removes the folder of its socket, see ``collectors.workers.server_cleanup``.
+    The server ignores Ctrl-C. Until ``run_hydra``, Ctrl-C ends this process without a traceback.
     """
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server
-    forkserver.set_forkserver_preload(["collectors.workers.server_cleanup", "collectors.worker", "learning"])
+    forkserver.set_forkserver_preload(["collectors.worker", "learning"])
     usual = tempfile.gettempdir()
-    if len(os.fsencode(usual)) > 75:  # see collectors.workers.socket_paths, which takes too long to import
+    if len(os.fsencode(usual)) > 70:  # the path of the server's socket has at most 107 bytes: unix(7)
         tempfile.tempdir = "/tmp"
-    os.environ["WSYNC_FORK_SERVER_FOLDER"] = util.get_temp_dir()
+    util.get_temp_dir()
     tempfile.tempdir = usual
     forkserver.ensure_running()
-    del os.environ["WSYNC_FORK_SERVER_FOLDER"]
     signal.signal(signal.SIGINT, signal.SIG_DFL if handler is signal.default_int_handler else handler)
 
 

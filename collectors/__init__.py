@@ -18,10 +18,14 @@ from collectors.envs import GymEnv
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.rollouts.sampled import SampledPolicy
 from collectors.single import Collector
-from collectors.updaters import MultiProcessedWeightUpdater, VanillaWeightUpdater, WeightUpdaterBase
+from collectors.updaters import (
+    MultiProcessedWeightUpdater,
+    RayWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
 
 if TYPE_CHECKING:
-    from collectors.distributed.updaters import RayWeightUpdater
     from collectors.ray_transform import RayModuleTransform
 
 SyncDataCollector = Collector
@@ -49,11 +53,9 @@ __all__ = [
     "WeightUpdaterBase",
 ]
 
-_LAZY = {"RayModuleTransform": "collectors.ray_transform", "RayWeightUpdater": "collectors.distributed.updaters"}
-
 
 def __getattr__(name: str) -> object:
-    """Import names that need Ray or torch.distributed on first use: most programs need neither."""
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+    """Import what needs Ray on first use: most programs do not."""
+    if name == "RayModuleTransform":
+        return import_module("collectors.ray_transform").RayModuleTransform
     raise AttributeError(f"module 'collectors' has no attribute '{name}'")

@@ -1,45 +1,130 @@
-"""Checks of the arguments of collectors and of their updates."""
+"""What a user gives a collector: checks of it, and how it crosses to a worker."""
 
 from __future__ import annotations
 
-import inspect
+import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
+import cloudpickle
+import gymnasium
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
-from collectors.factories import EnvMaker, check_maker, independent
-from collectors.rollouts.wrapping import UnusablePolicy
+from collectors.envs import GymEnv
 from collectors.staleness import check_count
+
+EnvMaker = Callable[[], Any]
+PolicyFactory = Callable[[], Any]
+_GYMNASIUM = gymnasium.Env | gymnasium.vector.VectorEnv
+_ENVIRONMENTS = GymEnv | _GYMNASIUM
+
+# --- environments ---
+
+
+def make_env(create_env_fn: Any) -> GymEnv:
+    """Return the environment that is given, or that ``create_env_fn`` makes; a Gymnasium environment is wrapped.
+
+    Raises:
+        TypeError: the argument is neither an environment nor a function that makes one.
+    """
+    _check_maker(create_env_fn)
+    env = create_env_fn if isinstance(create_env_fn, _ENVIRONMENTS) else create_env_fn()
+    if isinstance(env, _GYMNASIUM):
+        return GymEnv(env)
+    if not isinstance(env, GymEnv):
+        raise TypeError(f"create_env_fn made a {type(env).__name__}, not a GymEnv or a Gymnasium environment")
+    return env
+
+
+def env_makers(create_env_fn: Any) -> list[EnvMaker]:
+    """Return the environment functions, one per worker.
+
+    Of an environment that occurs several times, each but the first is a copy with a new seed: the copies that workers
+    get would continue the same streams of random numbers.
+
+    Raises:
+        TypeError: neither a function nor a list of functions (or environments).
+        ValueError: there is none.
+    """
+    if callable(create_env_fn):
+        return [create_env_fn]
+    if not isinstance(create_env_fn, Iterable | None):
+        what = type(create_env_fn).__name__
+        raise TypeError(f"create_env_fn is a function that makes an environment, or a list of them, not a {what}")
+    makers: list[Any] = list(create_env_fn or ())
+    if not makers:
+        raise ValueError("no environment: create_env_fn is a list of functions, one for each worker")
+    for index, maker in enumerate(list(makers)):
+        _check_maker(maker)
+        if isinstance(maker, _ENVIRONMENTS) and any(maker is earlier for earlier in makers[:index]):
+            makers[index] = partial(_seeded_anew, maker)
+    return makers
+
+
+def _check_maker(create_env_fn: Any) -> None:
+    if not isinstance(create_env_fn, _ENVIRONMENTS) and not callable(create_env_fn):
+        what = f"{type(create_env_fn).__name__} ({create_env_fn!r})"
+        raise TypeError(f"create_env_fn is an environment, or a function that makes one, not a {what}")
+
+
+def _seeded_anew(given: Any) -> GymEnv:
+    env = make_env(given)
+    env.set_seed(secrets.randbits(31))  # also forces a reset before the next step
+    return env
+
+
+# --- numbers, policies and devices ---
 
 
 def check_frames(frames_per_batch: Any, total_frames: Any) -> None:
-    """Check the numbers of frames.
-
-    Raises:
-        TypeError: one is not a whole number.
-        ValueError: one is out of range.
-    """
+    """Check the numbers of frames; raise TypeError or ValueError."""
     check_count("frames_per_batch", frames_per_batch, least=1)
     if total_frames != -1:
         check_count("total_frames", total_frames, least=1, otherwise=", or -1 for no end")
 
 
 def check_limits(init_random_frames: Any, max_frames_per_traj: Any, threads: Any = 1) -> None:
-    """Check numbers that are used in the workers, so that a wrong one is an error before they start.
-
-    Raises:
-        TypeError: one is not a whole number.
-        ValueError: one is out of range.
-    """
+    """Check numbers that are used in the workers, before these start; raise TypeError or ValueError."""
     check_count("init_random_frames", init_random_frames)
     check_count("threads", threads, least=1)
     if max_frames_per_traj is not None:
         check_count("max_frames_per_traj", max_frames_per_traj, least=1, otherwise=", or None for no limit")
+
+
+def has_weights(policy: Any) -> bool:
+    """Whether a policy is a module with parameters or buffers; ``TensorDictModule(function, …)`` has none."""
+    return isinstance(policy, nn.Module) and next(chain(policy.parameters(), policy.buffers()), None) is not None
+
+
+def policy_factory_of_each(policy_factory: Any, workers: int) -> list[PolicyFactory | None]:
+    """Return the policy factory of each worker; one factory is for all. Raise TypeError or ValueError."""
+    several = isinstance(policy_factory, Sequence)
+    factories: list[Any] = list(policy_factory) if isinstance(policy_factory, Sequence) else [policy_factory] * workers
+    if len(factories) != workers:
+        raise ValueError(f"policy_factory has {len(factories)} functions, and there are {workers} worker(s)")
+    for factory in factories:
+        if not callable(factory) and (several or factory is not None):
+            raise TypeError(f"policy_factory is a function that makes a policy, or a list of them, not {factory!r}")
+    return factories
+
+
+def device_of_each(device: Any, workers: int) -> list[str | None]:
+    """Return the device of each worker; one device is for all. Raise TypeError or ValueError."""
+    if device is None or isinstance(device, str | torch.device):
+        return [None if device is None else str(device)] * workers
+    if not isinstance(device, Sequence):
+        raise TypeError(f"device is one device ('cpu', 'cuda:0'), or a list of one for each worker, not {device!r}")
+    if len(device) != workers:
+        raise ValueError(f"{len(device)} devices for {workers} workers")
+    return [str(one) for one in device]
+
+
+# --- schemes and weights ---
 
 
 def check_schemes(schemes: Any) -> None:
@@ -70,11 +155,7 @@ def check_schemes(schemes: Any) -> None:
 
 
 def check_fetching(schemes: Mapping[str, wsync.WeightSyncScheme]) -> None:
-    """Check that the workers of a collector, which call no ``pull``, would ever get an update.
-
-    Raises:
-        ValueError: a scheme has ``initiator="receiver"`` and no ``max_staleness``.
-    """
+    """Check that workers, which call no ``pull``, would ever get an update; raise ValueError if not."""
     for model_id, scheme in schemes.items():
         if scheme.initiator == "receiver" and scheme.max_staleness is None:
             raise ValueError(
@@ -83,95 +164,8 @@ def check_fetching(schemes: Mapping[str, wsync.WeightSyncScheme]) -> None:
             )
 
 
-def check_policy(policy: Any) -> None:
-    """Check that ``policy`` can be called with one argument, a TensorDict or (a module) a tensor.
-
-    Raises:
-        UnusablePolicy: it cannot; a ``TypeError``.
-    """
-    if policy is None:
-        return
-    if not callable(policy):
-        raise UnusablePolicy(f"a policy is a module, or a function of a TensorDict, not a {type(policy).__name__}")
-    try:
-        signature = inspect.signature(policy.forward if isinstance(policy, nn.Module) else policy)
-    except (TypeError, ValueError):  # it has none that Python can read
-        return
-    try:
-        signature.bind(None)
-    except TypeError as error:
-        kind = type(policy).__name__
-        raise UnusablePolicy(
-            f"{kind}{signature} cannot be called with one argument, the observation ({error}): wrap it so that it "
-            f'reads "observation" and writes "action", as TensorDictModule({kind}(…), ["observation"], ["action"]) does'
-        ) from error
-
-
-def has_weights(policy: Any) -> bool:
-    """Whether a policy is a module with parameters or buffers; ``TensorDictModule(function, …)`` has none."""
-    return isinstance(policy, nn.Module) and next(chain(policy.parameters(), policy.buffers()), None) is not None
-
-
-def env_makers(create_env_fn: Any) -> list[EnvMaker]:
-    """Return the environment functions, one per worker.
-
-    Raises:
-        TypeError: neither a function nor a list of functions (or environments).
-        ValueError: there is none.
-    """
-    if callable(create_env_fn):
-        return [create_env_fn]
-    if not isinstance(create_env_fn, Iterable | None):
-        what = type(create_env_fn).__name__
-        raise TypeError(f"create_env_fn is a function that makes an environment, or a list of them, not a {what}")
-    makers: list[EnvMaker] = list(create_env_fn or ())
-    if not makers:
-        raise ValueError("no environment: create_env_fn is a list of functions, one for each worker")
-    for maker in makers:
-        check_maker(maker)
-    return independent(makers)
-
-
-def policy_factory_of_each(policy_factory: Any, workers: int) -> list[Callable[[], Any] | None]:
-    """Return the policy factory of each worker; one factory is for all.
-
-    Raises:
-        TypeError: one is not a function.
-        ValueError: a list has another length.
-    """
-    several = isinstance(policy_factory, Sequence)
-    factories: list[Any] = list(policy_factory) if isinstance(policy_factory, Sequence) else [policy_factory] * workers
-    if len(factories) != workers:
-        raise ValueError(f"policy_factory has {len(factories)} functions, and there are {workers} worker(s)")
-    for factory in factories:
-        if not callable(factory) and (several or factory is not None):
-            raise TypeError(f"policy_factory is a function that makes a policy, or a list of them, not {factory!r}")
-    return factories
-
-
-def device_of_each(device: Any, workers: int) -> list[str | None]:
-    """Return the device of each worker; one device is for all.
-
-    Raises:
-        TypeError: neither a device nor a list.
-        ValueError: a list has another length.
-    """
-    if device is None or isinstance(device, str | torch.device):
-        return [None if device is None else str(device)] * workers
-    if not isinstance(device, Sequence):
-        raise TypeError(f"device is one device ('cpu', 'cuda:0'), or a list of one for each worker, not {device!r}")
-    if len(device) != workers:
-        raise ValueError(f"{len(device)} devices for {workers} workers")
-    return [str(one) for one in device]
-
-
 def check_weights_dict(weights_dict: Any) -> None:
-    """Check that ``weights_dict`` is ``{model_id: weights}``.
-
-    Raises:
-        TypeError: it is something else.
-        ValueError: it is empty.
-    """
+    """Check that ``weights_dict`` is ``{model_id: weights}``; raise TypeError or ValueError."""
     if not isinstance(weights_dict, Mapping) or isinstance(weights_dict, TensorDictBase):
         raise TypeError(f"weights_dict is {{model_id: weights}}, not a {type(weights_dict).__name__}")
     if not weights_dict:
@@ -196,3 +190,24 @@ def addressed_workers(updates: Collection[Any], worker_ids: Any, workers: int) -
     if odd is not None:
         raise ValueError(f"weights for worker(s) {sorted(odd)} in an update of worker(s) {sorted(wanted)}")
     return None if wanted == everyone else sorted(wanted)
+
+
+# --- pickles ---
+
+REMEDY_FACTORY = "give a factory (create_env_fn, policy_factory) that makes it there"
+REMEDY_GETSTATE = "leave what only the trainer needs out of the scheme's __getstate__, e.g. sockets and queues"
+
+
+def pickled(value: Any, name: str, remedy: str = REMEDY_FACTORY) -> bytes:
+    """Pickle ``value`` with cloudpickle, which takes lambdas and local functions; TypeError names it if that fails."""
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:  # __reduce__ of any object may raise anything
+        raise TypeError(
+            f"the {name} cannot be sent to a worker, because it cannot be pickled ({error}); {remedy}"
+        ) from error
+
+
+def copy_of(policy: Any) -> Any:
+    """Return a copy of ``policy`` that shares no memory with it; raise TypeError if it cannot be pickled."""
+    return None if policy is None else cloudpickle.loads(pickled(policy, "policy"))

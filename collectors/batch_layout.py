@@ -34,15 +34,9 @@ def warn_if_rounded(frames_per_batch: int, *shares: int) -> None:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Where each tensor of a batch lies in its buffer.
+    """Where each tensor of a batch lies in its buffer, of ``nbytes`` bytes."""
 
-    Attributes:
-        columns: key, dtype, shape and offset in bytes of each tensor.
-        batch_size: the batch size of the TensorDict.
-        nbytes: size of the buffer.
-    """
-
-    columns: tuple[tuple[tuple[str, ...], torch.dtype, torch.Size, int], ...]
+    columns: tuple[tuple[tuple[str, ...], torch.dtype, torch.Size, int], ...]  # key, dtype, shape, offset in bytes
     batch_size: torch.Size
     nbytes: int
 
@@ -55,21 +49,22 @@ class BatchLayout:
             end += -(-value.numel() * value.element_size() // _ALIGNMENT) * _ALIGNMENT
         return cls(tuple(columns), batch.batch_size, max(end, _ALIGNMENT))
 
-    def create_memory(self, count: int) -> int:
-        """Return the descriptor of a new anonymous memory file for ``count`` batches."""
+    def create_memory(self, count: int) -> str:
+        """Return the path of new anonymous memory for ``count`` batches, which lives as long as this process.
+
+        Another process of this machine can ``open`` the path while this one lives.
+        """
         fd = os.memfd_create("wsync-batches", os.MFD_CLOEXEC)
         os.posix_fallocate(fd, 0, self.nbytes * count)
-        return fd
+        return f"/proc/{os.getpid()}/fd/{fd}"
 
-    def map_memory(self, fd: int, count: int) -> list[torch.Tensor]:
-        """Map ``count`` buffers of a memory file, and close ``fd``. The memory is freed with the last buffer."""
-        memory = torch.frombuffer(mmap.mmap(fd, self.nbytes * count), dtype=torch.uint8)
-        os.close(fd)
-        return list(memory.view(count, self.nbytes).unbind())
-
-    def allocate(self, count: int) -> list[torch.Tensor]:
-        """Return ``count`` buffers in private memory."""
-        return list(torch.zeros(count, self.nbytes, dtype=torch.uint8).unbind())
+    def buffers(self, count: int, memory: str | None) -> list[torch.Tensor]:
+        """Return ``count`` buffers, which map the memory of ``create_memory``, or have memory of their own."""
+        if memory is None:
+            return list(torch.zeros(count, self.nbytes, dtype=torch.uint8).unbind())
+        with open(memory, "r+b") as file:
+            mapped = torch.frombuffer(mmap.mmap(file.fileno(), self.nbytes * count), dtype=torch.uint8)
+        return list(mapped.view(count, self.nbytes).unbind())
 
     def view(self, buffer: torch.Tensor) -> TensorDict:
         """Return the batch in ``buffer``, ``uint8[nbytes]``, without a copy."""

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Self
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple, Self
 
 from collectors.base import BaseCollector
 from collectors.worker_collector import WorkerCollector
-from collectors.workers.process_handle import ProcessHandle
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """One fault of the schedule.
 
     Attributes:
@@ -78,8 +77,8 @@ class Monkey:
         self.counts = dict.fromkeys(faults, 0)
         self._faults = schedule(faults, rate, seed)
         self._pause, self._limit = pause, limit
-        self._killed: set[ProcessHandle] = set()
-        self._stopped: dict[ProcessHandle, float] = {}  # by the time at which they continue
+        self._struck: dict[BaseProcess, str] = {}  # processes that were killed, or are stopped
+        self._timers: list[threading.Timer] = []  # of those that are stopped
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos-monkey", daemon=True)
         self._collector = _with_processes(collector) if faults else None
@@ -105,57 +104,60 @@ class Monkey:
         try:
             while self._limit is None or sum(self.counts.values()) < self._limit:
                 fault = next(self._faults)
-                if not self._wait_until(time.monotonic() + fault.gap):
+                if self._ended.wait(fault.gap):
                     return
                 self._apply(fault)
-            while self._stopped and self._wait_until(min(self._stopped.values())):
-                pass
+            self._ended.wait(self._pause)
         finally:
-            self._continue(None)
-
-    def _wait_until(self, until: float) -> bool:
-        """Wait, and continue stopped workers meanwhile; return False if the context ended before."""
-        while True:
-            soonest = min([until, *self._stopped.values()])
-            if self._ended.wait(max(0.0, soonest - time.monotonic())):
-                return False
-            self._continue(time.monotonic())
-            if soonest >= until:
-                return True
+            for timer in self._timers:
+                timer.cancel()
+            for process in [process for process, kind in self._struck.items() if kind == "stop"]:
+                self._continue(process)
 
     def _apply(self, fault: Fault) -> None:
-        """Signal a worker that was not killed, nor stopped already if it is to be stopped."""
+        """Signal a worker that was not killed; one that is stopped is only killed."""
         assert self._collector is not None
-        workers = {worker.process_handle: worker.worker_idx for worker in self._collector.remote_workers}
-        self._killed &= workers.keys()  # the others were replaced
-        spared = self._killed | self._stopped.keys() if fault.kind == "stop" else self._killed
-        victims = [handle for handle in workers if handle not in spared]
+        workers = {one.process: one.worker_idx for one in self._collector.remote_workers if one.process is not None}
+        victims = [process for process in workers if self._struck.get(process) not in ("kill", fault.kind)]
         if not victims:
             return
         victim = victims[int(fault.position * len(victims))]
-        if not victim.send(SIGNALS[fault.kind]):
-            return  # the process has ended by itself
+        if not _send(victim, SIGNALS[fault.kind]):
+            return  # it has ended, and is not replaced yet
         self.counts[fault.kind] += 1
+        self._struck[victim] = fault.kind
         _log.info("%s: worker %d", fault.kind, workers[victim])
-        if fault.kind == "kill":
-            self._killed.add(victim)
-            self._stopped.pop(victim, None)
-        else:
-            self._stopped[victim] = time.monotonic() + self._pause
+        if fault.kind == "stop":
+            self._timers.append(timer := threading.Timer(self._pause, self._continue, [victim]))
+            timer.daemon = True
+            timer.start()
 
-    def _continue(self, now: float | None) -> None:
-        """Continue the workers with a pause that is over; None: all stopped workers."""
-        for handle, until in list(self._stopped.items()):
-            if now is None or until <= now:
-                handle.send(signal.SIGCONT)  # the worker may have been killed meanwhile, for not answering
-                del self._stopped[handle]
+    def _continue(self, process: BaseProcess) -> None:
+        if self._struck.get(process) == "stop":
+            del self._struck[process]
+            _send(process, signal.SIGCONT)
+
+
+def _send(process: BaseProcess, number: signal.Signals) -> bool:
+    """Send a signal to a worker's process; return whether it was still running."""
+    try:
+        descriptor = os.pidfd_open(process.pid or 0)
+        try:
+            if wait([process.sentinel], 0):  # looked at now: the number may have become another process's
+                return False
+            signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)
+    except (ProcessLookupError, ValueError):  # it has ended; the collector has closed it
+        return False
+    return True
 
 
 def _with_processes(collector: BaseCollector) -> WorkerCollector:
     name = type(collector).__name__
     if not isinstance(collector, WorkerCollector):
         raise ValueError(f"chaos needs workers, and {name} works in the trainer's process: say chaos=none")
-    if external := [worker.worker_idx for worker in collector.remote_workers if worker.process_handle.empty]:
+    if external := [worker.worker_idx for worker in collector.remote_workers if worker.process is None]:
         raise ValueError(
             f"chaos reaches only processes that the collector has started on this machine, and {name} has not started "
             f"worker(s) {external} so: say chaos=none, or take weight_sync=shared_mem, multiprocess or distributed"

@@ -138,11 +138,6 @@ def check(collector: Any, scheme: object, num_workers: int) -> None:
 
     The collector in the trainer's process takes every scheme. Collectors of other packages are not checked.
 
-    Args:
-        collector: the collector's config.
-        scheme: the scheme.
-        num_workers: number of workers.
-
     Raises:
         ConfigError: it cannot, or `scheme` is not a WeightSyncScheme.
     """

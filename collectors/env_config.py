@@ -65,13 +65,7 @@ EXTRAS = {"mujoco": "mujoco", "ale_py": "atari", "cv2": "atari"}
 
 
 def env_config(env: Any) -> EnvConfig:
-    """Return `env` as an EnvConfig.
-
-    All keys of a plain YAML file that are not settings become the arguments of its ``_target_``.
-
-    Raises:
-        ConfigError: the file names no ``_target_``.
-    """
+    """Return `env` as an EnvConfig; of a plain YAML file, keys that are no settings are arguments of ``_target_``."""
     if isinstance(env, EnvConfig):
         return env
     if not isinstance(env, Mapping) or "_target_" not in env:
@@ -89,11 +83,7 @@ def task_of(env: EnvConfig) -> dict[str, Any]:
 
 
 def env_factory(env: EnvConfig, num_envs: int | None) -> Callable[[], GymEnv]:
-    """Return what makes `num_envs` environments that are stepped together; picklable.
-
-    Raises:
-        ConfigError: there is no such function as ``make`` names, or no such wrapper.
-    """
+    """Return what makes `num_envs` environments that are stepped together; picklable."""
     source: Any = env.id
     kwargs = env.kwargs
     if env.make is not None or env.wrappers:
@@ -111,9 +101,7 @@ def env_factory(env: EnvConfig, num_envs: int | None) -> Callable[[], GymEnv]:
 def sample(env: EnvConfig, option: str | None = None) -> GymEnv:
     """Make one environment and reset it; for its specs, and so that its errors come before workers are started.
 
-    Args:
-        env: the environment.
-        option: the option of the config group ``env``, for errors; None: the environment was chosen by ``env.id``.
+    ``option`` is that of the config group ``env``, for errors; None: the environment was chosen by ``env.id``.
 
     Raises:
         ConfigError: there is no such environment, a package is missing, it does not take the arguments, or it cannot be

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
-import gymnasium
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -27,9 +26,27 @@ class GymEnv:
     "mask" ``[E]`` is false for rows that a step has reset: there is nothing to learn from them. A collector's batches
     have these rows, and its number of frames does not include them.
 
+    Args:
+        env: a Gymnasium id or EnvSpec; or a function that makes an environment; or a made Env, or a made VectorEnv with
+            autoreset mode DISABLED or NEXT_STEP. It is reset when it is first used.
+        num_envs: how many (1 by default; a VectorEnv brings its own number).
+        seed: for the first reset and random actions; row i is seeded as Gymnasium does.
+        max_frames_per_traj: truncate episodes after so many steps.
+        vectorization_mode: how several environments are stepped: "sync" (the default) or "async", in which an ended
+            episode starts again within the same step; "vector_entry_point", Gymnasium's native vector environment; or
+            "auto": the native one of several environments if it is registered without additional wrappers, and neither
+            ``make_kwargs`` nor ``max_frames_per_traj`` are given, else "sync".
+        transforms: what changes observations and rewards on their way out; see ``append_transform``.
+        make_kwargs: for ``gymnasium.make``.
+
     Attributes:
         transform: the transforms in their order; ``append_transform`` adds one. The model id of the first one's module
             is ``"env.transform[0].module"`` in a collector's schemes.
+
+    Raises:
+        TypeError: ``env`` is none of these; or an observation or action space is not made of tensors of a fixed shape.
+        ValueError: for arguments that contradict each other, or a vector environment with another autoreset mode.
+        gymnasium.error.Error: for an unknown id.
     """
 
     def __init__(
@@ -43,28 +60,6 @@ class GymEnv:
         transforms: Iterable[Transform] = (),
         **make_kwargs: Any,
     ) -> None:
-        """Make the environment; it is reset when it is first used.
-
-        Args:
-            env: a Gymnasium id or EnvSpec; or a function that makes an environment; or a made Env or VectorEnv.
-            num_envs: how many (1 by default; a VectorEnv brings its own number).
-            seed: for the first reset and random actions; row i is seeded as Gymnasium does.
-            max_frames_per_traj: truncate episodes after so many steps.
-            vectorization_mode: how several environments are stepped: "sync" (the default) or "async", in which an
-                ended episode starts again within the same step; "vector_entry_point", Gymnasium's native vector
-                environment; or "auto": the native one of several environments if it is registered without additional
-                wrappers, and neither ``make_kwargs`` nor ``max_frames_per_traj`` are given, else "sync". A native one
-                with the autoreset mode NEXT_STEP resets an ended row in a step of its own, which is not a frame: "mask"
-                is false there.
-            transforms: what changes observations and rewards on their way out; see ``append_transform``.
-            **make_kwargs: for ``gymnasium.make``.
-
-        Raises:
-            TypeError: ``env`` is none of these; or an observation or action space is not made of tensors of a fixed
-                shape.
-            ValueError: for arguments that contradict each other, or a vector environment without an autoreset mode.
-            gymnasium.error.Error: for an unknown id.
-        """
         if num_envs is not None and num_envs < 1:
             raise ValueError(f"num_envs is at least 1, not {num_envs}")
         if vectorization_mode == "auto" and max_frames_per_traj is not None:
@@ -89,15 +84,6 @@ class GymEnv:
             if stepper is None or not isinstance(stepper.driver, ScalarDriver):
                 raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
             return stepper.driver.env.get_wrapper_attr(name)
-
-    def __dir__(self) -> Iterable[str]:
-        """Return this object's attributes and those of a single Gymnasium environment, as ``__getattr__`` finds."""
-        names = {*super().__dir__()}
-        layer = self.stepper.driver.env if isinstance(self.stepper.driver, ScalarDriver) else None
-        while layer is not None:
-            names |= vars(layer).keys()
-            layer = layer.env if isinstance(layer, gymnasium.Wrapper) else None
-        return names
 
     def append_transform(self, transform: Transform) -> Self:
         """Apply ``transform`` after the existing transforms; return this environment.
@@ -166,10 +152,9 @@ class GymEnv:
             KeyError: without an "action".
             ValueError: for actions of a wrong shape, an index out of range, NaN, or an action mask that allows nothing.
         """
-        stepper = self.stepper
+        stepper, action = self.stepper, td.get("action")
         if not stepper.is_reset:
             stepper.reset()
-        action = td.get("action")
         if action is None:
             raise KeyError(f'step needs an "action"; there are {sorted(td.keys())}')
         stepper.step(to_numpy(action))
@@ -199,11 +184,10 @@ class GymEnv:
         self.stepper.driver.close()
 
     def _observation(self) -> torch.Tensor | TensorDict:
-        observation = as_tensors(
-            self.stepper.observation, self.num_envs
-        ).clone()  # the array is written again in the next step
+        """Return a copy: the array is written again in the next step."""
+        observation = as_tensors(self.stepper.observation, self.num_envs).clone()
         return observation if self.batch_size else observation[0]
 
     def _tensor(self, array: Any, dtype: Any) -> torch.Tensor:
-        tensor = torch.from_numpy(array.astype(dtype))  # a copy: the array is written again in the next step
+        tensor = torch.from_numpy(array.astype(dtype))  # a copy, too
         return tensor if self.batch_size else tensor[0]

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
-from collectors.factories import EnvMaker
-from collectors.signatures import check_arguments
-from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
-from collectors.workers.connection_pool import ConnectionPool
+from collectors.worker_collector import WorkerCollector
+from collectors.workers.pool import WorkerPool
 
 
 class MultiCollector(WorkerCollector):
     """Collects batches in worker processes on this machine; batches are in shared memory.
 
-    ``MultiCollector(sync=True)`` is a ``MultiSyncCollector``, ``sync=False`` a ``MultiAsyncCollector``.
+    ``MultiCollector(sync=True)`` is a ``MultiSyncCollector``: a batch has a share of every worker, and all wait for new
+    weights. ``sync=False`` is a ``MultiAsyncCollector``: a batch is one worker's.
 
     Args:
         create_env_fn: one function per worker; each makes an environment (lambdas work).
         policy: see ``WorkerCollector``.
-        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        sync: see above.
         options: see ``WorkerCollector``.
 
     Raises:
@@ -28,28 +26,19 @@ class MultiCollector(WorkerCollector):
 
     _sync: ClassVar[bool]
 
-    def __new__(cls, *given: Any, sync: bool | None = None, **options: Any) -> MultiCollector:
+    def __new__(cls, *_: Any, sync: bool | None = None, **__: Any) -> MultiCollector:
         """Choose the class by ``sync``."""
         if cls is not MultiCollector:
-            stated = {} if sync is None else {"sync": sync}  # a subclass may have no such argument
-            return super().__new__(cls, *given, **stated, **options)
-        check_arguments(cls, given, options)
+            return super().__new__(cls)
         if sync is None:
             raise TypeError("MultiCollector needs sync=True or sync=False")
         chosen: Any = MultiSyncCollector if sync else MultiAsyncCollector
-        return super().__new__(chosen, *given, sync=sync, **options)
+        return super().__new__(chosen)
 
-    def __init__(
-        self,
-        create_env_fn: EnvMaker | Sequence[EnvMaker],
-        policy: Any = None,
-        *,
-        sync: bool | None = None,
-        **options: Unpack[WorkerCollectorOptions],
-    ) -> None:
+    def __init__(self, create_env_fn: Any, policy: Any = None, *, sync: bool | None = None, **options: Any) -> None:
         if sync not in (None, self._sync):
             raise TypeError(f"{type(self).__name__} has sync={self._sync}; MultiCollector takes either")
-        super().__init__(create_env_fn, policy, sync=self._sync, start=ConnectionPool, **options)
+        super().__init__(create_env_fn, policy, sync=self._sync, start=WorkerPool, **options)
 
 
 class MultiSyncCollector(MultiCollector):

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from wsync import missing_extra
+from wsync import NotConnected, SyncTimeout, WorkerDied, WorkerFailed, missing_extra
 
 try:
     import ray
@@ -19,17 +19,15 @@ except ModuleNotFoundError as error:
 
 from collectors.distributed.ray_cluster import Cluster, connection
 from collectors.environments.transforms import Key, Transform, call, call_without_trace
-from collectors.environments.vector import Array
-from wsync import NotConnected, SyncTimeout, WorkerDied, WorkerFailed
+from collectors.environments.trees import Array
 
 _NAMESPACE = "wsync"
 
 
 class ModuleHost:
-    """The actor: a module, and the methods that environments call."""
+    """The actor: a module, which ``wsync.RayModuleTransformScheme`` finds as ``"module"``, and calls of it."""
 
     def __init__(self, make_module: Callable[[], nn.Module]) -> None:
-        """Make the module; ``wsync.RayModuleTransformScheme`` finds it as ``"module"``."""
         self.module = make_module()
 
     def ready(self) -> None:
@@ -55,6 +53,10 @@ class RayModuleTransform(Transform):
         scheme.init_on_sender("module", context=transform, model=trained)
         scheme.connect()
         scheme.send()
+
+    Its methods raise ``wsync.NotConnected`` after ``shutdown`` and where the cluster cannot be reached, ``SyncTimeout``
+    without an answer within ``timeout``, ``WorkerDied`` if the actor is dead, and ``WorkerFailed``, with the traceback,
+    if the module raised.
 
     Args:
         make_module: called in the actor; its module maps the tensors of ``in_keys`` to one tensor.
@@ -98,27 +100,15 @@ class RayModuleTransform(Transform):
 
     @property
     def actors(self) -> list[ActorHandle]:
-        """The actor, in a list as a scheme takes it.
-
-        Raises:
-            wsync.NotConnected: the transform is shut down, or the actor's cluster cannot be reached.
-            wsync.WorkerDied: the actor is dead.
-        """
+        """The actor, in a list as a scheme takes it."""
         return [self._connected()]
 
     def evaluate(self, *inputs: Array) -> Array:
-        """Call the module in the actor.
-
-        Raises:
-            wsync.NotConnected: the transform is shut down, or the actor's cluster cannot be reached.
-            wsync.SyncTimeout: no answer within ``timeout`` seconds.
-            wsync.WorkerDied: the actor is dead.
-            wsync.WorkerFailed: the module raised; carries the traceback.
-        """
+        """Call the module in the actor."""
         return self._answer(self._connected().evaluate.remote(*inputs), "call the module")
 
     def probe(self, *inputs: Array) -> Array:
-        """Call the module in evaluation mode; as ``evaluate``."""
+        """Call the module in evaluation mode."""
         return self._answer(self._connected().probe.remote(*inputs), "call the module")
 
     def shutdown(self) -> None:
@@ -154,10 +144,9 @@ class RayModuleTransform(Transform):
         if self._actor is None or self._connection != connection():
             try:
                 Cluster(self._address)  # connected until this process ends, or calls ray.shutdown()
+                self._actor = ray.get_actor(self._name, namespace=_NAMESPACE)
             except ConnectionError as error:
                 raise NotConnected(f"{self} cannot be reached: {error}") from error
-            try:
-                self._actor = ray.get_actor(self._name, namespace=_NAMESPACE)
             except ValueError as error:
                 raise WorkerDied(f"{self} is dead: the Ray cluster at {self._address} has no such actor") from error
             self._connection = connection()

@@ -12,13 +12,13 @@ from torch import nn
 
 import wsync
 from collectors import arguments
+from collectors.arguments import EnvMaker, copy_of, make_env
 from collectors.base import BaseCollector, UpdaterOrFactory
 from collectors.batch_layout import warn_if_rounded
 from collectors.envs import GymEnv
 from collectors.exploration import warn_if_greedy
-from collectors.factories import EnvMaker, copy_of, make_env
-from collectors.hosted import connect_hosted
 from collectors.rollouts.acting import Actor, policy_scheme
+from collectors.rollouts.sampled import check_policy
 from collectors.staleness import Staleness
 
 
@@ -94,7 +94,7 @@ class Collector(BaseCollector):
         acting = copy_of(policy) if factory is None else factory()
         if factory is not None:
             warn_if_greedy(acting, same_process=True)
-        arguments.check_policy(acting)
+        check_policy(acting)
         if self._scheme_is_assumed and not arguments.has_weights(acting):
             self._drop_assumed_scheme()
         self.env = make_env(makers[0])
@@ -111,7 +111,7 @@ class Collector(BaseCollector):
             for model_id, scheme in self._worker_schemes.items():
                 if not isinstance(scheme, wsync.NoWeightSyncScheme):
                     scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))
-            connect_hosted(self.weight_sync_schemes, lambda path: [self._actor.find(path)])
+            self._connect_hosted()
             self._steps = -(-frames_per_batch // self.env.num_envs)
             warn_if_rounded(frames_per_batch, self._steps * self.env.num_envs)
         except BaseException:  # also Ctrl-C: the environments are closed
@@ -126,14 +126,17 @@ class Collector(BaseCollector):
             return None
 
     def get_model(self, model_id: str) -> nn.Module:
-        """See BaseCollector; a model that only the acting side has is found, too."""
+        """Return the trainer's model, or one that only the acting side has."""
         model = self._source(model_id)
         return self._actor.get_model(model_id) if model is None else model
 
     def cascade_weights(self, model_id: str) -> None:
-        """See BaseCollector. A model that only the acting side has needs no delivery."""
+        """Deliver an update that another scheme has installed in the trainer's model; the actor's own needs none."""
         if self._source(model_id) is not None:
             super().cascade_weights(model_id)
+
+    def _find_all(self, path: str) -> list[Any]:
+        return [self._actor.find(path)]
 
     def _gather(self) -> TensorDictBase:
         rollout = self._actor.rollout

@@ -27,10 +27,6 @@ class Staleness:
         run_ahead: how many further batches a worker may begin while a finished one waits for the trainer.
         dropped_batches: number of workers' batches that were dropped.
         dropped_frames: number of frames of these.
-
-    Raises:
-        TypeError: a number is not a whole one.
-        ValueError: a number is negative.
     """
 
     max_staleness: int | None = None
@@ -40,15 +36,13 @@ class Staleness:
     _in_a_row: Counter[int] = field(default_factory=Counter)  # by worker
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check the numbers; raise TypeError or ValueError."""
         check_count("run_ahead", self.run_ahead)
         if self.max_staleness is not None:
             check_count("max_staleness", self.max_staleness)
 
     def admits(self, batch: TensorDictBase, newest: int, worker: int) -> bool:
-        """Return whether ``batch`` of ``worker`` may be delivered while ``newest`` is the newest version.
-
-        A batch that may not is counted as dropped.
+        """Return whether ``batch`` of ``worker`` may be delivered while ``newest`` is the newest version; count it.
 
         Raises:
             RuntimeError: so many batches of the worker were dropped in a row that waiting for another one is useless.
@@ -77,12 +71,7 @@ class Staleness:
 
 
 def check_count(name: str, number: Any, *, least: int = 0, otherwise: str = "") -> None:
-    """Check a number that counts something; ``otherwise`` is added to the range in the error.
-
-    Raises:
-        TypeError: it is not a whole number.
-        ValueError: it is less than ``least``.
-    """
+    """Raise TypeError or ValueError unless ``number`` is a whole one from ``least`` on, or what ``otherwise`` says."""
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(f"{name} is a whole number, not {number!r}")
     if int(number) < least:

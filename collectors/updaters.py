@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -15,7 +16,7 @@ import wsync
 from collectors.exploration import level_of_caller
 
 if TYPE_CHECKING:
-    from collectors.updates import WeightUpdates
+    from collectors.base import BaseCollector
 
 _TENSORDICT = wsync.WeightStrategy("tensordict")
 
@@ -48,7 +49,7 @@ class WeightUpdaterBase:
         """Return an updater for ``policy``; None: it is made by the constructor. Called for a class as argument."""
         return None
 
-    def register_collector(self, collector: WeightUpdates) -> None:
+    def register_collector(self, collector: BaseCollector) -> None:
         """Become the updater of ``collector``. Called once, by the collector, before its workers start.
 
         Raises:
@@ -136,8 +137,8 @@ class WeightUpdaterBase:
 
     def _sync_weights_with_worker(self, *, worker_id: int | None = None, server_weights: Any) -> None:
         """Hook: update one worker (None: all); by default ``server_weights`` are delivered at the end of this push."""
-        collector = self._registered()
-        weights = dict.fromkeys(range(collector.num_workers) if worker_id is None else [worker_id], server_weights)
+        everyone = range(self._registered().num_workers)
+        weights = dict.fromkeys(everyone if worker_id is None else [worker_id], server_weights)
         outbox = self._outboxes.get(threading.get_ident())
         if outbox is None:  # called outside a push
             self._deliver(weights)
@@ -152,23 +153,21 @@ class WeightUpdaterBase:
         weights = first if alike else dict(zip(workers, outbox.values(), strict=True))
         collector.send_weights(weights, workers, wait=wait)
 
-    def _registered(self) -> WeightUpdates:
+    def _registered(self) -> BaseCollector:
         collector = self.collector
         if collector is None:
             raise RuntimeError(f"this {type(self).__name__} has no collector: give it to one, as weight_updater")
         return collector
 
 
-def make_updater(
-    weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase], collector: WeightUpdates, policy: Any
-) -> WeightUpdaterBase:
+def make_updater(weight_updater: Any, collector: BaseCollector, policy: Any) -> WeightUpdaterBase:
     """Return the updater that a collector was given, or that the given factory makes, registered with the collector.
 
     Raises:
         TypeError: it is no updater.
         RuntimeError, ValueError: see ``WeightUpdaterBase.register_collector``.
     """
-    updater: Any = weight_updater
+    updater = weight_updater
     if isinstance(weight_updater, type) and issubclass(weight_updater, WeightUpdaterBase):
         updater = weight_updater.from_policy(policy) or weight_updater()
     elif not isinstance(weight_updater, WeightUpdaterBase) and callable(weight_updater):
@@ -180,11 +179,9 @@ def make_updater(
 
 
 class SchemeUpdater(WeightUpdaterBase):
-    """An updater for the collectors of some schemes.
+    """An updater for collectors with some schemes, and perhaps a number of workers.
 
-    Args:
-        source: returns the weights of a push without any; None: those of the collector's policy.
-        num_workers: number of workers that the collector must have; None: any.
+    ``source`` returns the weights of a push without any; None: those of the collector's policy.
     """
 
     backends: ClassVar[frozenset[str]]  # names of the schemes
@@ -192,8 +189,8 @@ class SchemeUpdater(WeightUpdaterBase):
     def __init__(self, source: Callable[[], Any] | None = None, num_workers: int | None = None) -> None:
         self._source, self._num_workers = source, num_workers
 
-    def register_collector(self, collector: WeightUpdates) -> None:
-        """See WeightUpdaterBase; refuse a collector with another backend or another number of workers."""
+    def register_collector(self, collector: BaseCollector) -> None:
+        """Become the updater; refuse a collector with another backend or another number of workers."""
         name, model_id = type(self).__name__, collector.default_model_id
         scheme = collector.weight_sync_schemes.get(model_id)
         if scheme is None or scheme.name not in self.backends:
@@ -213,6 +210,22 @@ class SchemeUpdater(WeightUpdaterBase):
 
     def _get_server_weights(self) -> Any:
         return super()._get_server_weights() if self._source is None else self._source()
+
+
+def _source_of(weights: Any) -> Callable[[], Any] | None:
+    return None if weights is None else lambda: weights
+
+
+def _only_count(**counts: int | None) -> int | None:
+    """Return the number of workers that was given, perhaps in several ways; raise ValueError if they differ."""
+    given = {name: count for name, count in counts.items() if count is not None}
+    if len(set(given.values())) > 1:
+        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in given.items()))
+    return next(iter(given.values()), None)
+
+
+def _len(items: Sized | None) -> int | None:
+    return None if items is None else len(items)
 
 
 class VanillaWeightUpdater(SchemeUpdater):
@@ -264,6 +277,66 @@ class MultiProcessedWeightUpdater(SchemeUpdater):
                 _TENSORDICT.apply_weights(weights, outbox.get(key, next(iter(outbox.values()))))
 
 
-def source_of(weights: Any) -> Callable[[], Any] | None:
-    """Return a function that returns ``weights``; None for None."""
-    return None if weights is None else lambda: weights
+class RPCWeightUpdater(SchemeUpdater):
+    """Deprecated. Updates the workers of an ``RPCCollector``.
+
+    Of ``collector_infos`` and ``collector_rrefs`` only the number is used, and ``collector_class`` not at all;
+    ``policy_weights`` are those of a push without any (None: those of the collector's policy).
+    """
+
+    backends = frozenset({"rpc", "distributed"})
+
+    def __init__(
+        self,
+        collector_infos: Sized | None = None,
+        collector_class: Any = None,
+        collector_rrefs: Sized | None = None,
+        policy_weights: Any = None,
+        num_workers: int | None = None,
+    ) -> None:
+        infos, rrefs = _len(collector_infos), _len(collector_rrefs)
+        count = _only_count(collector_infos=infos, collector_rrefs=rrefs, num_workers=num_workers)
+        super().__init__(_source_of(policy_weights), count)
+
+
+class DistributedWeightUpdater(SchemeUpdater):
+    """Deprecated. Updates the workers of a ``DistributedCollector``.
+
+    ``store`` is not used: the scheme has its own rendezvous. ``policy_weights`` are those of a push without any (None:
+    those of the collector's policy), and ``sync`` says whether a push waits for the workers' acknowledgements.
+    """
+
+    backends = frozenset({"distributed"})
+
+    def __init__(
+        self, store: Any = None, policy_weights: Any = None, num_workers: int | None = None, sync: bool = True
+    ) -> None:
+        super().__init__(_source_of(policy_weights), num_workers)
+        self.sync = sync
+
+    def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
+        super()._deliver(outbox, wait=wait and self.sync)
+
+
+class RayWeightUpdater(SchemeUpdater):
+    """Deprecated. Updates the workers of a ``RayCollector``, each time or only after some pushes.
+
+    ``policy_weights`` are those of a push without any (None: those of the collector's policy); of
+    ``remote_collectors`` only the number is used. ``max_interval``: pushes that leave a worker out between two updates.
+    """
+
+    backends = frozenset({"ray", "distributed"})
+
+    def __init__(
+        self, policy_weights: Any = None, remote_collectors: Sized | None = None, max_interval: int = 0
+    ) -> None:
+        if max_interval < 0:
+            raise ValueError(f"max_interval is at least 0, not {max_interval}")
+        super().__init__(_source_of(policy_weights), _len(remote_collectors))
+        self.max_interval = max_interval
+        self._skipped: Counter[int | None] = Counter()
+
+    def _skip_update(self, worker_id: int | None) -> bool:
+        skip = self._skipped[worker_id] < self.max_interval
+        self._skipped[worker_id] = self._skipped[worker_id] + 1 if skip else 0
+        return skip

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from inspect import Parameter, Signature, signature
 from multiprocessing import util
-from typing import Any, ClassVar, Literal, Required, TypedDict, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import cloudpickle
 import torch
@@ -16,40 +17,16 @@ from tensordict import TensorDictBase
 
 import wsync
 from collectors import arguments
+from collectors.arguments import EnvMaker, PolicyFactory
 from collectors.base import BaseCollector, UpdaterOrFactory
-from collectors.factories import REMEDY_GETSTATE, EnvMaker, PolicyFactory, check_picklable, pickled
-from collectors.hosted import connect_hosted
 from collectors.staleness import Staleness
 from collectors.worker import WorkerOptions, WorkerSpec
-from collectors.workers.gathering import Gathering, gathering
+from collectors.workers.gathering import Gathering, How, gathering
 from collectors.workers.group import WorkerGroup
 from collectors.workers.pool import WorkerHandle, WorkerPool
 from collectors.workers.records import FailurePolicy, OnFailure
 
 T = TypeVar("T")
-
-
-class WorkerCollectorOptions(TypedDict, total=False):
-    """Arguments that all collectors with workers have; ``WorkerCollector`` documents them."""
-
-    policy_factory: PolicyFactory | Sequence[PolicyFactory] | None
-    frames_per_batch: Required[int]
-    total_frames: int
-    device: torch.device | str | Sequence[torch.device | str] | None
-    storing_device: torch.device | str | None
-    weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None
-    weight_updater: UpdaterOrFactory | None
-    max_frames_per_traj: int | None
-    init_random_frames: int
-    cat_results: int | Literal["stack"]
-    track_policy_version: bool
-    threads: int
-    on_worker_failure: OnFailure
-    worker_timeout: float | None
-    max_restarts: int
-    restart_window: float
-    run_ahead: int | None
-    max_staleness: int | None
 
 
 class WorkerCollector(BaseCollector):
@@ -114,8 +91,19 @@ class WorkerCollector(BaseCollector):
     go to this worker.
     """
 
-    _options: ClassVar[Collection[str]] = tuple(WorkerCollectorOptions.__annotations__)
+    __signature__: ClassVar[Signature]
     _host: str | None = None  # the interface on which workers reach this process; None: they share its memory
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Show in ``help`` the arguments that ``**options`` of a collector of this package stands for."""
+        super().__init_subclass__(**given)
+        own = list(signature(cls.__init__).parameters.values())[1:]
+        kinds = {one.kind for one in own}
+        if Parameter.VAR_KEYWORD in kinds and Parameter.VAR_POSITIONAL not in kinds:
+            own = [one for one in own if one.kind is not Parameter.VAR_KEYWORD]
+            hidden = {"self", "start", "sync", *(one.name for one in own)}
+            own += [one for name, one in signature(WorkerCollector.__init__).parameters.items() if name not in hidden]
+        cls.__signature__ = Signature(own)
 
     def __init__(
         self,
@@ -123,7 +111,7 @@ class WorkerCollector(BaseCollector):
         policy: Any = None,
         *,
         sync: bool,
-        start: Callable[[int], WorkerPool[Any]],
+        start: Callable[[int], WorkerPool],
         policy_factory: PolicyFactory | Sequence[PolicyFactory] | None = None,
         frames_per_batch: int,
         total_frames: int = -1,
@@ -133,7 +121,7 @@ class WorkerCollector(BaseCollector):
         weight_updater: UpdaterOrFactory | None = None,
         max_frames_per_traj: int | None = None,
         init_random_frames: int = 0,
-        cat_results: int | Literal["stack"] = "stack",
+        cat_results: How = "stack",
         track_policy_version: bool = True,
         threads: int = 1,
         on_worker_failure: OnFailure = "raise",
@@ -172,7 +160,8 @@ class WorkerCollector(BaseCollector):
         devices = enumerate(arguments.device_of_each(device, count))
         options = [replace(common, worker_idx=i, device=device) for i, device in devices]
         sent_policy = None if policy_factory is not None else policy
-        check_picklable(policy=sent_policy, policy_factory=policy_factory, create_env_fn=makers)
+        for name, value in {"policy": sent_policy, "policy_factory": policy_factory, "create_env_fn": makers}.items():
+            arguments.pickled(value, name)  # each alone, before workers are started: the error names it
         pool = start(count)
         # The workers end at exit (in the order of wsync's own finalizers), or when the collector is garbage.
         self._finalizer = util.Finalize(self, _finalize, args=(weakref.ref(self), pool), exitpriority=1)
@@ -188,7 +177,7 @@ class WorkerCollector(BaseCollector):
         """Return what to do if a scheme cannot be pickled."""
         kinds = [type(scheme) for scheme in self._worker_schemes.values() if type(scheme).__module__ == "__main__"]
         if not kinds:
-            return REMEDY_GETSTATE
+            return arguments.REMEDY_GETSTATE
         return f"define {kinds[0].__name__} in a module: one of the script is pickled with the globals that it uses"
 
     def _start(self, specs: Sequence[WorkerSpec], options: Sequence[WorkerOptions]) -> None:
@@ -196,12 +185,12 @@ class WorkerCollector(BaseCollector):
             for model_id, scheme in self._worker_schemes.items():
                 scheme.init_on_sender(model_id, context=self, num_workers=self.num_workers)
             # After init_on_sender: the pickles have the schemes' addresses.
-            sent = [pickled(spec, "weight-sync scheme", self._remedy()) for spec in specs]
+            sent = [arguments.pickled(spec, "weight-sync scheme", self._remedy()) for spec in specs]
             self._group.build(sent, options)
             if self._scheme_is_assumed:
                 self._settle_assumed_scheme()
             self._gathering.check_shapes(self.remote_workers, self.frames_per_batch)
-            connect_hosted(self.weight_sync_schemes, self._find_in_workers)
+            self._connect_hosted()
             self._group.connect()
         except BaseException:  # also Ctrl-C: the workers that have been started are ended
             self.shutdown()
@@ -219,7 +208,7 @@ class WorkerCollector(BaseCollector):
                 "updated? weight_sync_schemes={} is none of them"
             )
 
-    def _find_in_workers(self, path: str) -> list[Any]:
+    def _find_all(self, path: str) -> list[Any]:
         return [cloudpickle.loads(found) for found in self._group.ask("find", path)]
 
     def _gather(self) -> TensorDictBase:
@@ -233,7 +222,7 @@ class WorkerCollector(BaseCollector):
         return batch
 
     def _deliver(self, send: Callable[[Any, Any], T], weights: Any, worker_ids: int | Sequence[int] | None) -> T | None:
-        """See BaseCollector; deaths and timeouts are handled as ``on_worker_failure`` says."""
+        """Send; deaths and timeouts are handled as ``on_worker_failure`` says."""
         try:
             if self._group.failure_policy.on_failure != "raise":
                 self._require_open()  # also not in a forked child: messages of workers would be read there
@@ -249,7 +238,7 @@ class WorkerCollector(BaseCollector):
             raise
 
     def interrupt(self) -> None:
-        """See BaseCollector: ``wsync.SyncTimeout`` is raised if that is not complete in two seconds."""
+        """Limit the wait for the batch in progress, or else for the next one, to two seconds (``SyncTimeout``)."""
         if not self.closed:
             self._group.interrupt()
 
@@ -292,7 +281,7 @@ class WorkerCollector(BaseCollector):
         self._finalizer.cancel()  # not after Ctrl-C, which may have left workers alive
 
 
-def _finalize(reference: weakref.ref[WorkerCollector], pool: WorkerPool[Any]) -> None:
+def _finalize(reference: weakref.ref[WorkerCollector], pool: WorkerPool) -> None:
     collector = reference()
     if collector is not None:
         collector.shutdown()

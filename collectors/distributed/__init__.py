@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from collectors.distributed.tcp import DistributedCollector
 from collectors.distributed.tcp_worker import is_worker, join_trainer
-from collectors.distributed.updaters import DistributedWeightUpdater, RPCWeightUpdater
+from collectors.updaters import DistributedWeightUpdater, RPCWeightUpdater
 
 if TYPE_CHECKING:
     from collectors.distributed.ray_collector import RayCollector

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import ray
-
-from collectors.distributed import cluster_cleanup
-from collectors.workers.socket_paths import room_for_socket
 
 _CONNECT_TIMEOUT = 5.0  # seconds in which an address has to answer
 
@@ -52,6 +48,8 @@ def describe_cluster() -> str:
 class Cluster:
     """A connection of this process to Ray.
 
+    After a SIGKILL of this process, a cluster that it has started ends by itself; its folder in ``/tmp`` stays.
+
     Args:
         address: the address of a cluster, as ``ray.init`` takes it. None: the connected cluster, or that of
             ``RAY_ADDRESS``; without both, a cluster is started on this machine, and stopped by ``close``.
@@ -61,9 +59,9 @@ class Cluster:
     """
 
     def __init__(self, address: str | None) -> None:
-        self._started = False
         self._connection: tuple[str, str] | None = None
-        self._cleanup: subprocess.Popen[bytes] | None = None
+        self._folder = ""  # of a cluster that this object has started
+        self._is_owner = False
         if ray.is_initialized():
             here = ray.get_runtime_context().gcs_address
             if address not in (None, "auto", "local", here):
@@ -71,29 +69,25 @@ class Cluster:
             self._connection = connection()
             return
         address = address or os.environ.get("RAY_ADDRESS") or "local"
-        self._started = True
+        options: dict[str, Any] = {"logging_level": logging.WARNING}
         if address == "local":
-            # Used by this process alone: no dashboard, no usage reports, and the logs are removed with it.
-            with room_for_socket("wsync-ray-12345678/session_2000-01-01_00-00-00_123456_1234567/sockets/plasma_store"):
-                folder = tempfile.mkdtemp(prefix="wsync-ray-")
-            command = [sys.executable, "-I", "-S", cluster_cleanup.__file__, folder]
-            self._cleanup = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            # Used by this process alone: no dashboard, no usage reports, and the logs are removed with it. Not in
+            # TMPDIR: the paths of Ray's sockets, at most 107 bytes, leave little room.
+            self._folder = tempfile.mkdtemp(prefix="wsync-ray-", dir="/tmp")
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            options = {"include_dashboard": False, "_temp_dir": folder, "_node_ip_address": "127.0.0.1"}
-            self._init(address, logging_level=logging.ERROR, **options)
-            return
-        _check_reachable(address)
-        self._init(address, logging_level=logging.WARNING)
-
-    def _init(self, address: str, **options: Any) -> None:
-        with ExitStack() as failing:
-            failing.callback(self.close)  # after Ctrl-C, too
-            try:
-                with _signals_kept():
-                    ray.init(address, **options)
-            except Exception as error:  # Ray raises errors of many classes; this one class is documented
-                raise ConnectionError(f"no Ray cluster can be reached at {address} ({error})") from error
-            failing.pop_all()
+            options = {"logging_level": logging.ERROR, "include_dashboard": False, "_temp_dir": self._folder}
+            options["_node_ip_address"] = "127.0.0.1"
+        else:
+            _check_reachable(address)
+        self._is_owner = True
+        try:
+            with _signals_kept():
+                ray.init(address, **options)
+        except BaseException as error:  # Ray raises errors of many classes; this one class is documented
+            self.close()
+            if not isinstance(error, Exception):
+                raise
+            raise ConnectionError(f"no Ray cluster can be reached at {address} ({error})") from error
         self._connection = connection()
 
     @property
@@ -112,15 +106,13 @@ class Cluster:
 
     def close(self) -> None:
         """Disconnect from a cluster that this object has connected to, and stop one that it has started. Idempotent."""
-        if self._started:
-            self._started = False
+        if self._is_owner:
+            self._is_owner = False
             if self.connected or self._connection is None:
                 ray.shutdown()
-        if self._cleanup is not None:
-            with suppress(ValueError):  # its input is closed: Ctrl-C has ended an earlier call
-                self._cleanup.communicate(b"\n")  # a line: a forked child of this process may hold the pipe open
-            self._cleanup.wait()
-            self._cleanup = None
+        if self._folder:
+            for _ in range(2):  # again: a process of Ray that is ending may have written to it
+                shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @contextmanager
@@ -136,11 +128,7 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Check that ``host:port`` accepts connections: Ray itself would try for a minute.
-
-    Raises:
-        ConnectionError: it does not.
-    """
+    """Check that ``host:port`` accepts connections: Ray itself would try for a minute."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return  # "auto" and the like, which Ray answers at once

@@ -3,54 +3,48 @@
 from __future__ import annotations
 
 import math
+import secrets
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, Unpack
+from typing import Any
 
-import numpy as np
 import torch
 
 import wsync
-from wsync import SyncTimeout, missing_extra
+from wsync import missing_extra
 
 try:
     import ray
     from ray.actor import ActorHandle
-    from ray.exceptions import RayError
 except ModuleNotFoundError as error:
     raise missing_extra(error, "ray") from error
 
-from collectors.distributed.calls import CalledWorker, CallPool, CommandExecutor, Reply
+from collectors.arguments import EnvMaker
 from collectors.distributed.ray_cluster import Cluster, describe_cluster, starts_one
-from collectors.factories import EnvMaker
-from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
-from collectors.workers.pool import SHUTDOWN_GRACE, Event
-from collectors.workers.wake_event import WakeEvent
+from collectors.worker_collector import WorkerCollector
+from collectors.workers import processes
+from collectors.workers.connections import Address, Listener
+from collectors.workers.pool import Event, WorkerHandle, WorkerPool, work
 
 
 class RayCollector(WorkerCollector):
-    """Collects batches with Ray actors, one per worker; batches are in Ray's object store.
+    """Collects batches with Ray actors, one per worker, which connect to this process over TCP.
 
     The actors must be able to import the modules of the environments and policies (on other nodes: installed there, or
     by a ``runtime_env`` in ``resources``). They end with this collector, or with this process.
 
     Args:
-        create_env_fn: one function per worker; each makes an environment (lambdas work).
-        policy: see ``WorkerCollector``.
-        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        create_env_fn: one function per worker; this, ``policy``, ``sync`` and ``options``: see ``WorkerCollector``.
         address: the address of a Ray cluster, as ``ray.init`` takes it. None: the connected cluster, or that of
             ``RAY_ADDRESS``; without both, a cluster is started on this machine, and stopped by ``shutdown``.
         resources: the resources of each actor, as options of ``ray.remote``: ``num_cpus`` (0 by default), ``num_gpus``,
             ``memory``, ``resources``, ``runtime_env`` …
         scheduling_strategy: where actors are placed: ``"DEFAULT"``, ``"SPREAD"``, or an object of Ray's.
         timeout: seconds in which the cluster has to place all actors, and later each one that replaces another.
-        options: see ``WorkerCollector``.
 
     Raises:
         ConnectionError: there is no cluster at ``address``, or this process is connected to another one.
@@ -68,7 +62,7 @@ class RayCollector(WorkerCollector):
         resources: Mapping[str, Any] | None = None,
         scheduling_strategy: Any = "DEFAULT",
         timeout: float = 60.0,
-        **options: Unpack[WorkerCollectorOptions],
+        **options: Any,
     ) -> None:
         self._own_cluster = starts_one(address)
         start = partial(
@@ -85,190 +79,97 @@ class RayCollector(WorkerCollector):
 
 
 class RayWorkerActor:
-    """The actor. It executes commands in order; the concurrency group ``weights`` receives updates meanwhile.
-
-    Args:
-        path: the trainer's ``sys.path``.
-    """
+    """The actor, with the trainer's ``sys.path``: its one call is the worker."""
 
     def __init__(self, path: Sequence[str]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C may reach the whole process group
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        # Ray configures logging.
-        self._executor = CommandExecutor(lambda options: torch.set_num_threads(options.threads))
 
-    def lifetime(self) -> None:
-        """Never return. The trainer's call fails when the process ends."""
-        threading.Event().wait()
-
-    def ready(self) -> None:
-        """Return once the actor exists."""
-
-    def execute(self, command: str, argument: Any) -> Reply:
-        """Execute a command; ``end`` is the last one."""
-        if command == "end":
-            self._executor.close()
-            return Reply("ended")
-        reply = self._executor.execute(command, argument)
-        return reply if reply.payload is None else replace(reply, payload=np.asarray(reply.payload))
+    def work(self, address: Address, worker_idx: int, key: bytes) -> None:
+        """Connect to the trainer, and execute its commands until it ends the worker."""
+        work(Address(*address), worker_idx, key, lambda options: torch.set_num_threads(options.threads))
 
 
-class RayWorker(CalledWorker):
-    """An actor.
+class RayWorker(WorkerHandle):
+    """An actor, owned by this handle; ``place_until`` is when it has to have connected (``time.monotonic``)."""
 
-    Args:
-        worker_idx: its index.
-        actor: owned by this handle.
-        cluster: the cluster of the actor.
-    """
+    def __init__(self, worker_idx: int, actor: ActorHandle, cluster: Cluster, address: Address) -> None:
+        super().__init__(worker_idx, secrets.token_hex(16).encode(), name="(a Ray actor)")
+        self.actor, self.place_until = actor, math.inf
+        self._cluster, self._reason = cluster, ""
+        self._done = actor.work.remote(tuple(address), worker_idx, self.key)
+        self._done.future().add_done_callback(self._on_done)
 
-    def __init__(self, worker_idx: int, actor: ActorHandle, cluster: Cluster) -> None:
-        super().__init__(worker_idx)
-        self.actor = actor
-        self._cluster = cluster
-        self.placed = False  # whether the cluster has started it
-        self.place_until = math.inf  # ``time.monotonic``
-        self._ended = WakeEvent()
-        lifetime: Any = actor.lifetime
-        self._on_reply(lifetime.options(concurrency_group="lifetime").remote(), lambda _: self._ended.set())
+    def _on_done(self, future: Any) -> None:
+        error = future.exception()
+        self._reason = "has ended" if error is None else f"died: {str(error).strip()}"
+        self.gave_up.set()
 
-    @property
-    def sentinel(self) -> int:
-        """Readable when the worker or its process has ended."""
-        return self._ended.fileno()
-
-    def call(self, command: str, argument: Any, on_reply: Callable[[Reply], None]) -> None:
-        """See CalledWorker."""
+    def exit_reason(self) -> str:
+        """Return how the actor has ended, as text to follow "worker 3 "."""
         try:
             self._cluster.require()
-            self._on_reply(self.actor.execute.remote(command, argument), on_reply)
-        except (RayError, ConnectionError) as error:
-            on_reply(self._died(error))
-
-    def _on_reply(self, reference: Any, on_reply: Callable[[Reply], None]) -> None:
-        def on_done(future: Any) -> None:
-            error = future.exception()
-            on_reply(future.result() if error is None else self._died(error))
-
-        reference.future().add_done_callback(on_done)
-
-    def _died(self, error: BaseException) -> Reply:
-        return Reply("died", f"(a Ray actor) died: {str(error).strip()}")
-
-    def place_within(self, seconds: float) -> None:
-        """Set the deadline for the cluster to start it."""
-        self.place_until = time.monotonic() + seconds
-        self.ready().future().add_done_callback(self._on_ready)
-
-    def _on_ready(self, future: Any) -> None:
-        self.placed = True  # or dead, which `sentinel` and the answer to the first command tell
-
-    def ready(self) -> Any:
-        """Return a reference that is ready when the actor exists."""
-        return self.actor.ready.remote()
-
-    def kill(self) -> None:
-        """Kill the actor's process; without a connection to its cluster, it has ended already."""
-        if self._cluster.connected:
-            ray.kill(self.actor, no_restart=True)
+        except ConnectionError as error:
+            return f"{self.name} died: {error}"
+        wait([self.gave_up.fileno()], processes.SHUTDOWN_GRACE)
+        return f"{self.name} {self._reason or 'has lost its connection, and has not ended'}"
 
     def close(self) -> None:
-        """Release the resources of this end."""
-        self._ended.close()
+        """Close the connection, and kill the actor; without a connection to its cluster, it has ended already."""
+        if self._cluster.connected:
+            ray.kill(self.actor, no_restart=True)
+        super().close()
 
 
-class RayPool(CallPool[RayWorker]):
-    """Actors of a Ray cluster.
-
-    Args:
-        count: number of actors.
-        address: see ``Cluster``.
-        resources: options of each actor, as ``ray.remote`` takes them.
-        scheduling_strategy: where they are placed, as Ray takes it.
-        timeout: seconds in which the cluster has to place all actors, and later each one that replaces another.
-
-    Raises:
-        ConnectionError: see ``Cluster``.
-        SyncTimeout: the cluster had no place for an actor in time.
-    """
+class RayPool(WorkerPool):
+    """Actors of a Ray cluster; ``RayCollector`` documents the arguments."""
 
     def __init__(
-        self,
-        count: int,
-        *,
-        address: str | None,
-        resources: Mapping[str, Any],
-        scheduling_strategy: Any,
-        timeout: float,
+        self, count: int, *, address: str | None, resources: Mapping[str, Any], scheduling_strategy: Any, timeout: float
     ) -> None:
+        is_own = starts_one(address)
         self._cluster = Cluster(address)  # first: it may raise, and nothing has to be closed then
-        super().__init__()
-        self._all_placed_once = False
-        self._resources, self._timeout = dict(resources), timeout
+        self._resources, self._timeout, self._all_placed_once = dict(resources), timeout, False
         remote: Any = ray.remote
+        options = {"num_cpus": 0, **resources, "scheduling_strategy": scheduling_strategy}
         try:
-            kind = remote(concurrency_groups={"weights": 1, "lifetime": 1})(RayWorkerActor)
-            self._kind = kind.options(**{"num_cpus": 0, **resources, "scheduling_strategy": scheduling_strategy})
-            for i in range(count):
-                self.start_worker(i)
-            self._wait_for_actors()
+            self._kind = remote(RayWorkerActor).options(**options)
+            super().__init__(count, Listener("127.0.0.1" if is_own else ray.util.get_node_ip_address()))
+            self.wait_for_workers(timeout)
         except BaseException:  # also Ctrl-C: the cluster and the actors that have been started are ended
-            self.close()
+            if "workers" in vars(self):
+                self.close()
+            self._cluster.close()
             raise
-
-    def _wait_for_actors(self) -> None:
-        references = {worker.ready(): worker.worker_idx for worker in self.workers}
-        ready, missing = ray.wait(list(references), num_returns=len(references), timeout=self._timeout)
-        if missing:
-            names = {references[one]: "never started" for one in missing}
-            raise SyncTimeout(f"worker(s) {', '.join(map(str, sorted(names)))} {self._no_place()}", names)
         self._all_placed_once = True
-        ray.get(ready)  # raises the error of an actor's constructor
 
-    def _no_place(self) -> str:
+    def start_worker(self, worker_idx: int) -> RayWorker:
+        """Start an actor; one in place of another that does not connect within the timeout is ``unplaced``."""
+        self._cluster.require()
+        actor = self._kind.remote(sys.path)
+        self.workers.append(worker := RayWorker(worker_idx, actor, self._cluster, self.listener.address))
+        if self._all_placed_once:
+            worker.place_until = time.monotonic() + self._timeout
+        return worker
+
+    def _why_late(self, timeout: float) -> str:
         return (
-            f"had no place in the Ray cluster, or did not start, within {self._timeout:g} s: needed for each is "
+            f"had no place in the Ray cluster, or did not start, within {timeout:g} s: needed for each is "
             f"{self._resources or 'nothing special'}, and {describe_cluster()}"
         )
 
-    def start_worker(self, worker_idx: int) -> RayWorker:
-        """See WorkerPool. A worker that the cluster does not start within the timeout is ``unplaced``."""
-        self._cluster.require()
-        worker = RayWorker(worker_idx, self._kind.remote(sys.path), self._cluster)
-        self.workers.append(worker)
-        if self._all_placed_once:
-            worker.place_within(self._timeout)
-        return worker
-
-    def poll(self, workers: Collection[RayWorker], wakeup_fd: int, timeout: float | None) -> list[Event]:
-        """See WorkerPool."""
-        waiting = [worker for worker in workers if not worker.placed and worker.place_until < math.inf]
-        if waiting:
-            left = max(0.0, min(worker.place_until for worker in waiting) - time.monotonic())
+    def poll(self, workers: Collection[Any], wakeup_fd: int, timeout: float | None) -> list[Event]:
+        """Return the events of ``workers``, and report those that have found no place."""
+        waiting = [worker for worker in workers if worker.connection is None]
+        until = min((worker.place_until for worker in waiting), default=math.inf)
+        if until < math.inf:
+            left = max(0.0, until - time.monotonic())
             timeout = left if timeout is None else min(left, timeout)
         events = super().poll(workers, wakeup_fd, timeout)
-        now = time.monotonic()
-        late = [worker for worker in waiting if not worker.placed and now >= worker.place_until]
-        return [*events, *(Event(worker, "unplaced", f"(a Ray actor) {self._no_place()}") for worker in late)]
-
-    def discard(self, worker: RayWorker) -> None:
-        """See WorkerPool."""
-        self.workers.remove(worker)
-        worker.kill()
-        worker.close()
+        late = [one for one in waiting if one.connection is None and one.place_until <= time.monotonic()]
+        return [*events, *(Event(one, "unplaced", f"(a Ray actor) {self._why_late(self._timeout)}") for one in late)]
 
     def close(self) -> None:
-        """See WorkerPool."""
-        if self._cluster.connected:
-            if self._all_placed_once:
-                self._end_workers()
-            for worker in self.workers:
-                worker.kill()
-            deadline = time.monotonic() + SHUTDOWN_GRACE
-            for worker in self.workers:
-                wait([worker.sentinel], max(0.0, deadline - time.monotonic()))
-        for worker in self.workers:
-            worker.close()
-        self.workers = []
-        self._replied.close()
+        """End the actors, and a cluster that was started for them."""
+        super().close()
         self._cluster.close()

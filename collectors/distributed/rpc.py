@@ -1,28 +1,23 @@
-"""The collector that calls its workers by ``torch.distributed.rpc``."""
+"""The collector with workers in a ``torch.distributed.rpc`` group; commands and batches go over TCP connections."""
 
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn, Unpack
+from multiprocessing.connection import wait
+from typing import Any, NoReturn
 
 from torch.distributed import rpc
-from torch.futures import Future
 
+from collectors.arguments import EnvMaker
 from collectors.distributed import rpc_worker
-from collectors.distributed.calls import CalledWorker, CallPool, Reply
 from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
-from collectors.factories import EnvMaker
-from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
-from collectors.workers.pool import LONGEST_POLL, SHUTDOWN_GRACE
-from collectors.workers.process_handle import ProcessHandle
-from collectors.workers.processes import exit_reason, join_or_kill, kill, pipe, start
-from collectors.workers.wake_event import WakeEvent
+from collectors.distributed.tcp_worker import resolved
+from collectors.worker_collector import WorkerCollector
+from collectors.workers import processes
+from collectors.workers.connections import Disconnected, Listener, milliseconds
+from collectors.workers.pool import WorkerHandle, WorkerPool
 from wsync import SyncTimeout, WorkerDied
 
 _TIMED_OUT = "RPCErr:1:"  # prefix of torch's message for a call that has timed out
@@ -36,15 +31,12 @@ class RPCCollector(WorkerCollector):
     ``init_rpc``; those stay in it afterwards.
 
     Args:
-        create_env_fn: one function per worker; each makes an environment (lambdas work).
-        policy: see ``WorkerCollector``.
-        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        create_env_fn: one function per worker; this, ``policy``, ``sync`` and ``options``: see ``WorkerCollector``.
         workers: names in the group of this process, one per worker. ``threads`` has no effect on them.
         host: the interface of a group that is started, and the one on which the default scheme listens; give it with
             ``workers`` if they are on other machines. Unless ``TP_SOCKET_IFNAME`` is set, a loopback address keeps all
             of the group's traffic on the loopback interface.
         timeout: seconds in which the workers have to join.
-        options: see ``WorkerCollector``.
 
     Raises:
         RuntimeError: there is a group already and no ``workers``, or ``workers`` and no group.
@@ -63,7 +55,7 @@ class RPCCollector(WorkerCollector):
         workers: Sequence[str] | None = None,
         host: str = "127.0.0.1",
         timeout: float = 60.0,
-        **options: Unpack[WorkerCollectorOptions],
+        **options: Any,
     ) -> None:
         self._refuse_restart(
             options,
@@ -75,91 +67,8 @@ class RPCCollector(WorkerCollector):
         super().__init__(create_env_fn, policy, sync=sync, start=start, **options)
 
 
-class RpcWorker(CalledWorker):
-    """A member of the RPC group.
-
-    Args:
-        worker_idx: its index.
-        name: in the group.
-        token: identifies the collector.
-        process: the worker's process, if this process has started it; else a call that stays open detects its end.
-        channel: the channel to ``process``.
-    """
-
-    def __init__(
-        self,
-        worker_idx: int,
-        name: str,
-        token: str,
-        process: BaseProcess | None = None,
-        channel: Connection | None = None,
-    ) -> None:
-        super().__init__(worker_idx)
-        self.name, self.process, self._channel = name, process, channel
-        self._token = token
-        self._number = 0
-        self._ended = WakeEvent()
-        if process is not None:
-            self.process_handle = ProcessHandle(process.pid)
-        else:
-            call = rpc.rpc_async(name, rpc_worker.lifetime, args=(token,), timeout=0)
-            call.add_done_callback(lambda _: self._ended.set())
-
-    @property
-    def sentinel(self) -> int:
-        """Readable when the worker or its process has ended."""
-        return self._ended.fileno() if self.process is None else self.process.sentinel
-
-    def call(self, command: str, argument: Any, on_reply: Callable[[Reply], None]) -> None:
-        """See CalledWorker."""
-
-        def on_done(future: Future[Reply]) -> None:
-            try:
-                reply = future.value()
-            except Exception as error:  # noqa: BLE001  the error of a call is its reply; it reaches the trainer as such
-                reply = Reply("died", _first_line(error))
-            on_reply(reply)
-
-        number, self._number = self._number, self._number + 1
-        arguments = (self._token, number, command, argument)
-        try:
-            rpc.rpc_async(self.name, rpc_worker.command, args=arguments, timeout=0).add_done_callback(on_done)
-        except RuntimeError as error:
-            on_reply(Reply("died", _first_line(error)))
-
-    def exit_reason(self, error: str) -> str:
-        """See CalledWorker."""
-        if self.process is not None and wait([self.process.sentinel], SHUTDOWN_GRACE):
-            return exit_reason(self.process)
-        which = f"'{self.name}' of the RPC group" if self.process is None else f"process {self.process.pid}"
-        return f"({which}) cannot be reached any more: {error}"
-
-    def close(self) -> None:
-        """Release the resources of this end."""
-        if self._channel is not None:
-            with suppress(OSError):  # the process has ended, or this end is closed
-                self._channel.send(None)  # a message: a forked child of this process may hold this end open
-            self._channel.close()
-        self.process_handle.close()
-        self._ended.close()
-
-
-class RpcPool(CallPool[RpcWorker]):
-    """Workers of an RPC group.
-
-    Args:
-        count: number of workers.
-        names: the names of the members of a group that this process belongs to; None starts workers and a group.
-        host: the interface of a group that is started.
-        timeout: seconds in which the workers have to join.
-
-    Raises:
-        WorkerDied: a worker ended before it had joined, or cannot be reached.
-        SyncTimeout: the group was not complete in time, or a member did not answer.
-        NotConnected: this machine cannot listen on ``host``.
-        RuntimeError: there is a group and no names, or names and no group.
-        ValueError: ``names`` has another length than ``count``, or a name twice.
-    """
+class RpcPool(WorkerPool):
+    """Workers of an RPC group, which connect to this process over TCP; ``RPCCollector`` documents the arguments."""
 
     def __init__(self, count: int, *, names: Sequence[str] | None, host: str, timeout: float) -> None:
         if names is None and is_member():
@@ -167,97 +76,91 @@ class RpcPool(CallPool[RpcWorker]):
                 "this process belongs to an RPC group already: give the names of its workers (workers=[…]), "
                 "or shut the other collector down (rpc.shutdown() ends a group of your own)"
             )
-        super().__init__()
-        self._token = secrets.token_hex(8)
+        if names is not None:
+            _check_names(count, names)
+        super().__init__(count, Listener(host and resolved(host)), start=False)
         self._store: Any = None
         self._joined = False
         try:
             if names is None:
-                self._start_group(count, host, timeout)
+                self._start_group(count, host, milliseconds(timeout) / 1e3)  # torch's RPC counts them in an int, too
             else:
-                self._enlist(count, names, timeout)
+                self._enlist(names, timeout)
+            self.wait_for_workers(timeout)
         except BaseException:  # also Ctrl-C: a group that has begun to form is left
             self.close()
             raise
+        self.listener.close()
 
-    def _enlist(self, count: int, names: Sequence[str], timeout: float) -> None:
-        if not is_member():
-            raise RuntimeError("workers=[…] are names in an RPC group: call torch.distributed.rpc.init_rpc() first")
-        if len(names) != count:
-            raise ValueError(f"{len(names)} names of workers for {count} environment functions")
-        if len(set(names)) < count:
-            raise ValueError(f"a process can be one worker, and names has one twice: {', '.join(names)}")
-        calls: dict[int, Future[None]] = {}
+    def _enlist(self, names: Sequence[str], timeout: float) -> None:
+        """Have members of the group start a worker in a thread each; all at once, with one deadline."""
+        calls = []
+        for i, name in enumerate(names):
+            worker = WorkerHandle(i, secrets.token_hex(16).encode(), name=f"('{name}' of the RPC group)")
+            self.workers.append(worker)
+            arguments = (tuple(self.listener.address), i, worker.key)
+            calls.append(rpc.rpc_async(name, rpc_worker.enlist, args=arguments, timeout=timeout))
         failed: dict[int, RuntimeError] = {}
-        try:
-            for i, name in enumerate(names):  # all at once, with one deadline
-                calls[i] = rpc.rpc_async(name, rpc_worker.enlist, args=(self._token,), timeout=timeout)
-            for i, call in calls.items():
-                try:
-                    call.wait()
-                    self.workers.append(RpcWorker(i, names[i], self._token))
-                except RuntimeError as error:
-                    failed[i] = error
-        finally:
-            for i in calls.keys() - {worker.worker_idx for worker in self.workers}:
-                rpc.rpc_async(names[i], rpc_worker.cancel, args=(self._token,))  # ``enlist`` may arrive later
+        for i, call in enumerate(calls):
+            try:
+                call.wait()
+            except RuntimeError as error:
+                failed[i] = error
         if failed:
             _raise_for(failed, names, timeout)
 
     def _start_group(self, count: int, host: str, timeout: float) -> None:
-        self._store, address = host_store(host)
-        timeout = min(timeout, LONGEST_POLL)  # torch's RPC, too, counts milliseconds in an int
-        deadline = time.monotonic() + timeout
-        channels: list[Connection] = []
+        """Start processes, which join a group with this one and connect to it."""
+        self._store, store_address = host_store(host)
         for i in range(count):
-            mine, theirs = pipe()
-            process = start(rpc_worker.main, i, theirs, i, count + 1, address, self._token, timeout)
-            theirs.close()
-            channels.append(mine)
-            self.workers.append(RpcWorker(i, f"worker{i}", self._token, process, mine))
-        for i, channel in enumerate(channels):
-            if not channel.poll(max(0.0, deadline - time.monotonic())):
-                raise SyncTimeout(f"worker {i} did not start within {timeout:g} s", {i: "never joined"})
-        dead = join_or_end(count + 1, address, [worker.sentinel for worker in self.workers], timeout)
+            key = secrets.token_hex(16).encode()
+            process = processes.start(
+                rpc_worker.main, i, self.listener.address, i, key, count + 1, store_address, timeout
+            )
+            self.workers.append(WorkerHandle(i, key, process))
+        dead = join_or_end(count + 1, store_address, [worker.sentinel for worker in self.workers], timeout)
         for worker in self.workers:
-            if worker.process is not None and worker.sentinel == dead:
-                cause = f"{exit_reason(worker.process)}, before it had joined"
+            if worker.sentinel == dead:
+                cause = f"{worker.exit_reason()}, before it had joined"
                 raise WorkerDied(f"worker {worker.worker_idx} {cause}", {worker.worker_idx: cause})
         self._joined = True
 
-    def discard(self, worker: RpcWorker) -> None:
-        """See WorkerPool. A user's process continues; its worker ends when the call arrives."""
-        self.workers.remove(worker)
-        if worker.process is not None:
-            kill(worker.process)
-        else:  # otherwise the open ``lifetime`` call would block a graceful rpc.shutdown() for ever
-            worker.call("end", None, lambda _: None)
-        worker.close()
-
     def close(self) -> None:
-        """See WorkerPool."""
-        if self._joined or all(worker.process is None for worker in self.workers):
-            self._end_workers()
+        """End the workers, and a group that was started for them."""
         if self._joined:
-            leave_group()  # before the workers: torch logs errors in the member that is left alone
             self._joined = False
+            self._end_workers()
+            leave_group()  # before the workers: torch logs errors in the member that is left alone
+        super().close()
+        self._store = None
+
+    def _end_workers(self) -> None:
+        """Have all workers close their environments, and say so within the grace period."""
         for worker in self.workers:
-            worker.close()
-        workers, self.workers = self.workers, []  # after Ctrl-C, another call must not wait for killed processes again
-        try:
-            join_or_kill([worker.process for worker in workers if worker.process is not None])
-        finally:
-            self._store = None
-            self._replied.close()
+            worker.send("end")
+        for worker in self.workers:
+            connection = worker.connection
+            try:
+                while connection is not None and worker.process is not None:
+                    ready = wait([connection.fileno(), worker.process.sentinel], processes.SHUTDOWN_GRACE)
+                    if connection.fileno() not in ready or connection.receive()[0] == "ended":
+                        break
+            except Disconnected:
+                continue
+
+
+def _check_names(count: int, names: Sequence[str]) -> None:
+    if not is_member():
+        raise RuntimeError("workers=[…] are names in an RPC group: call torch.distributed.rpc.init_rpc() first")
+    if len(names) != count:
+        raise ValueError(f"{len(names)} names of workers for {count} environment functions")
+    if len(set(names)) < count:
+        raise ValueError(f"a process can be one worker, and names has one twice: {', '.join(names)}")
 
 
 def _raise_for(failed: Mapping[int, RuntimeError], names: Sequence[str], timeout: float) -> NoReturn:
     late = f"did not answer within {timeout:g} s"
-    causes = {i: late if _TIMED_OUT in str(error) else _first_line(error) for i, error in failed.items()}
+    causes = {i: late if _TIMED_OUT in str(one) else str(one).partition("\n")[0] for i, one in failed.items()}
     lines = [f"worker {i} ('{names[i]}' of the RPC group): {cause}" for i, cause in causes.items()]
     kind = SyncTimeout if all(cause is late for cause in causes.values()) else WorkerDied
     raise kind("\n".join(lines), causes) from next(iter(failed.values()))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -24,7 +24,7 @@ from torch.distributed import (
     rpc,
 )
 
-from collectors.workers.wake_event import WakeEvent
+from collectors.workers.pool import WakeEvent
 from wsync import SyncTimeout, listen_on
 
 TRAINER = "trainer"
@@ -44,11 +44,7 @@ register_rendezvous_handler("wsync", _existing_store)
 
 
 def host_store(host: str) -> tuple[Store, Address]:
-    """Return a store that listens on a free port of ``host``, and its address.
-
-    Raises:
-        NotConnected: it cannot listen there, or that would be on every interface.
-    """
+    """Return a store that listens on a free port of ``host``, and its address."""
     with listen_on(host) as listening:
         address: Address = listening.getsockname()[:2]
         store = TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
@@ -108,9 +104,6 @@ def join_or_end(size: int, address: Address, sentinels: Sequence[int], timeout: 
     """Join as the trainer; return None, or the descriptor of ``sentinels`` that became readable first.
 
     torch's call cannot be interrupted: another thread makes it, and ends when the store is closed.
-
-    Raises:
-        SyncTimeout: the other members did not join in time.
     """
     done, errors = WakeEvent(), []
 
@@ -138,8 +131,8 @@ def join_or_end(size: int, address: Address, sentinels: Sequence[int], timeout: 
 def leave_group() -> None:
     """Leave the group without waiting for its other members.
 
-    A graceful shutdown needs all members, and works once per process. The other kind makes torch log each connection
-    that it closes: these lines are suppressed.
+    A graceful shutdown needs all members, and works once per process. This one makes torch log each connection that it
+    closes: these lines are suppressed.
     """
     with _without_lines("tensorpipe_agent.cpp"):
         rpc.shutdown(graceful=False)

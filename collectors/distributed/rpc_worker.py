@@ -1,133 +1,38 @@
-"""The worker's side over RPC: takes commands from RPC's threads, and executes them in order."""
+"""The worker's side of an ``RPCCollector``: a member of the RPC group that connects to the trainer over TCP."""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from contextlib import suppress
-from multiprocessing.connection import Connection
-from typing import Any
+from contextlib import closing, suppress
 
-from torch.distributed import rpc
-from torch.futures import Future
-
-from collectors.distributed.calls import CommandExecutor, Reply
-from collectors.distributed.rpc_group import Address, join_group, leave_group
-from collectors.worker import WorkerOptions, configure_process
-
-_services: dict[str, RpcWorkerService] = {}  # by the token of the collector
-_cancelled: set[str] = set()  # tokens of collectors that gave up; their ``enlist`` call may still arrive
-_lock = threading.Lock()  # calls arrive on several threads
+from collectors.distributed import rpc_group
+from collectors.worker import serve
+from collectors.workers.connections import Address, Disconnected, Greeting, connect
+from collectors.workers.pool import work
 
 
-class RpcWorkerService:
-    """Executes the commands of one trainer. RPC's threads may deliver commands out of order: they are numbered.
-
-    Args:
-        exclusive: whether this process runs this worker and nothing else.
-
-    Attributes:
-        lifetime: completed when the worker has ended.
-    """
-
-    def __init__(self, *, exclusive: bool) -> None:
-        self._exclusive = exclusive
-        self._executor = CommandExecutor(self._configure)
-        self._commands: dict[int, tuple[str, Any, Future[Reply]]] = {}
-        self._arrived = threading.Condition()
-        self.lifetime: Future[None] = Future()
-
-    def submit(self, number: int, command: str, argument: Any) -> Future[Reply]:
-        """Queue a command; return its reply. Called by RPC's threads."""
-        reply: Future[Reply] = Future()
-        with self._arrived:
-            self._commands[number] = command, argument, reply
-            self._arrived.notify()
-        return reply
-
-    def run(self) -> None:
-        """Execute commands until ``end``. Called once, by the worker's thread.
-
-        Raises:
-            Exception: what an environment raises when it is closed; the replies are given before.
-        """
-        number = 0
-        while True:
-            command, argument, reply = self._next(number)
-            if command == "end":
-                self._end(reply)
-                return
-            reply.set_result(self._executor.execute(command, argument))
-            number += 1
-
-    def _next(self, number: int) -> tuple[str, Any, Future[Reply]]:
-        with self._arrived:
-            self._arrived.wait_for(lambda: number in self._commands)
-            return self._commands.pop(number)
-
-    def _configure(self, options: WorkerOptions) -> None:
-        if self._exclusive:
-            configure_process(options)
-
-    def _end(self, reply: Future[Reply]) -> None:
-        try:
-            self._executor.close()
-            if self._exclusive:
-                # torch logs errors when the trainer leaves the group first; this process has nothing more to log.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        finally:  # the trainer, and a graceful rpc.shutdown(), wait for both
-            reply.set_result(Reply("ended"))
-            self.lifetime.set_result(None)
-
-
-def enlist(token: str) -> None:
+def enlist(address: tuple[str, int, bytes], worker_idx: int, key: bytes) -> None:
     """Start a worker in a thread of this process. Called by the trainer, in a process that a user has started."""
-    with _lock:
-        if token in _cancelled:
-            return
-        service = _services[token] = RpcWorkerService(exclusive=False)
-    threading.Thread(target=_serve, args=(token, service), name="collector-worker", daemon=True).start()
+    arguments = (Address(*address), worker_idx, key, lambda _: None)
+    threading.Thread(target=work, args=arguments, name="collector-worker", daemon=True).start()
 
 
-def _serve(token: str, service: RpcWorkerService) -> None:
-    try:
-        service.run()
-    finally:
-        with _lock:
-            _services.pop(token, None)
+def main(address: Address, worker_idx: int, key: bytes, size: int, store: rpc_group.Address, timeout: float) -> None:
+    """Run a worker in a process that the trainer has started: join the group, connect, execute commands.
 
-
-def cancel(token: str) -> None:
-    """End a worker that has no commands yet. Called by a trainer that gives up, before or after ``enlist`` arrives."""
-    with _lock:
-        _cancelled.add(token)
-        service = _services.pop(token, None)
-    if service is not None:
-        service.submit(0, "end", None)
-
-
-@rpc.functions.async_execution
-def command(token: str, number: int, name: str, argument: Any) -> Future[Reply]:
-    """Call ``RpcWorkerService.submit``. Called by the trainer."""
-    return _services[token].submit(number, name, argument)
-
-
-@rpc.functions.async_execution
-def lifetime(token: str) -> Future[None]:
-    """Return when the worker has ended. Called by the trainer, which detects the end of this process by it."""
-    return _services[token].lifetime
-
-
-def main(channel: Connection, worker_idx: int, size: int, address: Address, token: str, timeout: float) -> None:
-    """Run a worker in a process that the trainer has started.
-
-    The process reports that it has started, joins the group before any scheme connects, and leaves it when a message
-    comes by ``channel``, or the trainer has ended.
+    The process ends once the trainer has left the group, and closes the connection.
     """
-    service = _services[token] = RpcWorkerService(exclusive=True)
-    channel.send("started")
-    join_group(f"worker{worker_idx}", worker_idx + 1, size, address, timeout)
-    service.run()
-    with suppress(EOFError, ConnectionError):
-        channel.recv()
-    leave_group()
+    rpc_group.join_group(f"worker{worker_idx}", worker_idx + 1, size, store, timeout)
+    with closing(connect(address, Greeting(worker_idx, key))) as connection:
+        serve(connection)
+        if connection.told_to_end:
+            sys.stderr.flush()
+            # torch logs errors when the trainer leaves the group first; this process has nothing more to log.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            with suppress(Disconnected):
+                connection.send("ended")
+                while True:
+                    connection.receive()
+    rpc_group.leave_group()

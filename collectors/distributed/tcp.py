@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import wait
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
-from collectors.distributed import torchrun
-from collectors.distributed.tcp_worker import key_from_environment, resolved
-from collectors.factories import EnvMaker
-from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
-from collectors.workers.connection_pool import ConnectedWorker, ConnectionPool
-from collectors.workers.connections import WorkerConnection
-from collectors.workers.pool import pollable
-from collectors.workers.processes import exit_reason
-from wsync import SyncTimeout, WorkerDied
-from wsync.control import Connection, Listener, Message
+from collectors.arguments import EnvMaker
+from collectors.distributed.tcp_worker import key_from_environment, publish, resolved, trainer_host, under_torchrun
+from collectors.worker_collector import WorkerCollector
+from collectors.workers.connections import Connection, Disconnected, Greeting, Listener
+from collectors.workers.pool import WorkerHandle, WorkerPool
 
 Launcher = Literal["local", "join"]
 _log = logging.getLogger(__name__)
@@ -37,14 +29,11 @@ class DistributedCollector(WorkerCollector):
     nothing is encrypted: batches must not cross a network that others can read.
 
     Args:
-        create_env_fn: one function per worker; each makes an environment (lambdas work).
-        policy: see ``WorkerCollector``.
-        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        create_env_fn: one function per worker; this, ``policy``, ``sync`` and ``options``: see ``WorkerCollector``.
         host: the interface to listen on; by default loopback, or torchrun's master address if there are several nodes.
         port: the port to listen on; 0: any free port (it is logged).
         launcher: ``"local"`` or ``"join"``.
         timeout: seconds in which the workers have to join.
-        options: see ``WorkerCollector``.
 
     Raises:
         wsync.SyncTimeout: a worker did not join in time; names it.
@@ -63,7 +52,7 @@ class DistributedCollector(WorkerCollector):
         port: int = 0,
         launcher: Launcher = "local",
         timeout: float = 60.0,
-        **options: Unpack[WorkerCollectorOptions],
+        **options: Any,
     ) -> None:
         if launcher not in ("local", "join"):
             raise ValueError(f"launcher is 'local' or 'join', not {launcher!r}")
@@ -74,53 +63,37 @@ class DistributedCollector(WorkerCollector):
                 "use on_worker_failure=drop, or launcher=local",
             )
         if host is None:
-            host = torchrun.trainer_host() if launcher == "join" and torchrun.under_torchrun() else "127.0.0.1"
+            host = trainer_host() if launcher == "join" and under_torchrun() else "127.0.0.1"
         self._host = host
         start = partial(TcpPool, host=host, port=port, launcher=launcher, timeout=timeout)
         super().__init__(create_env_fn, policy, sync=sync, start=start, **options)
 
 
-class TcpPool(ConnectionPool):
-    """Waits until all workers have joined, and stops listening on TCP then.
+class TcpPool(WorkerPool):
+    """Waits until all workers have joined, and stops listening on TCP then. A restarted one connects to a Unix socket.
 
-    A worker on this machine has one connection, and joins with the key that it was started with. A worker in another
-    program registers two: one for messages, and one without traffic, which ends when the process at its other end does.
-    A restarted worker connects to a Unix socket.
-
-    Args:
-        count: number of workers.
-        host: the interface to listen on.
-        port: 0: any free port.
-        launcher: ``"local"`` starts workers on this machine; ``"join"`` waits for workers that are started elsewhere.
-        timeout: seconds in which they have to join.
-
-    Raises:
-        SyncTimeout: workers did not join; names them.
-        WorkerDied: a worker that this process has started ended before it joined.
-        ValueError: torchrun has started another number of workers, or there is no key.
-        NotConnected: it cannot listen there.
+    A worker that this process has started joins with the key that it was started with; one in another program with
+    its name, "(process … on …)".
     """
 
     def __init__(self, count: int, *, host: str, port: int, launcher: Launcher, timeout: float) -> None:
-        self._count = count
-        self._registered: dict[str, dict[str, Connection]] = {}  # of workers with one connection so far
-        by_torchrun = launcher == "join" and torchrun.under_torchrun()
-        token = None if launcher == "local" or by_torchrun else key_from_environment(os.environ)
+        by_torchrun = launcher == "join" and under_torchrun()
+        key = None if launcher == "local" or by_torchrun else key_from_environment(os.environ)
         if by_torchrun and (started := int(os.environ["WORLD_SIZE"])) != count + 1:
             raise ValueError(
                 f"torchrun has started {started} processes: a trainer and {started - 1} workers, not {count}; "
                 "set num_workers to that"
             )
-        listener = Listener(host and resolved(host), port, token)  # refuses an empty host, which might be resolved
-        super().__init__(count if launcher == "local" else 0, listener)
+        listener = Listener(host and resolved(host), port, key)  # refuses an empty host, which might be resolved
+        super().__init__(count, listener, start=launcher == "local")
         store: Any = None
         try:
             if by_torchrun:
-                store = torchrun.publish(self.listener.address, timeout)
+                store = publish(self.listener.address, timeout)
             elif launcher == "join":
-                address = self.listener.address
-                _log.info("waiting at %s:%s for %d workers to join", address.host, address.port, count)
-            self._wait_for_workers(timeout)
+                where, at, _ = self.listener.address
+                _log.info("waiting at %s:%s for %d workers to join", where, at, count)
+            self.wait_for_workers(timeout)
             self.listener.close()
             self.listener = Listener()
         except BaseException:  # also Ctrl-C: the workers that have been started are ended
@@ -129,58 +102,19 @@ class TcpPool(ConnectionPool):
         finally:
             del store  # which had to live until all workers have read it
 
-    def _wait_for_workers(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while missing := self._missing():
-            starting = {worker.sentinel: worker for worker in self.workers if worker.connection is None}
-            left = deadline - time.monotonic()
-            ready = wait([self.listener.fileno(), *starting], pollable(max(0.0, left)))
-            if not ready or left <= 0:  # foreign connections may keep the listener readable
-                raise SyncTimeout(
-                    f"worker(s) {', '.join(map(str, missing))} did not join within {timeout:g} s",
-                    {i: "never joined" for i in missing},
-                )
-            self._accept()
-            for worker in (starting[fd] for fd in ready if isinstance(fd, int) and fd in starting):
-                if worker.connection is None and worker.process is not None:
-                    index, cause = worker.worker_idx, f"{exit_reason(worker.process)}, before it had joined"
-                    raise WorkerDied(f"worker {index} {cause}", {index: cause})
-        self.workers.sort(key=lambda worker: worker.worker_idx)
-
-    def _missing(self) -> list[int]:
-        joined = {worker.worker_idx for worker in self.workers if worker.connection is not None}
-        return sorted(set(range(self._count)) - joined)
-
-    def _register(self, connection: Connection, greeting: Message) -> None:
-        """Register one connection; a worker in another program has joined with its second one."""
-        if not greeting.payload.startswith(b"{"):
+    def _register(self, connection: Connection, greeting: Greeting) -> None:
+        """Tell a worker in another program whether it has joined; as which one, if it has named no index."""
+        if not greeting.data.startswith(b"("):
             super()._register(connection, greeting)
             return
-        registration = json.loads(greeting.payload)
-        both = self._registered.setdefault(registration["key"], {})
-        both[registration["purpose"]] = connection
-        if len(both) < 2:
-            return
-        del self._registered[registration["key"]]
-        channel, liveness = both["messages"], both["liveness"]
         missing = self._missing()
-        index = greeting.worker if greeting.worker >= 0 else missing[0]
+        index = greeting.worker if greeting.worker >= 0 or not missing else missing[0]
         is_accepted = index in missing
         reason = f"there is a worker {index} already, or there are only {self._count}"
-        for end in (liveness, channel):  # also authenticates this end
-            with suppress(ConnectionError):  # the worker has ended meanwhile; if it was accepted, ``poll`` reports it
-                WorkerConnection(end).send(*(("accepted", index) if is_accepted else ("refused", reason)))
-            if not is_accepted:
-                end.close()
+        with suppress(Disconnected):  # the worker has ended meanwhile; if it was accepted, ``poll`` reports it
+            connection.send(*(("accepted", index) if is_accepted else ("refused", reason)))
         if is_accepted:
-            worker = ConnectedWorker(index, b"", liveness=liveness, name=registration["name"])
-            self.workers.append(worker)
-            self._attach(worker, channel)
-
-    def close(self) -> None:
-        """See WorkerPool."""
-        super().close()
-        for half in self._registered.values():
-            for connection in half.values():
-                connection.close()
-        self._registered = {}
+            self.workers.append(worker := WorkerHandle(index, b"", name=greeting.data.decode()))
+            worker.attach(connection)
+        else:
+            connection.close()

@@ -1,29 +1,33 @@
-"""The worker's side over TCP: find the trainer, join it, execute its commands."""
+"""How a worker in another program joins its trainer over TCP, and how both find each other under torchrun."""
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import partial
-from multiprocessing.connection import wait
+from datetime import timedelta
 
-from collectors.distributed import torchrun
-from collectors.worker import exit_when_readable, serve, set_worker_signals
-from collectors.workers.connections import WorkerConnection
-from wsync import NotConnected
-from wsync.control import Address, Connection, connect
+from torch.distributed import (
+    DistNetworkError,
+    DistStoreError,
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+from collectors.worker import serve
+from collectors.workers.connections import Address, Disconnected, Greeting, connect, sealed, unsealed
+from collectors.workers.processes import exit_when_readable, set_worker_signals
+from wsync import NotConnected, SyncTimeout
 
 TRAINER, AUTHKEY = "WSYNC_TRAINER", "WSYNC_AUTHKEY"
+_STORE_KEY = "trainer"
 
 
 def is_worker(env: Mapping[str, str] = os.environ) -> bool:
     """Whether this process was started to be a worker: by torchrun with a rank above 0, or with ``WSYNC_TRAINER``."""
-    return TRAINER in env or (torchrun.under_torchrun(env) and int(env["RANK"]) > 0)
+    return TRAINER in env or (under_torchrun(env) and int(env["RANK"]) > 0)
 
 
 def join_trainer(*, timeout: float = 60.0) -> int:
@@ -46,21 +50,20 @@ def join_trainer(*, timeout: float = 60.0) -> int:
     """
     set_worker_signals()
     if TRAINER in os.environ:
-        address, worker_idx = _address(os.environ[TRAINER], key_from_environment(os.environ)), -1
+        host, _, port = os.environ[TRAINER].rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"{TRAINER} is host:port, not {os.environ[TRAINER]!r}")
+        address = Address(resolved(host.strip("[]")), int(port), key_from_environment(os.environ))
+        join(address, -1, timeout)
     elif is_worker():
-        address, worker_idx = torchrun.look_up(timeout), int(os.environ["RANK"]) - 1
+        join(look_up(timeout), int(os.environ["RANK"]) - 1, timeout)
     else:
         raise ValueError(f"no trainer is given: start this under torchrun with a rank above 0, or set {TRAINER}")
-    join(address, worker_idx, timeout)
     return 0
 
 
 def key_from_environment(env: Mapping[str, str]) -> bytes:
-    """Return the key in ``WSYNC_AUTHKEY``.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the key in ``WSYNC_AUTHKEY``."""
     if not env.get(AUTHKEY):
         raise ValueError(f"set {AUTHKEY} to a secret of your own, the same for the trainer and its workers")
     return env[AUTHKEY].encode()
@@ -74,61 +77,75 @@ def resolved(host: str) -> str:
         return host  # the error of listening there, or of connecting, is the better one
 
 
-def _address(text: str, key: bytes) -> Address:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f"{TRAINER} is host:port, not {text!r}")
-    return Address(resolved(host.strip("[]")), int(port), key)
-
-
 def join(address: Address, worker_idx: int, timeout: float) -> None:
-    """Join the trainer at ``address``, and execute its commands until it closes the connection.
-
-    Args:
-        address: the address of the trainer's listener.
-        worker_idx: the index to have; -1: any.
-        timeout: seconds in which the trainer has to accept.
-
-    Raises:
-        NotConnected: there is no trainer, or it did not accept this worker.
-        SyncTimeout: the trainer's machine did not answer in time.
-    """
-    deadline, key = time.monotonic() + timeout, secrets.token_hex(16)
+    """Join the trainer at ``address``, and execute its commands until it closes the connection."""
+    deadline, where = time.monotonic() + timeout, f"{address.host}:{address.port}"
     name = f"(process {os.getpid()} on {socket.gethostname()})"
-    ends: dict[str, Connection] = {}
+    connection = connect(Address(*address), Greeting(worker_idx, name.encode()), deadline)
     try:
-        for purpose in ("liveness", "messages"):
-            registration = json.dumps({"purpose": purpose, "key": key, "name": name})
-            ends[purpose] = connect(address, worker_idx, deadline, registration.encode())
-        for end in ends.values():
-            _require_accepted(end, address, deadline)
-        liveness = ends["liveness"]
-        stop_watching = exit_when_readable(*liveness.descriptors, status=partial(_exit_status, liveness.fileno()))
+        verdict, reason = connection.receive(deadline)
+        if verdict == "refused":
+            raise NotConnected(f"the trainer does not take this worker: {reason}")
+        stop_watching = exit_when_readable(connection.sentinel, status=lambda: 0 if connection.told_to_end else 1)
         try:
-            serve(WorkerConnection(ends["messages"]))
+            serve(connection)
         finally:
             stop_watching()
-    finally:
-        for end in ends.values():
-            end.close()
-
-
-def _exit_status(liveness: int) -> int:
-    """Return 0 if the trainer has shut down, which it reports by a message: see ``ConnectedWorker.release``."""
-    with socket.socket(fileno=socket.dup(liveness)) as sock, suppress(OSError):
-        return 0 if sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) else 1
-    return 1
-
-
-def _require_accepted(end: Connection, address: Address, deadline: float) -> None:
-    where = f"{address.host}:{address.port}"
-    if not wait([end.fileno()], max(0.0, deadline - time.monotonic())):
-        raise NotConnected(f"the trainer at {where} does not answer: is it stopped?")
-    try:
-        verdict, reason, _ = WorkerConnection(end).receive()
-    except EOFError as error:
+    except TimeoutError as error:
+        raise NotConnected(f"the trainer at {where} does not answer: is it stopped?") from error
+    except Disconnected as error:
         raise NotConnected(
             f"the trainer at {where} did not accept this worker: another key? Or it has its workers already"
         ) from error
-    if verdict == "refused":
-        raise NotConnected(f"the trainer does not take this worker: {reason}")
+    finally:
+        connection.close()
+
+
+# --- torchrun ---
+
+
+def under_torchrun(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun, or a program that sets the same variables, has started this process."""
+    return all(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def trainer_host() -> str:
+    """Return the interface on which workers reach the trainer; rank 0 is on the master's node."""
+    one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return "127.0.0.1" if one_node else os.environ["MASTER_ADDR"]
+
+
+def publish(address: Address, timeout: float) -> Store:
+    """Publish the trainer's address. Keep the returned store until all workers have read it."""
+    store = _store(timeout)
+    store.set(_STORE_KEY, sealed(address))
+    return store
+
+
+def look_up(timeout: float) -> Address:
+    """Wait until the trainer has published its address; return it."""
+    store = _store(timeout)
+    try:
+        return unsealed(store.get(_STORE_KEY))
+    except DistStoreError as error:
+        raise SyncTimeout(
+            f"rank {os.environ['RANK']}: the trainer (rank 0) did not open a DistributedCollector(launcher='join') "
+            f"within {timeout:g} s"
+        ) from error
+    except ValueError as error:
+        raise NotConnected(f"rank {os.environ['RANK']}: the trainer's address in torchrun's store: {error}") from error
+
+
+def _store(timeout: float) -> Store:
+    """Return the store of torchrun's agent, or open one in rank 0 if the agent has none."""
+    hosts = int(os.environ["RANK"]) == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(host, port, is_master=hosts, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    except DistNetworkError as error:
+        raise NotConnected(
+            f"rank {os.environ['RANK']}: the store at {host} port {port} (MASTER_ADDR, MASTER_PORT) cannot be "
+            f"{'opened' if hosts else 'reached: has rank 0 been started?'} ({error})"
+        ) from error
+    # After torchrun has restarted the processes, workers must not find the address of the trainer before.
+    return PrefixStore(f"wsync-collector/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

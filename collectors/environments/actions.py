@@ -1,4 +1,9 @@
-"""Codecs of actions, between tensors and Gymnasium's spaces."""
+"""Codecs of actions, between tensors and Gymnasium's spaces.
+
+A codec has ``spec``, the Spec of one environment's action, and three functions. ``to_env`` makes Gymnasium's actions
+``[E, *]`` of what a policy gives; ``from_env`` is its inverse. ``draw`` returns random actions from the space of all
+environments, as a policy would give them, with their log-probabilities ``[E]`` in nats.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from collectors.environments.specs import Spec
+from collectors.environments.specs import Spec, float_bounds
 from collectors.environments.trees import Array
 
 
@@ -22,20 +27,20 @@ class DiscreteActions:
     """A choice among n: an index ``[E]``, or scores or one-hot ``[E, n]`` of which the greatest counts."""
 
     def __init__(self, space: spaces.Discrete) -> None:
-        """Take ``n`` and the first value from ``space``."""
         self.n, self.start = int(space.n), int(space.start)
         self.spec = Spec(torch.Size((self.n,)), torch.int64, n=self.n)
 
     def to_env(self, action: Array, num_envs: int) -> Array:
-        """Return the environment's own numbers, int64 ``[E]``.
-
-        Raises:
-            ValueError: another shape, an index out of range, or scores of NaN.
-        """
+        """Return int64 ``[E]``; raise ValueError for another shape, an index out of range, or scores of NaN."""
         if action.size == num_envs * self.n and action.shape[-1:] == (self.n,):
-            taken = self._greatest(action.reshape(num_envs, self.n))
+            scores = action.reshape(num_envs, self.n)
+            if scores.dtype.kind == "f" and (unknown := np.isnan(scores)).any():
+                row = int(unknown.any(-1).argmax())
+                values = scores[row].tolist()
+                raise ValueError(f"the scores of actions 0 to {self.n - 1} for environment {row} are {values}")
+            taken = scores.argmax(-1)
         elif action.size == num_envs and _has_rows(action, num_envs):
-            taken = self._known(action.reshape(num_envs))
+            taken = self._checked(action.reshape(num_envs))
         else:
             raise ValueError(
                 f"an action for {num_envs} environment(s) with {self.n} choices is an index [{num_envs}] or "
@@ -45,7 +50,7 @@ class DiscreteActions:
             taken += self.start
         return taken
 
-    def _known(self, index: Array) -> Array:
+    def _checked(self, index: Array) -> Array:
         """Return a checked copy: an environment may keep it. The first two branches are the common cases."""
         if index.size == 1 and index.item() in range(self.n):
             return index.astype(np.int64)
@@ -57,19 +62,12 @@ class DiscreteActions:
             raise ValueError(f"the action for environment {row} is {index[row]}, and an index is 0 to {self.n - 1}")
         return index.astype(np.int64)
 
-    def _greatest(self, scores: Array) -> Array:
-        if scores.dtype.kind == "f" and (unknown := np.isnan(scores)).any():
-            row = int(unknown.any(-1).argmax())
-            values = scores[row].tolist()
-            raise ValueError(f"the scores of actions 0 to {self.n - 1} for environment {row} are {values}")
-        return scores.argmax(-1)
-
     def from_env(self, action: Array) -> Array:
         """Return indices, counted from 0."""
         return action.astype(np.int64) - self.start
 
     def draw(self, actions: spaces.Space) -> tuple[Array, Array]:
-        """Return random indices ``[E]`` from the space of all environments, and their log-probabilities, in nats."""
+        """Return random indices ``[E]``, and their log-probabilities."""
         drawn = self.from_env(np.asarray(actions.sample()))
         return drawn, np.full(len(drawn), -math.log(self.n))
 
@@ -78,25 +76,16 @@ class BoxActions:
     """A vector; on the way to the environment it is clipped to the bounds, and rounded for a space of integers."""
 
     def __init__(self, space: spaces.Box) -> None:
-        """Take shape, bounds and dtype from ``space``."""
         self.space = space
         self._is_integer = space.dtype.kind != "f"  # or bool
-        with np.errstate(over="ignore"):  # a float64 bound beyond float32 is infinite there
-            low, high = (
-                torch.tensor(np.where(bounded, bound, infinite).astype(np.float32))
-                for bounded, bound, infinite in (
-                    (space.bounded_below, space.low, -np.inf),  # a space of integers has no infinite bounds itself
-                    (space.bounded_above, space.high, np.inf),
-                )
-            )
-        self.spec = Spec(torch.Size(space.shape), torch.float32, low, high)
+        # A space of integers has no infinite bounds itself.
+        low = np.where(space.bounded_below, space.low, -np.inf)
+        high = np.where(space.bounded_above, space.high, np.inf)
+        self.spec = Spec(torch.Size(space.shape), torch.float32, *float_bounds(low, high))
         self._bounds = (np.empty(0), np.empty(0))  # for all environments, [E, *shape]: no broadcast in each step
 
     def to_env(self, action: Array, num_envs: int) -> Array:
-        """Return ``[E, *shape]`` in the space's dtype; raise ValueError for any other shape, or NaN.
-
-        Values out of bounds become the bound, and a dtype of integers has the nearest one.
-        """
+        """Return ``[E, *shape]`` in the space's dtype; raise ValueError for any other shape, or NaN."""
         low, high = self._bounds
         if len(low) != num_envs:
             low, high = self._bounds = self._bounds_of(num_envs)
@@ -113,8 +102,7 @@ class BoxActions:
 
     def _bounds_of(self, num_envs: int) -> tuple[Array, Array]:
         space, shape = self.space, (num_envs, *self.space.shape)
-        dtype = np.float64 if self._is_integer else space.dtype
-        low, high = (np.full(shape, bound, dtype) for bound in (space.low, space.high))
+        low, high = (np.full(shape, one, np.float64 if self._is_integer else None) for one in (space.low, space.high))
         if space.dtype.kind in "iu":  # the largest int64 and uint64 would be rounded up, out of the range of the dtype
             np.minimum(high, np.nextafter(float(np.iinfo(str(space.dtype)).max), 0), out=high)
         return low, high
@@ -124,13 +112,10 @@ class BoxActions:
         return action.astype(np.float32)
 
     def draw(self, actions: spaces.Space) -> tuple[Array, Array]:
-        """Return random actions, float32 ``[E, *shape]``, and their log-probabilities ``[E]``, in nats.
+        """Return random actions, float32 ``[E, *shape]``, and their log-densities.
 
         Gymnasium draws each element by itself: between two bounds uniformly; with one bound, at an exponential distance
         of mean 1 from it; without bounds, from the standard normal distribution.
-
-        Raises:
-            ValueError: integers without bounds, for which Gymnasium has no distribution that vector environments share.
         """
         space = self.space
         below, above = space.bounded_below, space.bounded_above
@@ -153,7 +138,6 @@ class MultiDiscreteActions:
     """Several choices at once, int64 indices ``[E, k]``; a MultiBinary action is k choices between 0 and 1."""
 
     def __init__(self, space: spaces.MultiDiscrete | spaces.MultiBinary) -> None:
-        """Take the number of options of each choice, and its first value, from ``space``."""
         self.space = space
         binary = isinstance(space, spaces.MultiBinary)
         self.nvec = np.full(space.shape, 2).ravel() if binary else space.nvec.ravel().astype(np.int64)
@@ -161,15 +145,11 @@ class MultiDiscreteActions:
         self.spec = Spec(torch.Size(self.nvec.shape), torch.int64, nvec=tuple(self.nvec.tolist()))
 
     def to_env(self, action: Array, num_envs: int) -> Array:
-        """Return the environment's own numbers, ``[E, *space.shape]`` in the space's dtype.
-
-        Raises:
-            ValueError: another shape, or an index out of range.
-        """
-        if action.size != num_envs * len(self.nvec) or not _has_rows(action, num_envs):
-            shape = [num_envs, len(self.nvec)]
+        """Return ``[E, *space.shape]`` in the space's dtype; raise ValueError for a wrong shape or index."""
+        shape = [num_envs, len(self.nvec)]
+        if action.size != math.prod(shape) or not _has_rows(action, num_envs):
             raise ValueError(f"an action for these environments is indices {shape}, not {list(action.shape)}")
-        indices = action.reshape(num_envs, len(self.nvec))
+        indices = action.reshape(shape)
         wrong = ~((indices >= 0) & (indices < self.nvec) & (indices == np.floor(indices)))  # true for NaN as well
         if wrong.any():
             row, choice = np.argwhere(wrong)[0]
@@ -184,7 +164,7 @@ class MultiDiscreteActions:
         return action.reshape(len(action), -1).astype(np.int64) - self._start
 
     def draw(self, actions: spaces.Space) -> tuple[Array, Array]:
-        """Return random indices ``[E, k]`` from the space of all environments, and their log-probabilities, in nats."""
+        """Return random indices ``[E, k]``, and their log-probabilities."""
         drawn = self.from_env(np.asarray(actions.sample()))
         return drawn, np.full(len(drawn), -float(np.log(self.nvec).sum()))
 

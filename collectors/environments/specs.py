@@ -28,10 +28,9 @@ class Spec:
     """Shape, dtype and bounds of one environment's observation or action (without batch dimensions).
 
     A discrete action of ``n`` choices has ``n`` set, ``dtype`` int64 (it is stored as an index) and ``shape`` ``(n,)``,
-    the number of scores that a network has to give. Otherwise ``n`` is None.
-    An action of several choices has ``nvec`` set, the number of options of each choice, and is int64 of ``shape``
-    ``(len(nvec),)``. Otherwise ``nvec`` is None.
-    ``low`` and ``high`` are tensors of ``shape``, or None: of choices, and of an encoder's output.
+    the number of scores that a network has to give. An action of several choices has ``nvec`` set, the number of
+    options of each choice, and is int64 of ``shape`` ``(len(nvec),)``. ``low`` and ``high`` are tensors of ``shape``;
+    None of choices, and of an encoder's output.
     """
 
     shape: torch.Size
@@ -65,17 +64,21 @@ SpecTree = Spec | Mapping[str, "SpecTree"]
 """The spec of an observation: of one tensor, or of several by name, for a Dict or Tuple space."""
 
 
+def float_bounds(low: Array, high: Array) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bounds as float32; one beyond its range is infinite."""
+    with np.errstate(over="ignore"):
+        return torch.tensor(np.asarray(low, np.float32)), torch.tensor(np.asarray(high, np.float32))
+
+
 class BoxCodec:
     """Box and MultiBinary: the numbers as float32, rounded; uint8 (images) stays uint8."""
 
     def __init__(self, space: spaces.Box | spaces.MultiBinary) -> None:
-        """Take shape and bounds from ``space``."""
         shape = torch.Size(space.shape or (1,))
         image = isinstance(space, spaces.Box) and space.dtype == np.uint8
         dtype = torch.uint8 if image else torch.float32
-        low, high = (space.low, space.high) if isinstance(space, spaces.Box) else (0, 1)
-        with np.errstate(over="ignore"):  # a float64 bound beyond float32 is infinite there
-            low, high = (torch.tensor(np.broadcast_to(bound, shape).astype(np.float32)) for bound in (low, high))
+        bounds = (space.low, space.high) if isinstance(space, spaces.Box) else (0, 1)
+        low, high = float_bounds(*(np.broadcast_to(bound, shape) for bound in bounds))
         self.spec = Spec(shape, dtype, low.to(dtype), high.to(dtype))
 
     def write(self, raw: Array, out: Array) -> None:
@@ -87,7 +90,6 @@ class OneHotCodec:
     """Discrete and MultiDiscrete: one-hot vectors, end to end (``gymnasium.spaces.flatten``'s convention)."""
 
     def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete) -> None:
-        """Lay the one-hot vectors of all components of ``space`` end to end."""
         self._counts = np.ravel(space.n if isinstance(space, spaces.Discrete) else space.nvec).astype(np.int64)
         self._starts = np.ravel(space.start)
         self._offsets = np.cumsum(self._counts) - self._counts
@@ -95,11 +97,7 @@ class OneHotCodec:
         self.spec = Spec(size, torch.float32, torch.zeros(size), torch.ones(size))
 
     def write(self, raw: Array, out: Array) -> None:
-        """Set one element of ``out`` to 1 for each component.
-
-        Raises:
-            ValueError: a component is outside ``space``.
-        """
+        """Set one element of ``out`` to 1 for each component; raise ValueError for one outside ``space``."""
         chosen = raw.reshape(len(out), -1) - self._starts
         wrong = (chosen < 0) | (chosen >= self._counts)
         if wrong.any():
@@ -114,24 +112,15 @@ class TreeCodec:
     """Dict and Tuple: a part for each entry, by its key as a string; the entries of a Tuple are called "0", "1", …."""
 
     def __init__(self, space: spaces.Dict | spaces.Tuple) -> None:
-        """Make a codec for each entry of ``space``.
-
-        Raises:
-            TypeError: an entry has no codec.
-        """
         entries = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        self._codecs = {key: observation_codec(entry) for key, entry in entries}
+        self._codecs: dict[Any, Any] = {key: observation_codec(entry) for key, entry in entries}
         self.spec: SpecTree = {str(key): codec.spec for key, codec in self._codecs.items()}
 
     def write(self, raw: Any, out: ArrayTree) -> None:
-        """Write each entry.
-
-        Raises:
-            ValueError: an entry does not fit its space; names it.
-        """
+        """Write each entry; raise ValueError for one that does not fit its space, with its name."""
         for key, codec in self._codecs.items():
             try:
-                codec.write(raw[key], out.parts[str(key)])  # pyright: ignore[reportArgumentType]  (of the codec's kind)
+                codec.write(raw[key], out.parts[str(key)])
             except ValueError as error:
                 raise ValueError(f"part {key!r} of the observation: {error}") from error
 
@@ -147,11 +136,7 @@ def zeros(spec: SpecTree, *batch: int) -> Observation:
 
 
 def observation_codec(space: spaces.Space) -> ObservationCodec:
-    """Return the codec for ``space``.
-
-    Raises:
-        TypeError: for a space that is not made of tensors of a fixed shape (Text, Graph, Sequence, OneOf).
-    """
+    """Return the codec for ``space``; raise TypeError for one without a fixed shape (Text, Graph, Sequence, OneOf)."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         return TreeCodec(space)
     if isinstance(space, spaces.Box | spaces.MultiBinary):

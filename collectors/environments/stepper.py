@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import EllipsisType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+import torch
 
-from collectors.environments.actions import action_codec
-from collectors.environments.specs import ACTION_MASK, SpecTree, observation_codec, zeros
-from collectors.environments.stages import Encoder, RewardModel
-from collectors.environments.transforms import Transform
-from collectors.environments.trees import ArrayTree
-from collectors.environments.vector import Array, Driver
+from collectors.environments.actions import ActionCodec, action_codec
+from collectors.environments.specs import ACTION_MASK, Spec, SpecTree, observation_codec, zeros
+from collectors.environments.transforms import ACTION, NEXT_OBSERVATION, OBSERVATION, REWARD, Transform
+from collectors.environments.trees import Array, ArrayTree
+from collectors.environments.vector import VectorDriver
 
 RESULTS = {
     "reward": np.float32,
@@ -42,15 +42,9 @@ class Stepper:
     has to follow.
     """
 
-    def __init__(self, driver: Driver, seed: int | None = None) -> None:
-        """Use ``driver``; the first reset uses ``seed``.
-
-        Raises:
-            TypeError: for an observation or action space without a codec.
-        """
-        self.driver = driver
-        self.num_envs = driver.num_envs
-        self._observations = observation_codec(driver.observation_space)
+    def __init__(self, driver: VectorDriver, seed: int | None = None) -> None:
+        self.driver, self.num_envs = driver, driver.num_envs
+        self._observations: Any = observation_codec(driver.observation_space)
         self._actions = action_codec(driver.action_space)
         self.observation_spec: SpecTree = self._observations.spec
         self.action_spec = self._actions.spec
@@ -76,9 +70,6 @@ class Stepper:
         """Return a stepper of the same environments that applies ``transform`` after the existing transforms.
 
         An encoder replaces ``observation`` (an array) and ``observation_spec``, a reward model ``reward``.
-
-        Raises:
-            ValueError: the transform's function gives a wrong shape.
         """
         stepper = copy.copy(self)
         if transform.is_encoder:
@@ -109,11 +100,7 @@ class Stepper:
         self._limit = limit
 
     def seed(self, seed: int) -> None:
-        """Seed the random actions, and a reset that precedes the next step.
-
-        Raises:
-            TypeError: the seed is not a whole number.
-        """
+        """Seed the random actions, and a reset that precedes the next step."""
         seed = operator.index(seed)  # Gymnasium takes no integers of numpy
         self._seed, self.is_reset = seed, False
         # Another stream than the environments', which are seeded with the number itself.
@@ -138,15 +125,12 @@ class Stepper:
 
         With them, their log-probabilities ``[E]``, in nats. Where observations have an "action_mask" with an element
         for each option, only options that it allows are drawn.
-
-        Raises:
-            ValueError: actions of integers without bounds.
         """
         actions, mask = self.driver.actions, self._mask()
-        if mask is not None:
-            indices, log_prob = sample_allowed(self.action_spec.options, mask, actions.np_random)
-            return (indices[:, 0] if self.action_spec.is_discrete else indices), log_prob
-        return self._actions.draw(actions)
+        if mask is None:
+            return self._actions.draw(actions)
+        indices, log_prob = sample_allowed(self.action_spec.options, mask, actions.np_random)
+        return (indices[:, 0] if self.action_spec.is_discrete else indices), log_prob
 
     def _mask(self) -> Array | None:
         """Return the action mask of the current observations, bool ``[E, sum(options)]``; None if they have none."""
@@ -156,40 +140,15 @@ class Stepper:
             return mask != 0
         return None
 
-    def _check_mask(self) -> None:
-        """Check that each environment that acts now has an option of each choice.
-
-        Raises:
-            ValueError: one has none; names it and the step.
-        """
-        mask = self._mask()
-        if mask is None:
-            return
-        possible = np.logical_or.reduceat(mask, self._first_options, axis=1).all(1)
-        if self.reset_step is not None:
-            possible |= self.done  # the driver resets these rows now
-        if not possible.all():
-            row = int(possible.argmin())
-            raise ValueError(
-                f'the "{ACTION_MASK}" of environment {row} of this worker allows no action in step '
-                f"{self.episode_length[row]} of its episode (0 is the first): at least one option of each choice has "
-                "to be possible until the episode ends"
-            )
-
     def step(self, action: Array) -> None:
         """Apply ``action`` (any form that a policy may give); see the class for what can be read then.
 
         Actions of rows that this step resets have no effect, and may be NaN as the last observation may.
-
-        Raises:
-            ValueError: for actions of a wrong shape, an index out of range, or NaN; or for an "action_mask" without a
-                possible action.
         """
         self._check_mask()
         taken = self._actions.to_env(self._without_reset_rows(action), self.num_envs)
         for stage in self._stages:
-            if isinstance(stage, RewardModel):
-                stage.before(taken)
+            stage.before(taken)
         self.is_reset = False  # until `reset_ended`
         successor, self._own_reward[:], self.terminated[:], self.truncated[:] = self.driver.step(taken)
         self._observations.write(successor, self._raw)
@@ -205,6 +164,31 @@ class Stepper:
         for stage in self._stages:
             stage.after(self.reset_step)
 
+    def _check_mask(self) -> None:
+        """Raise ValueError if an environment that acts now has no option of a choice."""
+        mask = self._mask()
+        if mask is None:
+            return
+        possible = np.logical_or.reduceat(mask, self._first_options, axis=1).all(1)
+        if self.reset_step is not None:
+            possible |= self.done  # the driver resets these rows now
+        if not possible.all():
+            row = int(possible.argmin())
+            raise ValueError(
+                f'the "{ACTION_MASK}" of environment {row} of this worker allows no action in step '
+                f"{self.episode_length[row]} of its episode (0 is the first): at least one option of each choice has "
+                "to be possible until the episode ends"
+            )
+
+    def _without_reset_rows(self, action: Array) -> Array:
+        """Return ``action`` with zeros in the rows that the next step resets; any action space has that action."""
+        done = self.done
+        if self.reset_step is None or not np.count_nonzero(done) or action.size % len(done):
+            return action
+        rows = np.array(action).reshape(len(done), -1)
+        rows[done] = 0
+        return rows.reshape(action.shape)
+
     def reset_ended(self) -> None:
         """Start new episodes where ``done``; the other rows continue."""
         if np.count_nonzero(self.done):
@@ -219,28 +203,84 @@ class Stepper:
             self.is_init |= self.reset_step
         self.is_reset = True
 
-    def _without_reset_rows(self, action: Array) -> Array:
-        """Return ``action`` with zeros in the rows that the next step resets; any action space has that action."""
-        done = self.done
-        if self.reset_step is None or not np.count_nonzero(done) or action.size % len(done):
-            return action
-        rows = np.array(action).reshape(len(done), -1)
-        rows[done] = 0
-        return rows.reshape(action.shape)
-
     def _encode(self, rows: EllipsisType | Array) -> None:
         for stage in self._stages:
-            if isinstance(stage, Encoder):
-                stage.encode(rows)
+            stage.encode(rows)
+
+
+class Encoder:
+    """Encodes observations, also those at the end and the start of an episode, into ``observation``, of ``spec``."""
+
+    def __init__(self, transform: Transform, source: Array) -> None:
+        self._transform, self._source = transform, source
+        first = transform.probe(source)
+        self._row = first.shape[1:]
+        self.spec = Spec(torch.Size(self._row or (1,)), torch.float32)
+        self.observation: Array = zeros(self.spec, len(source))
+        self._checked(first, len(source))
+
+    def before(self, taken: Array) -> None:
+        """Do nothing: an encoder reads no action."""
+
+    def after(self, reset_step: Array | None) -> None:
+        """Encode the successors."""
+        self.encode(...)
+
+    def encode(self, rows: EllipsisType | Array) -> None:
+        """Encode these rows of the source; ``...`` for all."""
+        given = self._source[rows]
+        self.observation[rows] = self._checked(self._transform.evaluate(given), len(given))
+
+    def _checked(self, encoded: Array, rows: int) -> Array:
+        if encoded.shape != (rows, *self._row):
+            message = f"{self._transform} gave observations of shape {list(encoded.shape)} for {rows} environment(s)"
+            raise ValueError(f"{message}: it has to give one row for each, {[rows, *self._row]}")
+        return encoded.reshape(rows, *self.spec.shape)
+
+
+class RewardModel:
+    """Computes ``reward`` from a step."""
+
+    def __init__(self, transform: Transform, observation: Array, reward: Array, actions: ActionCodec) -> None:
+        self._transform, self._actions, self._num_envs = transform, actions, len(reward)
+        # The arrays themselves: a view of one would be independent of it in a copy or a pickle of the environment.
+        self._inputs: dict[Any, Array] = {NEXT_OBSERVATION: observation, REWARD: reward}
+        self._inputs[OBSERVATION] = observation.copy()
+        self.reward = np.zeros_like(reward)
+        zero = np.zeros((self._num_envs, *actions.spec.shape), np.float32)
+        self.before(actions.to_env(zero, self._num_envs))
+        self._result(transform.probe)
+
+    def before(self, taken: Array) -> None:
+        """Keep the action that the environment takes now, and the observation: the step overwrites its array."""
+        if OBSERVATION in self._transform.in_keys:
+            self._inputs[OBSERVATION][...] = self._inputs[NEXT_OBSERVATION]
+        if ACTION in self._transform.in_keys:
+            action, n = self._actions.from_env(taken), self._actions.spec.n
+            self._inputs[ACTION] = action if n is None else np.eye(n, dtype=np.float32)[action]
+
+    def after(self, reset_step: Array | None) -> None:
+        """Compute the rewards, which are 0 in the rows that the step has reset."""
+        self.reward[:] = self._result(self._transform.evaluate)
+        if reset_step is not None:
+            self.reward[reset_step] = 0
+
+    def encode(self, rows: EllipsisType | Array) -> None:
+        """Do nothing: a reset has no reward."""
+
+    def _result(self, function: Callable[..., Array]) -> Array:
+        inputs = [self._inputs[key] for key in self._transform.in_keys]
+        reward = function(*(one[:, None] if one is self._inputs[REWARD] else one for one in inputs))
+        if reward.shape not in ((self._num_envs,), (self._num_envs, 1)):
+            raise ValueError(
+                f"{self._transform} gave rewards of shape {list(reward.shape)} for {self._num_envs} environment(s): "
+                f"it has to give one number for each, {[self._num_envs]} or {[self._num_envs, 1]}"
+            )
+        return reward.reshape(self._num_envs)
 
 
 def sample_allowed(options: Sequence[int], allowed: Array, generator: np.random.Generator) -> tuple[Array, Array]:
     """Draw one option of each choice, uniformly from those that are allowed; from all of them where none is.
-
-    Args:
-        options: number of options of each choice, ``k`` numbers.
-        allowed: bool ``[E, sum(options)]``, those of all choices end to end.
-        generator: the generator of random numbers.
 
     Returns:
         Indices ``[E, k]``, and the log-probabilities ``[E]`` of these draws, in nats.

@@ -11,7 +11,7 @@ from torch import nn
 import wsync
 from collectors.environments.probing import without_side_effects
 from collectors.environments.specs import to_numpy
-from collectors.environments.vector import Array
+from collectors.environments.trees import Array
 
 Key = str | Sequence[str]
 """A key of a step's TensorDict: "observation", or ("next", "reward")."""
@@ -110,9 +110,6 @@ def call(module: nn.Module, inputs: Sequence[Array], device: torch.device | str 
     """Return the output of ``module`` for arrays, which it gets as new float32 tensors; without gradients.
 
     The output may be a view of the weights: it is copied before the gate is left.
-
-    Raises:
-        TypeError: the output is not a tensor.
     """
     with torch.no_grad():
         output = module(*(torch.tensor(one, dtype=torch.float32, device=device) for one in inputs))

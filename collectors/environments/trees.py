@@ -10,20 +10,18 @@ import torch
 from tensordict import TensorDict
 
 Array = np.ndarray
+Observation = Any
+"""An array or an ``ArrayTree``, which are used alike."""
 
 
 class ArrayTree:
-    """Arrays with the same leading dimensions, by name; a part may be a tree itself.
+    """Arrays with the same leading dimensions, by name in ``parts``; a part may be a tree itself.
 
     An index is applied to every part: ``tree[t]`` is a tree of views, and ``tree[rows] = other`` writes the parts of
     `other`, a tree with the same names.
-
-    Attributes:
-        parts: the arrays and trees, by name.
     """
 
-    def __init__(self, parts: Mapping[str, Array | ArrayTree]) -> None:
-        """Hold `parts`."""
+    def __init__(self, parts: Mapping[str, Any]) -> None:
         self.parts = dict(parts)
 
     def __getitem__(self, index: Any) -> ArrayTree:
@@ -31,11 +29,7 @@ class ArrayTree:
 
     def __setitem__(self, index: Any, values: ArrayTree) -> None:
         for name, part in self.parts.items():
-            part[index] = values.parts[name]  # pyright: ignore[reportArgumentType]  (of the same kind as part)
-
-
-Observation = Any
-"""An array or an ``ArrayTree``, which are used alike."""
+            part[index] = values.parts[name]
 
 
 def map_tree(function: Callable[[Any], Array], tree: Any) -> Any:
@@ -45,18 +39,6 @@ def map_tree(function: Callable[[Any], Array], tree: Any) -> Any:
     if isinstance(tree, tuple):
         return tuple(map_tree(function, part) for part in tree)
     return function(tree)
-
-
-def write_at(index: Any, target: Any, values: Any) -> None:
-    """Do ``target[index] = values`` in each leaf of dictionaries and tuples of the same form."""
-    if isinstance(target, Mapping):
-        for name, part in target.items():
-            write_at(index, part, values[name])
-    elif isinstance(target, tuple):
-        for part, value in zip(target, values, strict=True):
-            write_at(index, part, value)
-    else:
-        target[index] = values
 
 
 def as_tensors(observation: Observation, *batch_size: int) -> torch.Tensor | TensorDict:

@@ -14,25 +14,21 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from collectors.environments.trees import Array, map_tree, write_at
+from collectors.environments.trees import Array, map_tree
 
 Raw = Any
 """Observations as Gymnasium gives them: an array, or dictionaries and tuples of arrays, each ``[E, *]``."""
 Step = tuple[Raw, Any, Any, Any]
 
 
-def _row(value: Any) -> Array:
-    return np.asarray(value)[None]
-
-
-class ScalarDriver:
-    """One environment that is not vectorised, as arrays with a leading dimension E of 1; other drivers have more rows.
+class VectorDriver:
+    """A vector environment with autoreset disabled: ``reset(options={"reset_mask": …})`` resets rows.
 
     Attributes:
-        num_envs: E.
+        num_envs: the number E of its environments, rows of all arrays.
         observation_space: the observation space of one environment.
         action_space: the action space of one environment.
         actions: the action space of all environments, for sampling.
@@ -41,96 +37,56 @@ class ScalarDriver:
             do that.
     """
 
-    num_envs = 1
+    env: Any
     can_truncate = True
     reset_step: Array | None = None
 
-    def __init__(self, env: gym.Env) -> None:
-        """Drive ``env``."""
-        self.env = env
-        self.observation_space, self.action_space = env.observation_space, env.action_space
-        self.actions = batch_space(env.action_space, 1)
-        self._scalar_action = isinstance(env.action_space, spaces.Discrete)
+    def __init__(self, env: VectorEnv) -> None:
+        self.env, self.num_envs = env, env.num_envs
+        self.observation_space, self.action_space = env.single_observation_space, env.single_action_space
+        self.actions = env.action_space
 
     def reset(self, seed: int | None) -> Raw:
         """Reset all rows; return observations. Called before the first step and after an error."""
-        return map_tree(_row, self.env.reset(seed=seed)[0])
+        return self.env.reset(seed=seed)[0]
 
     def step(self, action: Array) -> Step:
         """Return the true successors, rewards, terminated, truncated. May raise whatever the environment raises."""
-        one = action.item() if self._scalar_action else action[0]
-        observation, reward, terminated, truncated, _ = self.env.step(one)
-        return map_tree(_row, observation), reward, terminated, truncated
+        return self.env.step(action)[:4]
 
     def reset_rows(self, mask: Array) -> Raw:
         """Reset the rows of ``mask``, which include all ended ones; other rows of the result are undefined.
 
         Called after each step in which an episode has ended.
         """
-        return self.reset(None)
+        return self.env.reset(options={"reset_mask": mask})[0]
 
     def close(self) -> None:
         """Close the environments. May be called twice."""
         self.env.close()
 
 
-class VectorDriver:
-    """A vector environment with autoreset disabled: ``reset(options={"reset_mask": …})`` resets rows."""
+class ScalarDriver(VectorDriver):
+    """One environment that is not vectorised, as arrays with a leading dimension of 1."""
 
-    can_truncate = True
-    reset_step: Array | None = None
-
-    def __init__(self, env: VectorEnv) -> None:
-        """Drive ``env``."""
-        self.env, self.num_envs = env, env.num_envs
-        self.observation_space, self.action_space = env.single_observation_space, env.single_action_space
-        self.actions = env.action_space
+    def __init__(self, env: gym.Env) -> None:
+        self.env, self.num_envs = env, 1
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.actions = batch_space(env.action_space, 1)
+        self._is_choice = isinstance(env.action_space, spaces.Discrete)
 
     def reset(self, seed: int | None) -> Raw:
-        """See ScalarDriver."""
-        return self.env.reset(seed=seed)[0]
+        """Reset the environment."""
+        return map_tree(_row, self.env.reset(seed=seed)[0])
 
     def step(self, action: Array) -> Step:
-        """See ScalarDriver."""
-        return self.env.step(action)[:4]
+        """Step the environment."""
+        observation, *results, _ = self.env.step(action.item() if self._is_choice else action[0])
+        return map_tree(_row, observation), *results
 
     def reset_rows(self, mask: Array) -> Raw:
-        """See ScalarDriver."""
-        return self.env.reset(options={"reset_mask": mask})[0]
-
-    def close(self) -> None:
-        """See ScalarDriver."""
-        self.env.close()
-
-
-class SameStepDriver(VectorDriver):
-    """A vector environment that resets ended rows within ``step`` and returns their last observations in its info."""
-
-    def __init__(self, env: VectorEnv) -> None:
-        """Drive ``env``."""
-        super().__init__(env)
-        self.can_truncate = isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
-        self._started: Raw = np.empty(0)
-        self._ended = np.zeros(env.num_envs, dtype=np.bool_)
-
-    def step(self, action: Array) -> Step:
-        """See ScalarDriver."""
-        self._started, reward, terminated, truncated, info = self.env.step(action)
-        self._ended = np.logical_or(terminated, truncated)
-        successor = map_tree(np.copy, self._started)
-        if self._ended.any() and "final_obs" not in info:
-            raise ValueError(f'{self.env} resets in the same step but has no info["final_obs"]')
-        for row in np.flatnonzero(self._ended):
-            write_at(row, successor, info["final_obs"][row])
-        return successor, reward, terminated, truncated
-
-    def reset_rows(self, mask: Array) -> Raw:
-        """See ScalarDriver."""
-        others = mask & ~self._ended
-        if others.any():
-            started = super().reset_rows(others)
-            write_at(others, self._started, map_tree(lambda part: part[others], started))
-        return self._started
+        """Reset the environment."""
+        return self.reset(None)
 
 
 class NextStepDriver(VectorDriver):
@@ -139,19 +95,17 @@ class NextStepDriver(VectorDriver):
     can_truncate = False
 
     def __init__(self, env: VectorEnv) -> None:
-        """Drive ``env``."""
         super().__init__(env)
-        self._ended = np.zeros(env.num_envs, dtype=np.bool_)
-        self.reset_step = self._ended
+        self._ended = self.reset_step = np.zeros(env.num_envs, dtype=np.bool_)
         self._observation: Raw = np.empty(0)
 
     def reset(self, seed: int | None) -> Raw:
-        """See ScalarDriver."""
+        """Reset all rows; the next step resets none."""
         self._ended = np.zeros_like(self._ended)
         return super().reset(seed)
 
     def step(self, action: Array) -> Step:
-        """See ScalarDriver."""
+        """Step the environments; those that ended in the step before are reset."""
         self._observation, reward, terminated, truncated, _ = self.env.step(action)
         self.reset_step, self._ended = self._ended, np.logical_or(terminated, truncated)
         return self._observation, reward, terminated, truncated
@@ -161,11 +115,14 @@ class NextStepDriver(VectorDriver):
         return self._observation
 
 
-Driver = ScalarDriver | VectorDriver
+def _row(value: Any) -> Array:
+    return np.asarray(value)[None]
+
+
 EnvSource = str | EnvSpec | gym.Env | VectorEnv | Callable[[], gym.Env | VectorEnv]
 
 
-def make_driver(source: EnvSource, num_envs: int | None, mode: str | None, kwargs: dict[str, Any]) -> Driver:
+def make_driver(source: EnvSource, num_envs: int | None, mode: str | None, kwargs: dict[str, Any]) -> VectorDriver:
     """Make the environments of ``source``, or take one that is made; see ``GymEnv`` for the arguments and errors."""
     if isinstance(source, str | EnvSpec):
         return _from_id(source, num_envs or 1, mode, kwargs)
@@ -177,12 +134,13 @@ def make_driver(source: EnvSource, num_envs: int | None, mode: str | None, kwarg
         )
     if isinstance(source, gym.Env | VectorEnv) or not callable(source):
         return _from_made(source, num_envs)
-    if num_envs is None or num_envs == 1:
+    if num_envs in (None, 1):
         return _from_made(source(), num_envs)
     return VectorDriver(SyncVectorEnv([_scalar(source)] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED))
 
 
 def _scalar(make: Callable[[], gym.Env | VectorEnv]) -> Callable[[], gym.Env]:
+    """Return ``make``, checked: each call has to make one environment of its own."""
     made: list[gym.Env] = []
 
     def checked() -> gym.Env:
@@ -201,7 +159,7 @@ def _scalar(make: Callable[[], gym.Env | VectorEnv]) -> Callable[[], gym.Env]:
     return checked
 
 
-def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dict[str, Any]) -> Driver:
+def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dict[str, Any]) -> VectorDriver:
     if isinstance(env_id, str):
         module, _, env_id = env_id.rpartition(":")  # Gymnasium's "module:Env-v0"
         if module:
@@ -227,13 +185,6 @@ def with_version(env_id: str) -> str:
     return env_id if version is not None else get_env_id(namespace, name, find_highest_version(namespace, name))
 
 
-_DRIVERS = {
-    AutoresetMode.DISABLED: VectorDriver,
-    AutoresetMode.SAME_STEP: SameStepDriver,
-    AutoresetMode.NEXT_STEP: NextStepDriver,
-}
-
-
 def _check_environment(env: Any) -> None:
     if not isinstance(env, gym.Env | VectorEnv):
         raise TypeError(
@@ -242,7 +193,7 @@ def _check_environment(env: Any) -> None:
         )
 
 
-def _from_made(env: gym.Env | VectorEnv, num_envs: int | None) -> Driver:
+def _from_made(env: gym.Env | VectorEnv, num_envs: int | None) -> VectorDriver:
     _check_environment(env)
     width = env.num_envs if isinstance(env, VectorEnv) else 1
     if num_envs not in (None, width):
@@ -250,6 +201,8 @@ def _from_made(env: gym.Env | VectorEnv, num_envs: int | None) -> Driver:
     if isinstance(env, gym.Env):
         return ScalarDriver(env)
     mode = env.metadata.get("autoreset_mode")
-    if mode not in _DRIVERS:
-        raise ValueError(f"{env} has autoreset mode {mode}: its metadata has to name one of gymnasium's AutoresetMode")
-    return _DRIVERS[mode](env)
+    if mode is AutoresetMode.DISABLED:
+        return VectorDriver(env)
+    if mode is AutoresetMode.NEXT_STEP:
+        return NextStepDriver(env)
+    raise ValueError(f"{env} has autoreset mode {mode}: make it with gymnasium's AutoresetMode.DISABLED or NEXT_STEP")

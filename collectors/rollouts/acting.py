@@ -18,14 +18,6 @@ class Actor:
 
     It is also the context of a worker's schemes; model ids are ``"policy"``, ``"env.value_net"``, or a path in the
     policy (``"critic"``) or in the environment (``"transform[0].module"``).
-
-    Args:
-        env: a ``GymEnv``.
-        policy: a module or a function of a TensorDict; None acts at random.
-        scheme: synchronises the policy, and has ``policy_version``; None: there is none, and the version is 0.
-        device: device of the policy, if it is a module, and of its input.
-        init_random_frames: the first frames have random actions.
-        max_frames_per_traj: episodes are truncated after this many steps.
     """
 
     def __init__(
@@ -35,38 +27,20 @@ class Actor:
         scheme: wsync.WeightSyncScheme | None,
         *,
         device: torch.device | str | None,
-        init_random_frames: int,
-        max_frames_per_traj: int | None,
+        **limits: Any,
     ) -> None:
         self.env = env
         self.policy = policy.to(device) if isinstance(policy, nn.Module) and device is not None else policy
-        follow: Any = {}
         if scheme is not None:  # the gate makes weights and version match
-            follow = {"version": lambda: scheme.installed_version, "gate": wsync.gated}
-        self.rollout = Rollout(
-            env,
-            self.policy,
-            device=device,
-            init_random_frames=init_random_frames,
-            max_frames_per_traj=max_frames_per_traj,
-            **follow,
-        )
+            limits |= {"version": lambda: scheme.installed_version, "gate": wsync.gated}
+        self.rollout = Rollout(env, self.policy, device=device, **limits)
 
     def get_model(self, model_id: str) -> nn.Module:
-        """Return the model called ``model_id`` in this worker.
-
-        Raises:
-            LookupError: there is no such model; says what there is.
-            TypeError: it is not a module.
-        """
+        """Return the model called ``model_id`` in this worker."""
         return find_in(self._roots, model_id, wsync.find_model)
 
     def find(self, path: str) -> Any:
-        """Return the object at ``path``, which begins as a model id does.
-
-        Raises:
-            LookupError: there is none; says what there is.
-        """
+        """Return the object at ``path``, which begins as a model id does; raise LookupError if there is none."""
         return find_in(self._roots, path, wsync.find_object)
 
     @property
@@ -76,22 +50,13 @@ class Actor:
 
 
 def policy_scheme(schemes: Mapping[str, wsync.WeightSyncScheme]) -> wsync.WeightSyncScheme | None:
-    """Return the scheme with ``policy_version`` as its version: the policy's, or else the first that sends weights.
-
-    Args:
-        schemes: without those of hosted models.
-    """
+    """Return the scheme with ``policy_version`` as its version: the policy's, or else the first that sends weights."""
     carrying = {name: scheme for name, scheme in schemes.items() if scheme.sends_weights}
     return carrying.get("policy") or next(iter(carrying.values()), None)
 
 
 def find_in(roots: Mapping[str, object], path: str, find: Callable[[object, str], Any]) -> Any:
-    """Return ``find(root, path)`` of the first of ``roots``, by name, that has ``path``.
-
-    Raises:
-        LookupError: none has it; says what the one has in which the path leads furthest, or else each of them.
-        TypeError: see ``find``.
-    """
+    """Return ``find(root, path)`` of the first of ``roots``, by name, that has ``path``."""
     misses: dict[str, wsync.NoSuchPath] = {}
     for name, root in roots.items():
         if root is not None:

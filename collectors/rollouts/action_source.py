@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,18 +14,45 @@ import wsync
 from collectors.environments.probing import without_side_effects
 from collectors.environments.specs import to_numpy
 from collectors.environments.stepper import RESULTS, Stepper
-from collectors.environments.trees import as_tensors
-from collectors.rollouts.columns import Columns, Key
-from collectors.rollouts.recurrence import IS_INIT, RecurrentState, reads_is_init, states_of
-from collectors.rollouts.sampled import SampledPolicy, greedy
-from collectors.rollouts.wrapping import UnusablePolicy, first_output
+from collectors.environments.trees import Array, ArrayTree, as_tensors
+from collectors.rollouts.sampled import SampledPolicy, UnusablePolicy, first_output, greedy
 
-Array = np.ndarray
+Key = str | tuple[str, ...]
 Policy = Callable[[TensorDictBase], TensorDictBase]
-Read = Callable[[torch.Tensor], Array]
 Gate = Callable[[Callable[..., Any]], Callable[..., Any]]
 NO_VERSION = -1
 """``policy_version`` of frames in which no policy acted (random ones)."""
+
+IS_INIT = "is_init"
+"""Whether the policy's state starts anew at a frame: at the first one of an episode, at every frame with a random
+action, and at the first one after these. bool ``[*B, 1]``, an input of a recurrent policy."""
+
+
+class Columns:
+    """Numpy views ``[T, E, *]`` of the tensors of a batch on the CPU: a step writes one row of each."""
+
+    def __init__(self, batch: TensorDictBase, policy_keys: Iterable[Key], batched: bool) -> None:
+
+        def rows(value: Any) -> Any:
+            if isinstance(value, TensorDictBase):
+                return ArrayTree({name: rows(part) for name, part in value.items()})
+            return value.numpy().swapaxes(0, 1) if batched else value.numpy()[:, None]
+
+        self.steps = batch.batch_size[-1]
+        self.observation, self.version = rows(batch.get("observation")), rows(batch.get("policy_version"))
+        self.mask = rows(batch.get("mask")) if "mask" in batch.keys() else None  # noqa: SIM118  (it is not a dict)
+        self.action = rows(batch.get("action"))
+        self.others = {key: rows(batch.get(key)) for key in policy_keys if key != "action"}
+        self.successor = rows(batch.get(("next", "observation")))
+        self.results = {name: rows(batch.get(("next", name)))[..., 0] for name in RESULTS}
+
+    def write_result(self, t: int, stepper: Stepper) -> None:
+        """Write the results of a step into row ``t``."""
+        self.successor[t] = stepper.observation
+        for name, column in self.results.items():
+            column[t] = getattr(stepper, name)
+        if self.mask is not None and stepper.reset_step is not None:
+            self.mask[t] = ~stepper.reset_step
 
 
 class ActionSource(ABC):
@@ -38,12 +65,7 @@ class ActionSource(ABC):
     outputs: Mapping[Key, torch.Tensor]
 
     def begin(self, steps: int, *, after_random: bool) -> None:  # noqa: B027  most sources prepare nothing
-        """Prepare ``steps`` calls of ``act``. Called once per batch in which the policy acts.
-
-        Args:
-            steps: the steps of this batch that are left.
-            after_random: whether the frame before had a random action.
-        """
+        """Prepare ``steps`` calls of ``act``, the rest of a batch; the frame before may have had a random action."""
 
     @abstractmethod
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
@@ -67,7 +89,7 @@ class RandomActions(ActionSource):
         self.outputs = {"action": torch.zeros(size if spec.is_discrete else (*size, *spec.shape), dtype=spec.dtype)}
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
-        """See ActionSource."""
+        """Draw actions."""
         action, log_prob = self._stepper.sample()
         row, n = columns.action[t], self._stepper.action_spec.n or 0
         one_hot = n > 0 and row.ndim > 1 and row.shape[-1] == n
@@ -83,10 +105,6 @@ class CalledPolicy(ActionSource):
 
     Each call gets a new TensorDict that holds a copy of the current "observation", and the state of a recurrent policy;
     other outputs of earlier steps, which may be of another episode, are not in it. The first call has no state.
-
-    Raises:
-        UnusablePolicy: it returns no TensorDict, or a module takes neither a tensor nor a TensorDict.
-        ValueError: the policy writes no "action".
     """
 
     def __init__(
@@ -100,15 +118,18 @@ class CalledPolicy(ActionSource):
         keys: Collection[Key] | None = None,
     ) -> None:
         self._device = device
+        size = (stepper.num_envs,) if batched else ()
         observation = as_tensors(stepper.observation, stepper.num_envs)
         self._observation = observation if batched else observation[0]
-        self._input = TensorDict(
-            {"observation": self._observation}, (stepper.num_envs,) if batched else (), device=device
-        )
+        self._input = TensorDict({"observation": self._observation}, size, device=device)
+        reads_is_init = IS_INIT in getattr(policy, "in_keys", ())
+        example = self._input.clone(recurse=False)
+        if reads_is_init:
+            example.set(IS_INIT, torch.ones((*size, 1), dtype=torch.bool, device=device))
         with without_side_effects(policy, device):
-            policy, output = first_output(policy, _with_flag(self._input, policy), gate)
+            policy, output = first_output(policy, example, gate)
         written, read = _outputs(output, keys)
-        carries = bool(states_of(output)) or reads_is_init(policy)
+        carries = bool(_states_of(output)) or reads_is_init
         self._state = state = RecurrentState(output, stepper, batched) if carries else None
         self.outputs = written if state is None else {**written, **state.columns}
 
@@ -125,12 +146,12 @@ class CalledPolicy(ActionSource):
         self._act = gate(act)
 
     def begin(self, steps: int, *, after_random: bool) -> None:
-        """See ActionSource."""
+        """Start from a state of zero after random actions."""
         if after_random and self._state is not None:
             self._state.start_anew()
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
-        """See ActionSource."""
+        """Call the policy."""
         # A copy: the policy may keep observations (a stack of frames), and the environment overwrites this memory.
         self._input.set("observation", self._observation.clone().to(self._device))
         inputs = self._input.clone(recurse=False)
@@ -140,12 +161,52 @@ class CalledPolicy(ActionSource):
         return columns.action[t], version
 
 
-class PolicyInParts(ActionSource):
-    """A ``SampledPolicy``: random numbers are drawn before the batch, log-probabilities computed after it.
+class RecurrentState:
+    """What a policy writes under ``("next", key)`` is its input ``key`` in the next step.
 
-    Raises:
-        ValueError: the noise has a wrong shape.
+    At the start of an episode the input is zero, and "is_init" is true. Inputs and outputs are stored with the batch.
+    A policy that reads "is_init" and writes no such key has no state: then only "is_init" is given and stored.
     """
+
+    def __init__(self, output: TensorDictBase | Mapping, stepper: Stepper, batched: bool) -> None:
+        self._stepper, self._batched = stepper, batched
+        self._state = {key: torch.zeros_like(value) for key, value in _states_of(output).items()}
+        self._is_fresh = True
+
+    def start_anew(self) -> None:
+        """Have the next step start from zero, wherever its episode is."""
+        self._is_fresh = True
+
+    @property
+    def columns(self) -> Mapping[Key, torch.Tensor]:
+        """One example of each tensor that is stored, by key."""
+        state = {key: torch.from_numpy(to_numpy(value)) for key, value in self._state.items()}
+        flag = torch.zeros((self._stepper.num_envs, 1) if self._batched else (1,), dtype=torch.bool)
+        return {**state, **{("next", key): value for key, value in state.items()}, IS_INIT: flag}
+
+    def give(self, inputs: TensorDictBase, columns: Columns, t: int) -> None:
+        """Set the state and "is_init" in `inputs`, and write them to row ``t``. Called before each step."""
+        started = torch.from_numpy(self._stepper.is_init) | self._is_fresh
+        columns.others[IS_INIT][t] = started.numpy()[:, None]
+        started = started if self._batched else started[0]
+        inputs.set(IS_INIT, started.unsqueeze(-1).to(inputs.device))
+        for key, value in self._state.items():
+            rows = started.to(value.device).reshape(*started.shape, *[1] * (value.ndim - started.ndim))
+            current = value.masked_fill(rows, 0)
+            inputs.set(key, current)
+            columns.others[key][t] = to_numpy(current)
+        self._is_fresh = False
+
+    def take(self, output: TensorDictBase | Mapping, columns: Columns, t: int) -> None:
+        """Keep a copy of the state that the policy wrote, and write it to row ``t``. Called after each step."""
+        written = _states_of(output)
+        for key in self._state:
+            self._state[key] = written[key].clone()
+            columns.others["next", key][t] = to_numpy(written[key])
+
+
+class PolicyInParts(ActionSource):
+    """A ``SampledPolicy``: random numbers are drawn before the batch, log-probabilities computed after it."""
 
     def __init__(
         self, policy: SampledPolicy, stepper: Stepper, batched: bool, device: torch.device, version: Callable[[], int]
@@ -174,48 +235,46 @@ class PolicyInParts(ActionSource):
         self.outputs = outputs if batched else {key: value[0] for key, value in outputs.items()}
 
     def begin(self, steps: int, *, after_random: bool) -> None:
-        """See ActionSource."""
-        like = self._like
-        noise = [None] * steps if greedy() else self._noise(steps).unbind()
+        """Draw the noise of all steps."""
+        like, noise = self._like, [None] * steps
+        if not greedy():
+            drawn, leading = self._policy.noise(like, steps), (steps, *like.shape[:-1])
+            if drawn.shape[: len(leading)] != leading:
+                said = f"{type(self._policy).__name__}.noise(parameters, {steps}) has shape {list(drawn.shape)}"
+                raise ValueError(f"{said}: it has to start with {list(leading)}")
+            noise = drawn.unbind()
         self._parameters = like.new_empty((steps, *like.shape))
         self._rows = zip(noise, self._parameters.unbind(), strict=True)
 
-    def _noise(self, steps: int) -> torch.Tensor:
-        noise, leading = self._policy.noise(self._like, steps), (steps, *self._like.shape[:-1])
-        if noise.shape[: len(leading)] != leading:
-            kind, shape = type(self._policy).__name__, list(noise.shape)
-            raise ValueError(
-                f"{kind}.noise(parameters, {steps}) has shape {shape}: it has to start with {list(leading)}"
-            )
-        return noise
-
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
-        """See ActionSource."""
+        """Compute parameters, and choose."""
         observation = self._observation if self._stays else self._observation.to(self._device)
         version = self._act(observation, *next(self._rows), columns, t)
         return columns.action[t], version
 
     def finish(self, columns: Columns, first: int) -> None:
-        """See ActionSource."""
+        """Compute the log-probabilities of all steps."""
         actions = torch.from_numpy(columns.action[first:]).to(self._device)
         columns.others["action_log_prob"][first:] = to_numpy(self._policy.log_prob(self._parameters, actions))
 
 
-def _with_flag(inputs: TensorDict, policy: Policy) -> TensorDict:
-    """Return `inputs`, with "is_init" for a policy that reads it."""
-    if not reads_is_init(policy):
-        return inputs
-    flag = torch.ones((*inputs.batch_size, 1), dtype=torch.bool, device=inputs.device)
-    return inputs.clone(recurse=False).set(IS_INIT, flag)
+def _states_of(output: TensorDictBase | Mapping) -> dict[str, torch.Tensor]:
+    """Return the tensors under "next" in a policy's output; none if it is not recurrent."""
+    step = output.get("next", None)
+    if not isinstance(step, TensorDictBase | Mapping):
+        return {}
+    return {str(key): value for key, value in step.items() if isinstance(value, torch.Tensor)}
 
 
-def _outputs(output: TensorDictBase, keys: Collection[Key] | None) -> tuple[dict[Key, torch.Tensor], Read]:
+def _outputs(
+    output: TensorDictBase, keys: Collection[Key] | None
+) -> tuple[dict[Key, torch.Tensor], Callable[[torch.Tensor], Array]]:
     """Return the outputs of a policy that are stored, and the function that reads them."""
     if not isinstance(output, TensorDictBase | Mapping):
         raise UnusablePolicy(f"the policy returned a {type(output).__name__}, not the TensorDict that it was given")
     if "mask" in output and (keys is None or "mask" in keys):
         raise ValueError('the policy wrote "mask", which marks the rows of a batch that are frames: rename it')
-    if taken := sorted(states_of(output).keys() & {"observation", "policy_version", IS_INIT, *RESULTS}):
+    if taken := sorted(_states_of(output).keys() & {"observation", "policy_version", IS_INIT, *RESULTS}):
         raise ValueError(
             f'the policy wrote ("next", "{taken[0]}"), which is the environment\'s or the collector\'s: rename it'
         )

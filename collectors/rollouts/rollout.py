@@ -5,35 +5,18 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from collectors.environments import specs
-from collectors.environments.stepper import RESULTS, Stepper
+from collectors.environments.stepper import RESULTS
 from collectors.environments.trees import as_tensors
-from collectors.rollouts.action_source import (
-    NO_VERSION,
-    ActionSource,
-    CalledPolicy,
-    Gate,
-    Policy,
-    PolicyInParts,
-    RandomActions,
-)
-from collectors.rollouts.columns import Columns, Key
-from collectors.rollouts.sampled import SampledPolicy, acts_in_parts
-
-__all__ = ["NO_VERSION", "Policy", "Rollout", "Steppable"]
-
-
-class Steppable(Protocol):
-    """The attributes of an environment (``GymEnv``) that a rollout uses."""
-
-    stepper: Stepper
-    batch_size: torch.Size
+from collectors.rollouts import action_source as sources
+from collectors.rollouts.action_source import NO_VERSION, ActionSource, Gate, Key, Policy
+from collectors.rollouts.sampled import acts_in_parts
 
 
 class Rollout:
@@ -42,11 +25,26 @@ class Rollout:
     ``collect`` fills a batch that ``buffer`` made; it may be in shared memory, and several batches may alternate. All
     top-level tensors that the policy writes are stored (bfloat16 as float32), except "observation", "policy_version"
     and "is_init", which the rollout writes.
+
+    Args:
+        env: a ``GymEnv``; only the rollout may step it afterwards.
+        policy: reads "observation" and writes "action" (``[*B]`` index, ``[*B, n]`` scores or one-hot, ``[*B, dim]``
+            continuous) and other outputs, or a module that maps one tensor to the other; None for random actions. What
+            it writes under ("next", key) is its input ``key`` in the next step: see ``RecurrentState``; other outputs
+            are not passed to it again. A ``SampledPolicy`` is used in parts, which takes a third less time.
+        device: device of the policy's input; outputs are copied to the CPU.
+        version: called after each step's policy call, inside the gate; stored as ``policy_version``.
+        gate: wraps a function so that it runs inside a gate; applied to the policy call and the reading of its
+            outputs. The parts of a ``SampledPolicy`` always run inside wsync's gate.
+        init_random_frames: the first frames have random actions, of those that an "action_mask" in the observation
+            allows (``policy_version`` -1; "action_log_prob" is that of the draw, "is_init" is true; other policy
+            outputs are 0).
+        max_frames_per_traj: truncate episodes after this many steps, if ``env`` does not do so earlier.
     """
 
     def __init__(
         self,
-        env: Steppable,
+        env: Any,
         policy: Policy | None = None,
         *,
         device: torch.device | str | None = None,
@@ -55,27 +53,6 @@ class Rollout:
         init_random_frames: int = 0,
         max_frames_per_traj: int | None = None,
     ) -> None:
-        """Bind ``policy`` to ``env``.
-
-        Args:
-            env: the environments; only the rollout may step them afterwards.
-            policy: reads "observation" and writes "action" (``[*B]`` index, ``[*B, n]`` scores or one-hot,
-                ``[*B, dim]`` continuous) and other outputs, or a module that maps one tensor to the other; None for
-                random actions. What it writes under ("next", key) is its input ``key`` in the next step: see
-                ``RecurrentState``; other outputs are not passed to it again. A ``SampledPolicy`` is used in parts,
-                which takes a third less time.
-            device: device of the policy's input; outputs are copied to the CPU.
-            version: called after each step's policy call, inside the gate; stored as ``policy_version``.
-            gate: wraps a function so that it runs inside a gate; applied to the policy call and the reading of its
-                outputs. The parts of a ``SampledPolicy`` always run inside wsync's gate.
-            init_random_frames: the first frames have random actions, of those that an "action_mask" in the observation
-                allows (``policy_version`` -1; "action_log_prob" is that of the draw, "is_init" is true; other policy
-                outputs are 0).
-            max_frames_per_traj: truncate episodes after this many steps, if ``env`` does not do so earlier.
-
-        Raises:
-            ValueError: for a limit that the environment cannot keep.
-        """
         self.stepper, self.batch_size = env.stepper, env.batch_size
         self.policy = policy
         self.init_random_frames = init_random_frames
@@ -86,7 +63,7 @@ class Rollout:
         self._batched = len(self.batch_size) > 0
         self._device = torch.device(device or "cpu")
         self._gate, self._version = gate, version
-        self._at_random = RandomActions(self.stepper, self._batched)
+        self._at_random = sources.RandomActions(self.stepper, self._batched)
         self._source: ActionSource | None = None
         self._ended_at_random = False  # whether the last batch did
 
@@ -101,9 +78,6 @@ class Rollout:
 
         Where steps of the environment may reset rows (``Stepper.reset_step``), a bool "mask" is false for these rows.
         The first call runs the policy once on the current observation, without a step, to see what it writes.
-
-        Raises:
-            ValueError: if the policy writes no "action", or steps is not positive.
         """
         if steps < 1:
             raise ValueError(f"a batch has at least one step, not {steps}")
@@ -129,13 +103,7 @@ class Rollout:
         return batch
 
     def probe_policy(self) -> None:
-        """Call the policy once, unless that has been done, so that its errors come before the first batch.
-
-        Raises:
-            TypeError: the policy cannot be called, or returns no TensorDict.
-            ValueError: it writes no "action".
-            Exception: whatever it raises.
-        """
+        """Call the policy once, unless that has been done, so that its errors come before the first batch."""
         self._action_source()
 
     def collect(self, batch: TensorDictBase) -> TensorDictBase:
@@ -146,7 +114,7 @@ class Rollout:
         processes of their own (``vectorization_mode="async"``): Gymnasium's cannot be reset then.
         """
         source, stepper = self._action_source(), self.stepper
-        columns = Columns(batch, source.outputs, self._batched)
+        columns = sources.Columns(batch, source.outputs, self._batched)
         policy_from = columns.steps  # step of this batch from which on the policy acts
         versions = np.full(columns.steps, NO_VERSION)
         if not stepper.is_reset:
@@ -175,20 +143,20 @@ class Rollout:
         in_parts, source = acts_in_parts(self.policy), self._source
         if source is None:
             source = self._probe(in_parts)
-        elif isinstance(source, PolicyInParts) and not in_parts:  # hooks were added
+        elif isinstance(source, sources.PolicyInParts) and not in_parts:  # hooks were added
             source = self._probe(in_parts, keys=source.outputs)  # the existing buffers have these keys
         self._source = source
         return source
 
     def _probe(self, in_parts: bool, keys: Collection[Key] | None = None) -> ActionSource:
-        if self.policy is None:
+        policy: Any = self.policy
+        if policy is None:
             return self._at_random
         if not self.stepper.is_reset:
             self.stepper.reset()
+        common = (policy, self.stepper, self._batched, self._device, self._version)
         with torch.no_grad():
-            if in_parts and isinstance(self.policy, SampledPolicy):
-                return PolicyInParts(self.policy, self.stepper, self._batched, self._device, self._version)
-            return CalledPolicy(self.policy, self.stepper, self._batched, self._device, self._version, self._gate, keys)
+            return sources.PolicyInParts(*common) if in_parts else sources.CalledPolicy(*common, self._gate, keys)
 
 
 def seed_generators(seed: int) -> None:

@@ -1,16 +1,18 @@
-"""Policies that act in parts, so that a rollout's step is one forward pass and one choice."""
+"""Policies: one that acts in parts, so that a step is one forward pass and one choice; and bare modules as policies."""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from tensordict import TensorDictBase
-from tensordict.nn import InteractionType, TensorDictModuleBase
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBase
 from tensordict.nn.probabilistic import interaction_type
-from torch import Tensor
+from torch import Tensor, nn
 
-GREEDY = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN)
+Call = Callable[[TensorDictBase], Any]
 
 
 class SampledPolicy(TensorDictModuleBase, ABC):
@@ -25,7 +27,6 @@ class SampledPolicy(TensorDictModuleBase, ABC):
     """
 
     def __init__(self) -> None:
-        """Set the keys."""
         super().__init__()
         self.in_keys = ["observation"]
         self.out_keys = ["action", "action_log_prob"]
@@ -63,7 +64,7 @@ class SampledPolicy(TensorDictModuleBase, ABC):
 
 def greedy() -> bool:
     """Whether the interaction type asks for the most likely action."""
-    return interaction_type() in GREEDY
+    return interaction_type() in (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN)
 
 
 def acts_in_parts(policy: object) -> bool:
@@ -76,3 +77,69 @@ def acts_in_parts(policy: object) -> bool:
         and not (policy._forward_hooks or policy._forward_pre_hooks)
         and policy._compiled_call_impl is None
     )
+
+
+class UnusablePolicy(TypeError):
+    """A policy cannot be called with an observation, or returns no action."""
+
+
+def check_policy(policy: Any) -> None:
+    """Check that ``policy`` can be called with one argument, a TensorDict or (a module) a tensor.
+
+    Raises:
+        UnusablePolicy: it cannot.
+    """
+    if policy is None:
+        return
+    if not callable(policy):
+        raise UnusablePolicy(f"a policy is a module, or a function of a TensorDict, not a {type(policy).__name__}")
+    try:
+        signature = inspect.signature(policy.forward if isinstance(policy, nn.Module) else policy)
+    except (TypeError, ValueError):  # it has none that Python can read
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        kind = type(policy).__name__
+        raise UnusablePolicy(
+            f"{kind}{signature} cannot be called with one argument, the observation ({error}): wrap it so that it "
+            f'reads "observation" and writes "action", as TensorDictModule({kind}(…), ["observation"], ["action"]) does'
+        ) from error
+
+
+def first_output(policy: Call, example: TensorDict, gate: Callable[[Call], Call]) -> tuple[Call, Any]:
+    """Call ``policy`` with a copy of ``example``, its input; return what to call from now on, and the output.
+
+    A module of tensors is wrapped: ``TensorDictModule(policy, ["observation"], ["action"])``. What a module takes is
+    known if it is of ``tensordict.nn``, has ``in_keys`` and ``out_keys``, or declares its argument as a TensorDict (by
+    a type, or the name "tensordict" or "td"). Else both are tried, the tensor first.
+
+    Raises:
+        UnusablePolicy: the module takes neither a tensor nor a TensorDict; carries both errors.
+        Exception: whatever any other policy raises.
+    """
+    if not isinstance(policy, nn.Module) or _takes_tensordict(policy):
+        return policy, gate(policy)(example.clone())
+    wrapped = TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
+    errors: list[str] = []
+    for function, what in ((wrapped, "with the tensor of ['observation']"), (policy, "with a TensorDict")):
+        try:
+            output = gate(function)(example.clone())
+        except Exception as error:  # noqa: BLE001  it is raised again below, if the other call fails as well
+            errors.append(f"{what}: {type(error).__name__}: {error}")
+            continue
+        if isinstance(output, TensorDictBase | Mapping) and isinstance(output.get("action"), Tensor):
+            return function, output
+        errors.append(f'{what}: no "action" came of it')
+    kind = type(policy).__name__
+    raise UnusablePolicy(f"{kind} is not usable as a policy\n" + "\n".join(f"  called {error}" for error in errors))
+
+
+def _takes_tensordict(policy: nn.Module) -> bool:
+    if isinstance(policy, TensorDictModuleBase) or {"in_keys", "out_keys"} <= set(dir(policy)):
+        return True
+    try:
+        first = next(iter(inspect.signature(policy.forward).parameters.values()), None)
+    except (TypeError, ValueError):  # it has no signature that Python can read
+        return False
+    return first is not None and (first.name in ("tensordict", "td") or "TensorDict" in str(first.annotation))

@@ -1,140 +1,202 @@
-"""Messages and batches between the trainer and a worker, over a connection of ``wsync.control``."""
+"""Connections between the trainer and its workers. The only file of this package that uses ``wsync.control``.
+
+A message is a kind, an index and bytes. The bytes are a pickled value, or a batch as it lies in memory; they are
+unpickled only after the connection has been authenticated.
+"""
 
 from __future__ import annotations
 
-import os
 import pickle
 import select
 import socket
-import struct
-from typing import Any
+import time
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 
-from collectors.batch_layout import BatchLayout
-from wsync.control import Connection, Kind, Message
+from wsync import NotConnected, control
 
-_PAUSE = 50  # milliseconds without progress after which the trainer looks after its other workers
+# What the trainer sends, then what a worker answers; a worker that joins is first "accepted" or "refused".
+KINDS = ("accepted", "refused", "build", "ask", "connect", "seed", "resume", "collect", "end")
+KINDS += ("ready", "answer", "connected", "batch", "error", "unusable", "ended")
+_END = KINDS.index("end")
+_PEEKED = 1 << 16  # bytes
 
 
-class WorkerConnection:
+class Disconnected(Exception):
+    """The other end is gone, or is not what it should be."""
+
+
+class Address(NamedTuple):
+    """Where a trainer listens: by TCP, or (without a host) by a Unix socket; and the key that a worker must have."""
+
+    host: str
+    port: int | str
+    key: bytes
+
+
+class Greeting(NamedTuple):
+    """What a worker sends as it connects: its index, or -1 for any, and up to 900 bytes."""
+
+    worker: int
+    data: bytes
+
+
+class Connection:
     """One end of the connection between the trainer and a worker.
 
-    A message is a name and a picklable value; it is unpickled only after the connection has been authenticated. Over a
-    Unix socket both ends map the memory of the batches; its descriptor comes with ``ready``. Otherwise each end has
-    buffers of its own, and the bytes of a batch follow its message.
-
-    Args:
-        connection: owned by this object.
-
     Attributes:
-        shares_memory: whether it is a Unix socket. What one end has sent can then be read by the other at once.
+        shares_memory: whether both ends are on one machine, and map the same memory for batches (a Unix socket).
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: control.Connection) -> None:
         self._connection = connection
         self.shares_memory = connection.passes_descriptors
-        self._unread = memoryview(b"")  # what is missing of the batch that is being received
+        self._sentinel: select.epoll | None = None
+        self._told_to_end = False
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when ``receive`` has something to return."""
         return self._connection.fileno()
 
-    def send(self, name: str, value: Any = None, fds: tuple[int, ...] = ()) -> None:
-        """Send a message, with copies of the descriptors ``fds`` (over a Unix socket).
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that is readable once the other end's process is gone. Ask after the first ``receive``."""
+        if self._sentinel is None:
+            self._sentinel = select.epoll()
+            own, *processes = self._connection.descriptors
+            self._sentinel.register(own, select.EPOLLRDHUP)
+            for process in processes:  # a pidfd: a forked child of the other process may hold the socket open
+                self._sentinel.register(process, select.EPOLLIN)
+        return self._sentinel.fileno()
+
+    def send(self, kind: str, value: Any = None, *, wait: bool = False) -> None:
+        """Send a message of one of the ``KINDS`` with a picklable value.
+
+        With ``wait``, it has left this process afterwards; else a background thread may send the rest.
 
         Raises:
-            ConnectionError: the other end is gone.
+            Disconnected: the other end is gone.
+            ValueError: the message is larger than 1 GiB.
         """
-        self._connection.send(Message(Kind.DATA, payload=pickle.dumps((name, value)), fds=fds))
+        self._send(kind, 0, pickle.dumps(value), wait=wait)
 
-    def receive(self) -> tuple[str, Any, tuple[int, ...]]:
-        """Wait for a message; return its name, its value and the descriptors that came with it.
+    def send_batch(self, index: int, buffer: torch.Tensor) -> None:
+        """Report that the buffer ``index`` is full; send its bytes, unless the other end maps the same memory."""
+        if self.shares_memory:
+            self._send("batch", index, b"")
+        else:
+            self._send("batch", index, buffer.numpy().data, wait=True)  # a view: the buffer is written again afterwards
+
+    def _send(self, kind: str, index: int, data: Any, *, wait: bool = False) -> None:
+        message = control.Message(control.Kind.DATA, index, KINDS.index(kind), data)
+        try:
+            self._connection.send(message)
+            if wait:
+                self._connection.flush()
+        except ConnectionError as error:
+            raise Disconnected(str(error)) from error
+
+    def receive(self, deadline: float | None = None) -> tuple[str, Any]:
+        """Wait for a message; return its kind and its value; of a batch the index and the bytes.
 
         Raises:
-            EOFError: the other end is gone.
-            NotConnected: the other end is not the one that the address belongs to.
+            Disconnected: the other end is gone.
+            TimeoutError: nothing came before the deadline.
         """
-        message = self._connection.receive()
+        if not readable_within(self.fileno(), deadline):
+            raise TimeoutError("no message came in time")
+        try:
+            message = self._connection.receive()
+        except NotConnected as error:
+            raise Disconnected(str(error)) from error
         if message is None:
-            raise EOFError("the other end of the connection is gone")
-        return *pickle.loads(message.payload), message.fds
+            raise Disconnected("the other end of the connection is gone")
+        kind = KINDS[message.version]
+        self._told_to_end = kind == "end"
+        return kind, (message.worker, message.payload) if kind == "batch" else pickle.loads(message.payload)
+
+    @property
+    def told_to_end(self) -> bool:
+        """Whether the last message that has arrived, read or not, is ``end``."""
+        if self._told_to_end:
+            return True
+        end = control.Message(control.Kind.DATA, 0, _END, pickle.dumps(None)).pack()
+        with socket.socket(fileno=socket.dup(self.fileno())) as sock, suppress(OSError):
+            return sock.recv(_PEEKED, socket.MSG_PEEK | socket.MSG_DONTWAIT).endswith(end)
+        return False
 
     def close(self) -> None:
         """Close this end. Idempotent."""
+        if self._sentinel is not None:
+            self._sentinel.close()
         self._connection.close()
 
-    # --- the worker's end ---
 
-    def remove_time_limits(self) -> None:
-        """Let no read and no write fail because it makes no progress: the trainer may be busy for long."""
-        with socket.socket(fileno=socket.dup(self._connection.fileno())) as sock:
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
+class Listener:
+    """Accepts the connections of workers.
 
-    def send_ready(self, layout: BatchLayout, count: int, num_envs: int) -> list[torch.Tensor]:
-        """Report that the worker is built; return its ``count`` buffers, ``uint8[layout.nbytes]``."""
-        if not self.shares_memory:
-            self.send("ready", (layout, count, num_envs))
-            return layout.allocate(count)
-        memory = layout.create_memory(count)
-        try:
-            self.send("ready", (layout, count, num_envs), (memory,))
-        except BaseException:  # also Ctrl-C: the descriptor has no other owner yet
-            os.close(memory)
-            raise
-        return layout.map_memory(memory, count)
+    Args:
+        host: the interface to listen on; None for a Unix socket.
+        port: 0 for any free one.
+        key: the secret that both ends must have; by default a random one.
 
-    def send_batch(self, index: int, buffer: torch.Tensor) -> None:
-        """Report that the buffer ``index`` is full, and transfer it.
+    Raises:
+        NotConnected: it cannot listen there, or that would be on every interface.
+    """
 
-        Raises:
-            ConnectionError: the trainer is gone.
-        """
-        self.send("batch", index)
-        if not self.shares_memory:
-            self._connection.flush()  # the bytes must not overtake a message
-            left, descriptor = _bytes_of(buffer), self._connection.fileno()
-            while left:
-                left = left[os.write(descriptor, left) :]
+    def __init__(self, host: str | None = None, port: int = 0, key: bytes | None = None) -> None:
+        self._listener = control.Listener(host, port, key)
+        own = self._listener.address
+        self.address = Address(own.host, own.port, own.token)
 
-    def send_error(self, kind: str, traceback: str) -> None:
-        """Report an error, an event of this kind; the worker ends afterwards.
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when ``accept`` has something to do."""
+        return self._listener.fileno()
 
-        Raises:
-            ConnectionError: the trainer is gone.
-        """
-        self.send(kind, traceback)
-        self._connection.flush()  # ``close`` does not wait for a long message
+    def accept(self, deadline: float | None = 0.0) -> tuple[Connection, Greeting] | None:
+        """Return an authenticated connection and its greeting; None if none came before the deadline (0: at once)."""
+        while (accepted := self._listener.accept()) is None:
+            late = deadline is not None and time.monotonic() >= deadline
+            if late or not readable_within(self.fileno(), deadline):
+                return None
+        connection, hello = accepted
+        return Connection(connection), Greeting(hello.worker, hello.payload)
 
-    # --- the trainer's end ---
-
-    def open_buffers(self, layout: BatchLayout, count: int, fds: tuple[int, ...]) -> list[torch.Tensor]:
-        """Return the ``count`` buffers of a worker; its ``ready`` came with ``fds``."""
-        return layout.map_memory(fds[0], count) if self.shares_memory else layout.allocate(count)
-
-    def receive_batch(self, buffer: torch.Tensor) -> bool:
-        """Receive the bytes of a batch, right after its message; return whether it is complete.
-
-        If it is not, because the worker pauses, call this again with the same buffer before any other method.
-
-        Raises:
-            EOFError: the worker is gone.
-        """
-        if self.shares_memory:
-            return True
-        descriptor = self._connection.fileno()
-        self._unread = self._unread or _bytes_of(buffer)
-        readable = select.poll()
-        readable.register(descriptor, select.POLLIN)
-        while self._unread and readable.poll(_PAUSE):
-            count = os.readv(descriptor, [self._unread])
-            if not count:
-                raise EOFError("the worker ended within a batch")
-            self._unread = self._unread[count:]
-        return not self._unread
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self._listener.close()
 
 
-def _bytes_of(buffer: torch.Tensor) -> memoryview:
-    array: Any = buffer.numpy()  # supports the buffer protocol, which its type does not declare
-    return memoryview(array)
+def connect(address: Address, greeting: Greeting, deadline: float | None = None) -> Connection:
+    """Connect to a trainer's listener.
+
+    Raises:
+        NotConnected: no trainer listens there.
+        SyncTimeout: its machine did not answer in time.
+    """
+    return Connection(control.connect(control.Address(*address), greeting.worker, deadline, greeting.data))
+
+
+def sealed(address: Address) -> str:
+    """Return an address for a public place: authenticated, with its key encrypted."""
+    return control.seal(control.Address(*address))
+
+
+def unsealed(text: str | bytes) -> Address:
+    """Return the address of the output of ``sealed``; ValueError for anything else."""
+    found = control.unseal(text)
+    return Address(found.host, found.port, found.token)
+
+
+def readable_within(descriptor: int, deadline: float | None) -> bool:
+    """Wait until a descriptor is readable; return False at the deadline, on ``time.monotonic``'s clock."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(None if deadline is None else milliseconds(deadline - time.monotonic())))
+
+
+def milliseconds(seconds: float) -> float:
+    """Return a timeout as poll(2) takes it, an int of milliseconds."""
+    return min(max(0.0, seconds), 1e6) * 1e3

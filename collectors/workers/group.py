@@ -1,70 +1,119 @@
-"""The workers of a collector, as the thread that gathers and the threads that deliver weights use them."""
+"""The workers of a collector: their lifecycle (``records.py`` lists the states), and a collector's operations on them.
+
+One thread gathers batches while other threads deliver weights. Both handle the workers' events, under one lock.
+"""
 
 from __future__ import annotations
 
+import logging
+import secrets
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 import wsync
-from collectors.worker import WorkerOptions
-from collectors.workers.pool import WorkerHandle
-from collectors.workers.records import FailureCause, RestartBackoff, WorkerRecord, WorkerState
-from collectors.workers.supervisor import WorkerSupervisor
+from collectors.batch_layout import frames_of
+from collectors.worker import RAISED, WorkerOptions
+from collectors.workers.pool import Event, WakeEvent, WorkerHandle, WorkerPool
+from collectors.workers.records import FailureCause, FailurePolicy, Failures, WorkerRecord, WorkerState
 
 T = TypeVar("T")
 Send = Callable[[Any, Any], T]
 """``send(weights, worker_ids)``, as ``WeightSyncScheme.send``; of several schemes, with ``{scheme: weights}``."""
 
+_ENDED = (*RAISED, "died", "unplaced")
+_REJOIN_TIMEOUT = 10.0  # seconds that a restarted worker has to join a scheme, or the scheme's timeout if longer
 _STOP_GRACE = 2.0  # seconds in which a batch has to be complete after ``interrupt``
 _CLOSE_GRACE = 2.0  # seconds in which a thread that gathers or updates has to notice ``close``
 _ERROR_GRACE = 2.0  # seconds in which a worker that has left a scheme has to report its error
+_log = logging.getLogger(__name__)
 
 
-class WorkerGroup(WorkerSupervisor):
-    """A collector's operations on all workers. One thread may gather while other threads deliver weights."""
+class WorkerGroup:
+    """Handles the events of workers: starts, failures, restarts; gathers their batches, delivers weights to them.
+
+    Attributes:
+        ended_by_failure: whether a failure was raised; the collector cannot be used any more.
+        closing: whether the workers are being ended, or have been.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        failure_policy: FailurePolicy,
+        schemes: Mapping[str, wsync.WeightSyncScheme],
+        failures: Failures,
+    ) -> None:
+        self.pool, self.failure_policy, self.schemes, self.failures = pool, failure_policy, schemes, failures
+        self.ended_by_failure = self.closing = False
+        self._records: list[WorkerRecord] = []
+        self._events: deque[Event] = deque()  # received, and not yet handled
+        self._batches: deque[tuple[WorkerHandle, int]] = deque()
+        self._answers: dict[int, Any] = {}  # to the last question, by worker
+        self._started = False
+        self._next_seed: int | None = None
+        self._stop_at: float | None = None
+        self._wakeup = WakeEvent()
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._owner: int | None = None  # the thread that holds the lock
+
+    @contextmanager
+    def _locked(self, timeout: float = -1.0) -> Iterator[None]:
+        """Hold the lock; a thread that waits for events under it is woken, and lets it go.
+
+        The lock is re-entrant. Threads get it in turns: one that lets it go and asks again at once stands behind the
+        one that waits. After ``timeout`` seconds the block runs without the lock: its owner may be stuck.
+        """
+        if self._owner == threading.get_ident():
+            yield
+            return
+        taken, turn = False, self._turn.acquire(timeout=timeout)
+        try:
+            if turn and not (taken := self._lock.acquire(blocking=False)):
+                self._wakeup.set()
+                taken = self._lock.acquire(timeout=timeout)
+        finally:
+            if turn:
+                self._turn.release()
+        try:
+            if taken:
+                self._owner = threading.get_ident()
+            yield
+        finally:
+            if taken:
+                self._owner = None
+                self._lock.release()
+
+    # --- at the start, in one thread ---
 
     def build(self, specs: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
-        """Build all workers. Called once, before any other method.
-
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: a worker failed, whatever the failure policy.
-        """
-        policy = self.failure_policy
+        """Build all workers. Called once, before any other method."""
         self._records = [
-            WorkerRecord(options[worker.worker_idx], specs[worker.worker_idx], RestartBackoff(policy), worker)
+            WorkerRecord(options[worker.worker_idx], specs[worker.worker_idx], self.failure_policy, worker)
             for worker in self.pool.workers
         ]
         for record in self._records:
             self._build(record)
         self._step_until(WorkerState.READY)
-        if policy.on_failure != "restart":  # there are no successors, and each specification may have a large policy
+        if self.failure_policy.on_failure != "restart":  # no successors, and each specification may have a large policy
             for record in self._records:
                 record.spec = b""
 
     def ask(self, question: str, argument: Any = None) -> list[Any]:
-        """Ask all workers; return their answers, by index: see ``RolloutWorker.execute``.
-
-        Called between ``build`` and ``connect``.
-
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: a worker failed, whatever the failure policy.
-        """
+        """Ask all workers, between ``build`` and ``connect``; return their answers: see ``RolloutWorker.execute``."""
         self._answers.clear()
         for record in self._records:
-            assert record.worker is not None, "no worker has failed yet"
             self._send(record.worker, "ask", (question, argument))
         while len(self._answers) < len(self._records):
             self._step()
         return [self._answers[record.index] for record in self._records]
 
     def connect(self) -> None:
-        """Connect all workers by the schemes that there are now. Called once, after ``build`` and ``ask``.
-
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: a worker failed, whatever the failure policy.
-        """
+        """Connect all workers by the schemes that there are now. Called once, after ``build`` and ``ask``."""
         for record in self._records:
             self._connect(record)
         for scheme in self.schemes.values():
@@ -80,24 +129,34 @@ class WorkerGroup(WorkerSupervisor):
         while any(record.state is not state for record in self._records):
             self._step()
 
+    def _build(self, record: WorkerRecord) -> None:
+        record.state = WorkerState.BUILDING
+        self._send(record.worker, "build", (record.spec, record.options))
+
+    def _connect(self, record: WorkerRecord) -> None:
+        record.state = WorkerState.CONNECTING
+        self._send(record.worker, "connect", list(self.schemes))
+
     # --- for the thread that gathers ---
 
-    def wait_for_workers(self) -> list[WorkerHandle]:
-        """Return the active workers; wait for one if there is none.
+    @property
+    def active_workers(self) -> list[WorkerHandle]:
+        """The workers that take part in gathering, by index."""
+        return [record.worker for record in self._records if record.worker is not None and record.active]
 
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: a failure that the policy raises.
-        """
-        with self._lock.gathering():
-            if any(record.state not in (WorkerState.ACTIVE, WorkerState.DROPPED) for record in self._records):
+    def wait_for_workers(self) -> list[WorkerHandle]:
+        """Return the active workers; wait for one if there is none."""
+        if any(record.state not in (WorkerState.ACTIVE, WorkerState.DROPPED) for record in self._records):
+            with self._locked():
                 self._step(wait_for_events=False)
-            while not (active := self.active_workers):
+        while not (active := self.active_workers):
+            with self._locked():
                 self._step()
-            return active
+        return active
 
     def collect(self, worker: WorkerHandle, buffer: int) -> None:
         """Have ``worker`` fill a buffer; do nothing if it was replaced."""
-        with self._lock.gathering():
+        with self._locked():
             self._send(worker, "collect", buffer)
 
     def next_batch(self, awaited: Collection[WorkerHandle]) -> tuple[WorkerHandle, int] | None:
@@ -105,20 +164,14 @@ class WorkerGroup(WorkerSupervisor):
 
         None if another event came, or if none of ``awaited`` is active (any more): an update in another thread may have
         failed them since the caller looked.
-
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: see ``wait_for_workers``.
         """
-        with self._lock.gathering():
+        with self._locked():
             if not self._batches and any(worker in awaited for worker in self.active_workers):
                 self._step()
             return self._batches.popleft() if self._batches else None
 
     def batch_begun(self) -> None:
-        """Limit the batch that begins now, from now on, if ``interrupt`` was called between two batches.
-
-        A signal may come after this thread has last looked for a request to stop.
-        """
+        """Limit the batch that begins now, if ``interrupt`` was called between two batches."""
         if self._stop_at is not None:
             self._stop_at = time.monotonic() + _STOP_GRACE
 
@@ -128,10 +181,10 @@ class WorkerGroup(WorkerSupervisor):
 
     def seed(self, seed: int) -> int:
         """Seed every worker; return the next free seed, which restarted workers take."""
-        with self._lock.gathering():
+        with self._locked():
             for record in self._records:
                 if record.worker is not None and record.active:
-                    self.pool.send(record.worker, "seed", seed)
+                    record.worker.send("seed", seed)
                 seed += record.num_envs
             self._next_seed = seed
             return seed
@@ -139,48 +192,36 @@ class WorkerGroup(WorkerSupervisor):
     def resume(self, frames: int) -> None:
         """Count ``frames`` of an earlier run, evenly for each worker: fewer random frames are left."""
         share = -(-frames // len(self._records))
-        with self._lock.gathering():
+        with self._locked():
             for record in self._records:
                 record.frames = share
                 if record.worker is not None and record.active:
-                    self.pool.send(record.worker, "resume", share)
+                    record.worker.send("resume", share)
 
     # --- for threads that deliver weights ---
 
     def deliver(self, send: Send[T], weights: Any, worker_ids: int | Sequence[int] | None) -> T | None:
         """Call ``send(weights, worker_ids)``, and again for the other workers where a failure prevented it.
 
-        For the policies ``drop`` and ``restart``. With ``raise``, ``send`` is called directly, and
-        ``raise_worker_error`` after an error.
-
-        Returns:
-            What ``send`` has returned; None if a worker failed meanwhile, and the others have the update.
-
-        Raises:
-            WorkerFailed: a model refused the weights.
-            Exception: whatever ``send`` raises, except deaths and timeouts that the failure policy handles.
+        For the policies ``drop`` and ``restart``. Returns what ``send`` has returned; None if a worker failed
+        meanwhile, and the others have the update.
         """
         everyone = range(len(self._records))
         wanted = everyone if worker_ids is None else wsync.worker_list(worker_ids, len(everyone))
         if not wanted:
             return send(weights, worker_ids)  # raises the error for an empty selection
-        with self._lock.updating():
+        with self._locked():
             while True:
-                made, result = self._deliver(send, weights, wanted, to_all=worker_ids is None)
-                if made:
-                    return result
-
-    def _deliver(self, send: Send[T], weights: Any, wanted: Collection[int], *, to_all: bool) -> tuple[bool, T | None]:
-        """Return whether an update was made, for at least one worker; and what ``send`` has returned."""
-        reachable = self._reachable(wanted, wait_for_all=not to_all)
-        try:
-            if to_all:
-                return True, send(weights, None)  # the scheme keeps it for workers that are being restarted
-            return True, send(_weights_for(weights, reachable), reachable)
-        except (wsync.WorkerDied, wsync.SyncTimeout) as error:
-            if not self._fail_unreached(reachable, error) and error.version is None:
-                raise
-            return error.version is not None, None
+                reachable = self._reachable(wanted, wait_for_all=worker_ids is not None)
+                try:
+                    if worker_ids is None:
+                        return send(weights, None)  # the scheme keeps it for workers that are being restarted
+                    return send(_weights_for(weights, reachable), reachable)
+                except (wsync.WorkerDied, wsync.SyncTimeout) as error:
+                    if not self._fail_unreached(reachable, error) and error.version is None:
+                        raise
+                    if error.version is not None:
+                        return None
 
     def _reachable(self, wanted: Collection[int], *, wait_for_all: bool) -> list[int]:
         """Return those of ``wanted`` that get updates; wait for one, or for all of them that were not dropped."""
@@ -215,18 +256,14 @@ class WorkerGroup(WorkerSupervisor):
         """Raise the error of a worker that an update did not reach, if the worker has reported one.
 
         For the policy ``raise``; returns if no worker has reported an error. A death ends the collector.
-
-        Raises:
-            WorkerFailed: the worker's own error, which is the better cause.
         """
         died = isinstance(error, wsync.WorkerDied)
         if died or error.version is not None:
             self.failures.failed |= Counter(error.workers.keys() - error.failed)  # each once
-        with self._lock.updating():
+        with self._locked():
             if self.ended_by_failure or self.closing:
                 return  # another thread has raised it, or has shut the collector down
-            for index in error.workers:
-                record = self._records[index]
+            for record in [self._records[index] for index in error.workers]:
                 if record.worker is not None:
                     cause = self._error_of(record.worker, _patience_after(error))
                     if cause is not None:
@@ -236,12 +273,9 @@ class WorkerGroup(WorkerSupervisor):
     # --- for any thread ---
 
     def interrupt(self) -> None:
-        """Limit the wait for the current batch, or the next one, to ``_STOP_GRACE`` seconds.
-
-        May be called from a signal handler.
-        """
+        """Limit the wait for the current batch, or the next one, to two seconds. A signal handler may call this."""
         self._stop_at = time.monotonic() + _STOP_GRACE
-        self._lock.wakeup.set()
+        self._wakeup.set()
 
     def close(self) -> None:
         """End all workers, those that are being restarted at once. Idempotent.
@@ -249,13 +283,182 @@ class WorkerGroup(WorkerSupervisor):
         In a thread that waits for a batch meanwhile, ``NotConnected`` is raised.
         """
         self.closing = True
-        with self._lock.ending(_CLOSE_GRACE):
+        with self._locked(_CLOSE_GRACE):
             for record in self._records:
                 if self._started and record.worker is not None and not record.active:
                     self.pool.discard(record.worker)
                     record.worker = None
             self.pool.close()
-            self._lock.wakeup.close()
+            self._wakeup.close()
+
+    # --- events; the lock is held ---
+
+    def _send(self, worker: WorkerHandle | None, command: str, argument: Any) -> None:
+        """Send a command that has an answer; do nothing if the worker was replaced."""
+        assert worker is not None
+        record = self._records[worker.worker_idx]
+        if record.worker is worker:
+            if not record.answers_owed:
+                record.waiting_since = time.monotonic()
+            record.answers_owed += 1
+            worker.send(command, argument)
+
+    def _step(self, wait_for_events: bool = True) -> None:
+        """Wait for events, and for the next deadline or restart; handle them."""
+        self._require_open()
+        if self.ended_by_failure:
+            raise wsync.NotConnected("a worker's failure was raised in another thread, and has ended this collector")
+        for record in self._records:
+            if record.state is WorkerState.RESTART_DUE and record.restart_at <= time.monotonic():
+                self._restart(record)
+        self._poll(self._time_left() if wait_for_events and not self._events else 0.0)
+        self._handle_events()
+        # Handling may have taken seconds, in which a worker that now seems late has answered: look again.
+        while (late := self._late()) and self._poll(0.0):
+            self._handle_events()
+        for record in late:
+            detail = f"did not answer within {self.failure_policy.worker_timeout:g} s"
+            self._fail(record, FailureCause(wsync.SyncTimeout, record.index, detail))
+        if self._stop_at is not None and time.monotonic() >= self._stop_at and not self._batches:
+            raise wsync.SyncTimeout("asked to stop, and the batch under way is not complete")
+
+    def _require_open(self) -> None:
+        if self.closing:
+            raise wsync.NotConnected("this collector has been shut down")
+
+    def _time_left(self) -> float | None:
+        """Seconds until the next deadline or restart; None if there is none."""
+        limit = self.failure_policy.worker_timeout
+        times = [record.waiting_since + limit for record in self._records if record.answers_owed and limit is not None]
+        times += [record.restart_at for record in self._records if record.state is WorkerState.RESTART_DUE]
+        times += [] if self._stop_at is None else [self._stop_at]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _late(self) -> list[WorkerRecord]:
+        now, limit = time.monotonic(), self.failure_policy.worker_timeout
+        waiting = [record for record in self._records if record.answers_owed]
+        return [] if limit is None else [record for record in waiting if now >= record.waiting_since + limit]
+
+    def _poll(self, timeout: float | None) -> list[Event]:
+        """Receive events, to be handled later; none of a worker that has ended and is not handled yet."""
+        ended = {event.worker for event in self._events if event.kind in _ENDED}
+        workers = [one.worker for one in self._records if one.worker is not None and one.worker not in ended]
+        events = self.pool.poll(workers, self._wakeup.fileno(), timeout)
+        self._wakeup.clear()
+        self._events.extend(events)
+        return events
+
+    def _error_of(self, worker: WorkerHandle, patience: float = 0.0) -> FailureCause | None:
+        """Return the error that ``worker`` has sent, if it has raised; its event is still to be handled."""
+        self._require_open()  # ``close`` does not wait for this thread without end
+        deadline = time.monotonic() + patience
+        while not any(event.worker is worker and event.kind in _ENDED for event in self._events):
+            left = 0.0 if wait([worker.sentinel], 0.0) else max(0.0, deadline - time.monotonic())
+            if not self._poll(left) and not left:
+                break
+        errors = (event for event in self._events if event.worker is worker and event.kind in RAISED)
+        return next((FailureCause.of(worker.worker_idx, one.kind, one.value) for one in errors), None)
+
+    def _handle_events(self) -> None:
+        while self._events:
+            event = self._events.popleft()
+            record = self._records[event.worker.worker_idx]
+            if record.worker is event.worker:  # events of a replaced worker are dropped
+                self._handle(record, event)
+
+    def _handle(self, record: WorkerRecord, event: Event) -> None:
+        worker, kind, value = event
+        record.waiting_since = time.monotonic()
+        if kind == "accepted":
+            return
+        record.answers_owed -= 1
+        if kind == "batch":
+            record.failures_in_a_row = 0
+            index: int = value
+            record.frames += frames_of(worker.batches[index])
+            self._batches.append((worker, index))
+        elif kind == "answer":
+            self._answers[record.index] = value
+        elif kind == "ready":
+            record.state, record.num_envs = WorkerState.READY, worker.num_envs
+            if self._started:
+                self._rejoin(record, worker)
+        elif kind == "connected":
+            record.state = WorkerState.ACTIVE
+            if self._started:
+                self._begin_again(record, worker)
+        else:
+            self._fail(record, FailureCause.of(record.index, kind, value), final=kind == "unplaced")
+
+    # --- failures and restarts; the lock is held ---
+
+    def _fail(self, record: WorkerRecord, cause: FailureCause, *, final: bool = False) -> None:
+        """Apply the failure policy to a worker: raise, drop it, or schedule its restart; raise if it is `final`."""
+        index = record.index
+        if final or not self._started or self.failure_policy.on_failure == "raise":
+            self.failures.failed |= Counter([index])  # an update may have counted this failure already
+            self.ended_by_failure = True
+            raise cause.error()
+        self.failures.failed[index] += 1
+        worker, record.worker, record.answers_owed = record.worker, None, 0
+        if worker is not None:
+            self.pool.discard(worker)  # before the schemes: a stopped process could still be within an update
+            for scheme in self.schemes.values():
+                scheme.disconnect(index)
+        is_dropped = self.failure_policy.on_failure == "drop"
+        done = self._drop(record, cause) if is_dropped else self._schedule_restart(record, cause)
+        _log.warning("%s: %s", cause.summary, done)
+        if cause.raised:
+            _log.warning("worker %d raised:\n%s", index, cause.detail)
+
+    def _drop(self, record: WorkerRecord, cause: FailureCause) -> str:
+        record.state = WorkerState.DROPPED
+        self.failures.dropped[record.index] += 1
+        left = [other.index for other in self._records if other.state is not WorkerState.DROPPED]
+        if not left:
+            self.ended_by_failure = True
+            raise cause.error("no worker is left; the last one: ")
+        return f"it is dropped, and {left} go on"
+
+    def _schedule_restart(self, record: WorkerRecord, cause: FailureCause) -> str:
+        pause = record.pause_before_restart()
+        if pause is None:
+            self.ended_by_failure = True
+            window = f"{self.failure_policy.restart_window:g} s"
+            often = f"more than {self.failure_policy.max_restarts} times within {window} or since its last batch"
+            raise cause.error(f"worker {record.index} has failed {often}; the last time: ")
+        record.state, record.restart_at = WorkerState.RESTART_DUE, time.monotonic() + pause
+        return f"a new process is started in {pause:g} s"
+
+    def _restart(self, record: WorkerRecord) -> None:
+        try:
+            record.worker = self.pool.start_worker(record.index)
+        except OSError as error:
+            self._fail(record, FailureCause(wsync.WorkerDied, record.index, f"could not be restarted: {error}"))
+            return
+        self._build(record)
+
+    def _rejoin(self, record: WorkerRecord, worker: WorkerHandle) -> None:
+        """Let a restarted worker join every scheme, while the trainer waits: usually some milliseconds."""
+        self._connect(record)
+        index = record.index
+        try:
+            for scheme in self.schemes.values():
+                timeout = None if scheme.timeout is None else max(_REJOIN_TIMEOUT, scheme.timeout)
+                scheme.readmit(index, worker.process or worker, timeout)
+        except (wsync.WeightSyncError, OSError) as error:
+            own = self._error_of(worker)  # the better cause
+            self._fail(record, own or FailureCause(wsync.WorkerDied, index, f"could not rejoin: {error}"))
+
+    def _begin_again(self, record: WorkerRecord, worker: WorkerHandle) -> None:
+        """Let a restarted worker repeat neither its predecessor's random frames nor its episodes."""
+        self.failures.restarted[record.index] += 1
+        _log.warning("worker %d has been replaced", record.index)
+        worker.send("resume", record.frames)
+        seed = secrets.randbits(31) if self._next_seed is None else self._next_seed
+        if self._next_seed is not None:
+            self._next_seed += worker.num_envs
+        worker.send("seed", seed)
 
 
 def _patience_after(error: wsync.WeightSyncError) -> float:

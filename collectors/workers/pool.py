@@ -1,65 +1,68 @@
-"""The trainer's interface to its workers, independent of the medium: send commands, wait for events, end workers."""
+"""The trainer's workers, whatever has started them: send commands, wait for events, end workers."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import os
+import secrets
+import select
+import threading
+import time
 from collections.abc import Collection
+from contextlib import closing, suppress
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
 
 from collectors.batch_layout import BatchLayout
-from collectors.workers.process_handle import ProcessHandle
+from collectors.worker import RAISED, Configure, configure_process, serve
+from collectors.workers import processes
+from collectors.workers.connections import (
+    Address,
+    Connection,
+    Disconnected,
+    Greeting,
+    Listener,
+    connect,
+    milliseconds,
+    readable_within,
+)
+from wsync import NotConnected, SyncTimeout, WorkerDied
 
-RAISED = ("error", "unusable")  # events of a worker that has raised
-SHUTDOWN_GRACE = 5.0  # seconds in which a worker has to end after the message to end
-LONGEST_POLL = 1e6  # seconds; poll(2) takes milliseconds in an int
 
+class WakeEvent:
+    """A descriptor that any thread, or a signal handler, makes readable; after ``close``, ``set`` does nothing."""
 
-def pollable(timeout: float | None) -> float | None:
-    """Return a timeout in seconds as poll(2) can take it; None for no limit."""
-    return None if timeout is None else min(timeout, LONGEST_POLL)
-
-
-class WorkerHandle(ABC):
-    """One worker, seen from the trainer; a ``wsync.RemoteWorker``.
-
-    Attributes:
-        worker_idx: its index.
-        num_envs: number of its environments; 0 until it is ready.
-        buffers: memory of its batches, one ``uint8`` tensor each.
-        batches: views of ``buffers``. A batch is overwritten after the next ``collect`` command for its buffer.
-        process: the worker's process, if this process has started it.
-        process_handle: reaches ``process``; empty without it.
-    """
-
-    process: BaseProcess | None = None
-
-    def __init__(self, worker_idx: int) -> None:
-        self.worker_idx = worker_idx
-        self.num_envs = 0
-        self.buffers: list[torch.Tensor] = []
-        self.batches: list[TensorDict] = []
-        self.process_handle = ProcessHandle(None)
-
-    @property
-    @abstractmethod
-    def sentinel(self) -> int:
-        """A descriptor that is readable once the worker has ended."""
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # re-entrant for a signal handler
+        self._file: Any = open(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", buffering=0)  # noqa: SIM115
 
     def fileno(self) -> int:
-        """Return ``sentinel``.
+        """Return the descriptor; raise ValueError after ``close``."""
+        return self._file.fileno()
 
-        A scheme takes this object in place of a process.
-        """
-        return self.sentinel
+    def set(self) -> None:
+        """Make the descriptor readable."""
+        with self._lock:
+            if not self._file.closed:
+                os.eventfd_write(self._file.fileno(), 1)
 
-    def set_ready(self, layout: BatchLayout, buffers: list[torch.Tensor], num_envs: int) -> None:
-        """Store what the worker reports when its environments are built."""
-        self.num_envs, self.buffers = num_envs, buffers
-        self.batches = [layout.view(buffer) for buffer in buffers]
+    def clear(self) -> None:
+        """Make the descriptor not readable."""
+        with self._lock, suppress(BlockingIOError):
+            if not self._file.closed:
+                os.eventfd_read(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        with self._lock:
+            self._file.close()
+
+    def __del__(self) -> None:
+        """Close the descriptor of a collector that was not shut down."""
+        self.close()
 
 
 class Event(NamedTuple):
@@ -69,10 +72,10 @@ class Event(NamedTuple):
         worker: the worker.
         kind: ``ready``, ``answer``, ``connected`` or ``batch``: the answer to a command; ``error``: the worker raised
             and ends; ``unusable``: it raised ``UnusablePolicy``, and ends; ``accepted``: its connection was accepted;
-            ``part``: of a batch, the rest of which is still to come; ``died``: it, or its connection, ended without a
-            message; ``unplaced``: a replacement has found no place in time, and another one would not either.
-        value: the buffer's index for ``batch`` and ``part``, the answer for ``answer``, a traceback for ``error`` and
-            ``unusable``, the reason for ``died`` and ``unplaced``.
+            ``died``: it, or its connection, ended without a message; ``unplaced``: a replacement has found no place in
+            time, and another one would not either.
+        value: the buffer's index for ``batch``, the answer for ``answer``, a traceback for ``error`` and ``unusable``,
+            the reason for ``died`` and ``unplaced``.
     """
 
     worker: WorkerHandle
@@ -80,49 +83,238 @@ class Event(NamedTuple):
     value: Any = None
 
 
-W = TypeVar("W", bound=WorkerHandle)
+class WorkerHandle:
+    """One worker, seen from the trainer; a ``wsync.RemoteWorker``. Commands are kept until it has a connection.
+
+    Attributes:
+        worker_idx: its index.
+        process: the worker's process, if this process has started it.
+        name: of a worker in another program, for messages.
+        key: what it greets with; empty if any worker may have this index.
+        connection: the connection, once there is one.
+        gave_up: set when a worker in another program has ended before it had a connection.
+        num_envs: number of its environments; 0 until it is ready.
+        buffers: memory of its batches, one ``uint8`` tensor each.
+        batches: views of ``buffers``. A batch is overwritten after the next ``collect`` command for its buffer.
+    """
+
+    def __init__(self, worker_idx: int, key: bytes, process: BaseProcess | None = None, name: str = "") -> None:
+        self.worker_idx, self.key, self.process, self.name = worker_idx, key, process, name
+        self.connection: Connection | None = None
+        self.gave_up = WakeEvent()
+        self.num_envs = 0
+        self.buffers: list[torch.Tensor] = []
+        self.batches: list[TensorDict] = []
+        self._commands: list[tuple[str, Any]] = []  # to be sent once there is a connection
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the worker has ended."""
+        if self.process is not None:
+            return self.process.sentinel
+        return self.gave_up.fileno() if self.connection is None else self.connection.sentinel
+
+    def fileno(self) -> int:
+        """Return ``sentinel``: a scheme takes this object in place of a process."""
+        return self.sentinel
+
+    def set_ready(self, layout: BatchLayout, count: int, num_envs: int, memory: str | None) -> None:
+        """Store what the worker reports when its environments are built; ``memory`` is that of its own buffers."""
+        self.num_envs = num_envs
+        self.buffers = layout.buffers(count, memory)
+        self.batches = [layout.view(buffer) for buffer in self.buffers]
+
+    def attach(self, connection: Connection) -> None:
+        """Use ``connection`` from now on."""
+        self.connection = connection
+        commands, self._commands = self._commands, []
+        for command, argument in commands:
+            self.send(command, argument)
+
+    def send(self, command: str, argument: Any = None) -> None:
+        """Send a command; ``WorkerPool.poll`` reports a worker that has ended."""
+        if self.connection is None:
+            self._commands.append((command, argument))
+            return
+        try:
+            self.connection.send(command, argument)
+        except Disconnected:
+            return
+        except ValueError as error:
+            raise ValueError(
+                f"the policy (with create_env_fn) is too large to be sent to a worker ({len(argument[0])} bytes, "
+                "1 GiB at most): give a policy_factory"
+            ) from error
+
+    def exit_reason(self) -> str:
+        """Return how the worker has ended, as text to follow "worker 3 "; wait for the end of its process."""
+        if self.process is not None:
+            return processes.exit_reason(self.process)
+        return f"{self.name} is gone: it was killed, or its machine or the network failed"
+
+    def close(self) -> None:
+        """Close the connection, which ends the worker. Idempotent."""
+        if self.connection is not None:
+            self.connection.close()
+        self.gave_up.close()
 
 
-class WorkerPool(ABC, Generic[W]):
-    """Started workers. The first command for each is ``build``.
+class WorkerPool:
+    """Workers with a connection each; waits for connections, messages and the ends of all of them at once.
 
-    Every command has one answer, except ``seed`` and ``resume``, which have none: ``build`` is answered by ``ready``,
-    ``ask`` by ``answer``, ``connect`` by ``connected``, ``collect`` by ``batch``. A worker executes its commands in
-    order.
+    The first command for each worker is ``build``. Every command has one answer, except ``seed`` and ``resume``, which
+    have none: ``build`` is answered by ``ready``, ``ask`` by ``answer``, ``connect`` by ``connected``, ``collect`` by
+    ``batch``. A worker executes its commands in order. Methods are called by one thread at a time, which holds the
+    ``WorkerGroup``'s lock.
 
-    Methods are called by one thread at a time, which holds the collector's ``GatherLock``, except while the collector
-    is being made, when there is one thread.
+    Args:
+        count: number of workers.
+        listener: accepts their connections; by default a Unix socket, over which batches are in shared memory.
+        start: whether to start them, by ``start_worker``.
 
     Attributes:
         workers: all workers that were not discarded.
     """
 
-    def __init__(self) -> None:
-        self.workers: list[W] = []
+    def __init__(self, count: int, listener: Listener | None = None, *, start: bool = True) -> None:
+        self.workers: list[WorkerHandle] = []
+        self.listener, self._count = listener or Listener(), count
+        try:
+            for i in range(count if start else 0):
+                self.start_worker(i)
+        except BaseException:  # also Ctrl-C: the workers that have been started are ended
+            self.close()
+            raise
 
-    @abstractmethod
-    def send(self, worker: W, command: str, argument: Any = None) -> None:
-        """Send a command. A worker that has ended does not raise here; ``poll`` reports it."""
+    def start_worker(self, worker_idx: int) -> WorkerHandle:
+        """Start a worker, in place of a discarded one, without waiting for it.
 
-    @abstractmethod
-    def poll(self, workers: Collection[W], wakeup_fd: int, timeout: float | None) -> list[Event]:
-        """Return the events of ``workers``.
+        Raises:
+            OSError: the process could not be started.
+        """
+        key = secrets.token_hex(16).encode()
+        process = processes.start(work, worker_idx, self.listener.address, worker_idx, key)
+        self.workers.append(worker := WorkerHandle(worker_idx, key, process))
+        return worker
+
+    def poll(self, workers: Collection[WorkerHandle], wakeup_fd: int, timeout: float | None) -> list[Event]:
+        """Return the events of ``workers``; a message comes before the end of the worker that has sent it.
 
         Waits until there is one, until the descriptor ``wakeup_fd`` is readable, or for ``timeout`` seconds.
         """
+        poller = select.poll()  # one sixth of the time of multiprocessing.connection.wait
+        poller.register(wakeup_fd, select.POLLIN)
+        for worker in workers:
+            poller.register(worker.sentinel, select.POLLIN)
+            poller.register(self.listener if worker.connection is None else worker.connection, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poller.poll(None if timeout is None else milliseconds(timeout))}
+        events: list[Event] = []
+        if self.listener.fileno() in ready and (accepted := self.listener.accept()) is not None:
+            waiting = [worker for worker in workers if worker.connection is None]
+            self._register(*accepted)
+            events += [Event(worker, "accepted") for worker in waiting if worker.connection is not None]
+        for worker in workers:
+            readable = worker.connection is not None and worker.connection.fileno() in ready
+            if readable or worker.sentinel in ready:
+                events.append(Event(worker, *self._receive(worker, readable)))
+        return events
 
-    def start_worker(self, worker_idx: int) -> W:
-        """Start a worker in place of a discarded one, without waiting for it.
+    def wait_for_workers(self, timeout: float) -> None:
+        """Wait until all workers have connected.
 
         Raises:
-            OSError: the process could not be started, or workers of this kind cannot be replaced.
+            SyncTimeout: they have not in time; names them.
+            WorkerDied: one ended before.
         """
-        raise OSError("workers of this kind cannot be restarted")
+        deadline = time.monotonic() + timeout
+        while missing := self._missing():
+            starting = {worker.sentinel: worker for worker in self.workers if worker.connection is None}
+            left = deadline - time.monotonic()
+            ready = wait([self.listener.fileno(), *starting], milliseconds(left) / 1e3)
+            if not ready or left <= 0:  # foreign connections may keep the listener readable
+                listed = ", ".join(map(str, missing))
+                raise SyncTimeout(
+                    f"worker(s) {listed} {self._why_late(timeout)}", dict.fromkeys(missing, "never joined")
+                )
+            if (accepted := self.listener.accept()) is not None:
+                self._register(*accepted)
+            for worker in (starting[fd] for fd in ready if isinstance(fd, int) and fd in starting):
+                if worker.connection is None:
+                    index, cause = worker.worker_idx, f"{worker.exit_reason()}, before it had joined"
+                    raise WorkerDied(f"worker {index} {cause}", {index: cause})
+        self.workers.sort(key=lambda worker: worker.worker_idx)
 
-    @abstractmethod
-    def discard(self, worker: W) -> None:
-        """End a worker at once and release its resources."""
+    def _missing(self) -> list[int]:
+        joined = {worker.worker_idx for worker in self.workers if worker.connection is not None}
+        return sorted(set(range(self._count)) - joined)
 
-    @abstractmethod
+    def _why_late(self, timeout: float) -> str:
+        return f"did not join within {timeout:g} s"
+
+    def _register(self, connection: Connection, greeting: Greeting) -> None:
+        """Give a connection to the worker that has made it; close one of a worker that was discarded meanwhile."""
+        for worker in self.workers:
+            if worker.connection is None and worker.key == greeting.data:
+                worker.attach(connection)
+                return
+        connection.close()
+
+    def _receive(self, worker: WorkerHandle, readable: bool) -> tuple[str, Any]:
+        """Receive a message; return an event's kind and value."""
+        connection = worker.connection
+        if connection is None:
+            return "died", worker.exit_reason()
+        # Of a worker that has ended, the last message may still be on its way over TCP. The end of the stream may
+        # never come: a forked child may hold the socket.
+        patience = 0.0 if connection.shares_memory else processes.SHUTDOWN_GRACE
+        try:
+            if not (readable or readable_within(connection.fileno(), time.monotonic() + patience)):
+                return "died", worker.exit_reason()
+            kind, value = connection.receive()
+            if kind == "ready":
+                worker.set_ready(*value)
+            elif kind == "batch":
+                value, data = value
+                if data:
+                    worker.buffers[value].numpy().data[:] = data
+            elif kind in RAISED:
+                wait([worker.sentinel], processes.SHUTDOWN_GRACE)  # it closes its environments after the message
+        except (Disconnected, OSError):
+            return "died", worker.exit_reason()
+        return kind, value
+
+    def discard(self, worker: WorkerHandle) -> None:
+        """End a worker at once: kill its process; one in another program ends when it notices."""
+        self.workers.remove(worker)
+        worker.close()
+        if worker.process is not None:
+            processes.kill(worker.process)
+
     def close(self) -> None:
-        """End all workers: let each finish, then kill those that exceed the grace period. Idempotent."""
+        """Tell all workers to end, and wait for that. Those in other programs end as their connections are closed."""
+        self.listener.close()
+        workers, self.workers = self.workers, []  # after Ctrl-C, another call does not wait for killed processes again
+        started = [worker.process for worker in workers if worker.process is not None]
+        for worker in workers:
+            worker.send("end")
+            if worker.process is not None:
+                worker.close()
+        try:
+            processes.join_or_kill(started)
+            deadline = time.monotonic() + processes.SHUTDOWN_GRACE
+            for worker in workers:
+                if worker.process is None:
+                    wait([worker.sentinel], max(0.0, deadline - time.monotonic()))
+        finally:
+            for worker in workers:
+                worker.close()
+
+
+def work(address: Address, worker_idx: int, key: bytes, configure: Configure = configure_process) -> None:
+    """Connect to the trainer, and execute its commands until it ends the worker."""
+    try:
+        connection = connect(address, Greeting(worker_idx, key))
+    except NotConnected:
+        return  # the trainer has shut down meanwhile
+    with closing(connection):
+        serve(connection, configure)

@@ -1,9 +1,11 @@
-"""Processes on the trainer's machine."""
+"""Processes on the trainer's machine: how they start, how they end, and how they notice the trainer's end."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -17,11 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectors.worker import exit_when_process_ends, set_worker_signals
-from collectors.workers.pool import SHUTDOWN_GRACE
-from collectors.workers.server_cleanup import folder_named
-
-PRELOAD = ["collectors.workers.server_cleanup", "collectors.worker"]
+SHUTDOWN_GRACE = 5.0  # seconds in which a worker has to end after the message to end
+PRELOAD = ["collectors.worker"]
 """Modules that the fork server imports once, so that a worker starts in a fraction of a second."""
 
 _main_lock = threading.Lock()  # several threads may make collectors at once; there is one __main__
@@ -47,10 +46,10 @@ def hidden_main() -> Iterator[None]:
 
 @contextmanager
 def known_start_method() -> Iterator[None]:
-    """Keep a new process from being given a start method that is not registered there.
+    """Keep a new process from being given a start method that it does not know.
 
-    A child is given the default start method of this process. Libraries may have registered one of their own here: in a
-    job of Hydra's joblib launcher it is "loky", and the child would end by a ValueError.
+    A child is given this process's default, which another library may have registered: in a job of Hydra's joblib
+    launcher it is "loky", and the child would end by a ValueError.
     """
     method = multiprocessing.get_start_method(allow_none=True)
     if method is None or method in multiprocessing.get_all_start_methods():
@@ -69,9 +68,22 @@ def _context() -> BaseContext:
     return context
 
 
+def start(target: Callable[..., None], worker_idx: int, *arguments: Any) -> BaseProcess:
+    """Start a process that runs ``target(*arguments)`` in this environment and ends when this process ends."""
+    process = _context().Process(  # pyright: ignore[reportAttributeAccessIssue]
+        target=_run, args=(target, os.getpid(), dict(os.environ), arguments), name=f"collector-worker-{worker_idx}"
+    )
+    with hidden_main(), known_start_method():  # the second one inside the lock of the first
+        process.start()
+    return process
+
+
 def _run(target: Callable[..., None], trainer: int, environment: Mapping[str, str], arguments: tuple[Any, ...]) -> None:
     set_worker_signals()
-    exit_when_process_ends(trainer)
+    try:
+        exit_when_readable(os.pidfd_open(trainer))
+    except ProcessLookupError:
+        os._exit(1)
     os.environ.clear()
     os.environ.update(environment)  # the fork server has the environment of the time when it was started
     torch.seed()  # all children of a fork server inherit the same state of the generators
@@ -79,14 +91,36 @@ def _run(target: Callable[..., None], trainer: int, environment: Mapping[str, st
     target(*arguments)
 
 
-def start(target: Callable[..., None], worker_idx: int, *arguments: Any) -> BaseProcess:
-    """Start a process that runs ``target(*arguments)`` in this environment and ends when this process ends."""
-    process = _context().Process(  # pyright: ignore[reportAttributeAccessIssue]
-        target=_run, args=(target, os.getpid(), dict(os.environ), arguments), name=f"collector-worker-{worker_idx}"
-    )
-    with hidden_main(), known_start_method(), folder_named():  # the others inside the lock of the first
-        process.start()
-    return process
+def set_worker_signals() -> None:
+    """Ignore SIGINT, which Ctrl-C sends to the whole process group; let SIGTERM end the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def exit_when_readable(descriptor: int, status: Callable[[], int] = lambda: 1) -> Callable[[], None]:
+    """Start a thread that ends this process, with ``status()``, when ``descriptor`` is readable.
+
+    Returns:
+        A function that ends the thread.
+    """
+    stopped = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def watch() -> None:
+        poller = select.poll()
+        for one in (descriptor, stopped):
+            poller.register(one, select.POLLIN)
+        if stopped not in (ready for ready, _ in poller.poll()):
+            os._exit(status())
+
+    thread = threading.Thread(target=watch, name="trainer-watch", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        os.eventfd_write(stopped, 1)
+        thread.join()
+        os.close(stopped)
+
+    return stop
 
 
 def pipe() -> tuple[Connection, Connection]:

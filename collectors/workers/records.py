@@ -32,13 +32,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds before a restart; doubled by 
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What happens when a worker fails.
-
-    Attributes:
-        on_failure: ``"raise"``; ``"drop"``: continue without the worker; ``"restart"``: continue, and replace it.
-        worker_timeout: seconds in which a worker has to answer a command; None: no limit.
-        max_restarts: more failures than this within ``restart_window``, or since the worker's last batch, are raised.
-        restart_window: seconds.
+    """What happens when a worker fails; ``WorkerCollector`` documents the settings.
 
     Raises:
         ValueError: a number is out of range, or ``on_failure`` is none of the three.
@@ -98,15 +92,12 @@ class PolicyRefused(WorkerFailed, TypeError):
     """A worker cannot act with its policy; carries the worker's traceback."""
 
 
+_KINDS = {"error": WorkerFailed, "unusable": PolicyRefused, "died": WorkerDied, "unplaced": SyncTimeout}
+
+
 @dataclass(frozen=True)
 class FailureCause:
-    """Why a worker has failed.
-
-    Attributes:
-        kind: the class of the error.
-        worker: its index.
-        detail: for the error's ``workers``: the traceback if the worker raised, or else text to follow "worker 3 ".
-    """
+    """Why a worker has failed; ``detail`` is its traceback if it raised, else text to follow "worker 3 "."""
 
     kind: type[WorkerDied] | type[WorkerFailed] | type[SyncTimeout]
     worker: int
@@ -115,8 +106,7 @@ class FailureCause:
     @classmethod
     def of(cls, worker_idx: int, kind: str, value: Any) -> FailureCause:
         """Return the cause that an event ``error``, ``unusable``, ``died`` or ``unplaced`` reports."""
-        kinds = {"error": WorkerFailed, "unusable": PolicyRefused, "died": WorkerDied, "unplaced": SyncTimeout}
-        return cls(kinds[kind], worker_idx, value)
+        return cls(_KINDS[kind], worker_idx, value)
 
     @property
     def raised(self) -> bool:
@@ -128,10 +118,6 @@ class FailureCause:
         """The text of the error, which names the worker."""
         return f"worker {self.worker} failed:\n{self.detail}" if self.raised else f"worker {self.worker} {self.detail}"
 
-    def error(self, preface: str = "") -> WorkerDied | WorkerFailed | SyncTimeout:
-        """Return the error to raise."""
-        return self.kind(preface + self.message, {self.worker: self.detail})
-
     @property
     def summary(self) -> str:
         """The message in one line; of a traceback, its last line."""
@@ -139,39 +125,13 @@ class FailureCause:
         last = rest.strip().rpartition("\n")[2]
         return f"{first} {last}".rstrip()
 
-
-class RestartBackoff:
-    """The pause before a worker's next restart, and the limit of its restarts.
-
-    Args:
-        failure_policy: sets the limit.
-    """
-
-    def __init__(self, failure_policy: FailurePolicy) -> None:
-        self._failure_policy = failure_policy
-        self._failure_times: deque[float] = deque()
-        self._in_a_row = 0
-        self._pause = _FIRST_PAUSE
-
-    def failed(self) -> float | None:
-        """Record a failure; return the seconds until the restart, or None if the limit is exceeded."""
-        now = time.monotonic()
-        self._failure_times.append(now)
-        self._in_a_row += 1  # the window alone would never catch a worker that fails slowly and delivers nothing
-        while self._failure_times[0] < now - self._failure_policy.restart_window:
-            self._failure_times.popleft()
-        if max(len(self._failure_times), self._in_a_row) > self._failure_policy.max_restarts:
-            return None
-        pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
-        return pause
-
-    def delivered(self) -> None:
-        """Record a batch, which ends a row of failures."""
-        self._in_a_row, self._pause = 0, _FIRST_PAUSE
+    def error(self, preface: str = "") -> WorkerDied | WorkerFailed | SyncTimeout:
+        """Return the error to raise."""
+        return self.kind(preface + self.message, {self.worker: self.detail})
 
 
 class WorkerState(Enum):
-    """See the module's docstring."""
+    """The states in the module's docstring."""
 
     BUILDING = auto()
     READY = auto()
@@ -183,31 +143,20 @@ class WorkerState(Enum):
 
 @dataclass(eq=False)
 class WorkerRecord:
-    """The state of one worker index, over all workers that have had it.
+    """The state of one worker index, over all workers that have had it. Times are of ``time.monotonic``."""
 
-    Attributes:
-        options: the options of the current worker and its successors.
-        spec: the pickled ``WorkerSpec`` of the current worker and its successors; empty once there can be none.
-        backoff: the delays of restarts.
-        worker: the current worker, if there is one.
-        state: see the module's docstring.
-        answers_owed: number of answers that the worker owes.
-        waiting_since: when the worker last answered, or began to owe an answer; ``time.monotonic``.
-        restart_at: when a worker is restarted that is due; ``time.monotonic``.
-        num_envs: number of environments of one worker.
-        frames: collected in all, also in batches that were dropped; including those of an earlier run.
-    """
-
-    options: WorkerOptions
-    spec: bytes
-    backoff: RestartBackoff
+    options: WorkerOptions  # of the current worker and its successors
+    spec: bytes  # the pickled ``WorkerSpec``; empty once there can be no successor
+    failure_policy: FailurePolicy
     worker: WorkerHandle | None
     state: WorkerState = WorkerState.BUILDING
     answers_owed: int = 0
-    waiting_since: float = 0.0
+    waiting_since: float = 0.0  # when the worker last answered, or began to owe an answer
     restart_at: float = 0.0
     num_envs: int = 0
-    frames: int = 0
+    frames: int = 0  # collected in all, also in batches that were dropped; including those of an earlier run
+    failure_times: deque[float] = field(default_factory=deque)
+    failures_in_a_row: int = 0
 
     @property
     def index(self) -> int:
@@ -223,3 +172,14 @@ class WorkerRecord:
     def gets_updates(self) -> bool:
         """Whether an update for all workers goes to this one: it has joined the schemes."""
         return self.state in (WorkerState.CONNECTING, WorkerState.ACTIVE)
+
+    def pause_before_restart(self) -> float | None:
+        """Record a failure; return the seconds until the restart, or None if the limit is exceeded."""
+        now, policy = time.monotonic(), self.failure_policy
+        self.failure_times.append(now)
+        self.failures_in_a_row += 1  # the window alone would not catch a worker that fails slowly and delivers nothing
+        while self.failure_times[0] < now - policy.restart_window:
+            self.failure_times.popleft()
+        if max(len(self.failure_times), self.failures_in_a_row) > policy.max_restarts:
+            return None
+        return min(_FIRST_PAUSE * 2 ** (self.failures_in_a_row - 1), _LONGEST_PAUSE)

@@ -51,7 +51,6 @@ def vector(env_id: str, num_envs: int, mode: AutoresetMode) -> gym.vector.Vector
 SOURCES: dict[str, Callable[[str, int], GymEnv]] = {
     "id": lambda env_id, n: GymEnv(env_id, n, vectorization_mode="sync"),
     "function": lambda env_id, n: GymEnv(lambda: gym.make(env_id), n),
-    "made, same step": lambda env_id, n: GymEnv(vector(env_id, n, AutoresetMode.SAME_STEP)),
     "made, disabled": lambda env_id, n: GymEnv(vector(env_id, n, AutoresetMode.DISABLED)),
     "made, next step": lambda env_id, n: GymEnv(vector(env_id, n, AutoresetMode.NEXT_STEP)),
 }
@@ -234,14 +233,10 @@ TREE = spaces.Dict(
 )
 
 
-def same_step(make: Callable[[], gym.Env]) -> GymEnv:
-    return GymEnv(gym.vector.SyncVectorEnv([make] * 3, autoreset_mode=AutoresetMode.SAME_STEP))
-
-
 @pytest.mark.parametrize(
     "make",
-    [lambda env: GymEnv(env), lambda env: GymEnv(env, 3), same_step],
-    ids=["one", "several", "same step"],
+    [lambda env: GymEnv(env), lambda env: GymEnv(env, 3)],
+    ids=["one", "several"],
 )
 def test_dict_and_tuple_observations_are_nested_tensors(make: Callable[[Callable[[], gym.Env]], GymEnv]) -> None:
     env = make(lambda: Scripted(TREE))
