@@ -47,6 +47,11 @@ class Address:
     unix: str
     key: bytes = field(repr=False, default=b"")
 
+    @property
+    def public(self) -> bytes:
+        """What both ends know of the address; their MACs cover it."""
+        return (f"{self.host} {self.port}" if self.port else self.unix).encode()
+
     def dump(self, *, public: bool = False) -> str:
         """Return the address as text; with the key, unless ``public``."""
         key = "" if public else self.key.hex()

@@ -190,7 +190,7 @@ class Listener:
         if size > MAX_HELLO:
             raise ValueError("not a worker")
         body = await _receive(sock, size)
-        public = self.address.dump(public=True).encode()
+        public = self.address.public
         if not hmac.compare_digest(head[_HEAD.size :], mac_of(self.address.key, "worker", challenge, body + public)):
             raise ValueError("wrong key")
         hello = msgspec.msgpack.decode(body, type=Hello)
@@ -255,7 +255,7 @@ async def dial_socket(
             challenge = await _receive(sock, NONCE_SIZE)
             hello = Hello(PROTOCOL, purpose, name, worker, new_nonce(), os.getpid(), native, payload)
             body = msgspec.msgpack.encode(hello)
-            public = address.dump(public=True).encode()
+            public = address.public
             mac = mac_of(address.key, "worker", challenge, body + public)
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(sock, _HEAD.pack(len(body)) + mac + body)
