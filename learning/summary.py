@@ -10,7 +10,7 @@ from collectors.staleness import Staleness
 from collectors.workers.records import Failures
 from learning.progress import Progress
 from wsync import SyncMetrics
-from wsync.types import PHASES
+from wsync.metrics import PHASES
 
 _NO_UPDATE: dict[str, Any] = {
     "latency_us": dict.fromkeys(("p50", "p95", "p99", "max")),

@@ -87,7 +87,7 @@ class RayWorkerActor:
 
     def work(self, address: Address, worker_idx: int, key: bytes) -> None:
         """Connect to the trainer, and execute its commands until it ends the worker."""
-        work(Address(*address), worker_idx, key, lambda options: torch.set_num_threads(options.threads))
+        work(address, worker_idx, key, lambda options: torch.set_num_threads(options.threads))
 
 
 class RayWorker(WorkerHandle):

@@ -15,7 +15,7 @@ from collectors.workers.pool import work
 
 def enlist(address: tuple[str, int, bytes], worker_idx: int, key: bytes) -> None:
     """Start a worker in a thread of this process. Called by the trainer, in a process that a user has started."""
-    arguments = (Address(*address), worker_idx, key, lambda _: None)
+    arguments = (address, worker_idx, key, lambda _: None)
     threading.Thread(target=work, args=arguments, name="collector-worker", daemon=True).start()
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from collectors.arguments import EnvMaker
 from collectors.distributed.tcp_worker import key_from_environment, publish, resolved, trainer_host, under_torchrun
 from collectors.worker_collector import WorkerCollector
-from collectors.workers.connections import Connection, Disconnected, Greeting, Listener
+from collectors.workers.connections import Connection, Disconnected, Greeting, Listener, shared_key
 from collectors.workers.pool import WorkerHandle, WorkerPool
 
 Launcher = Literal["local", "join"]
@@ -78,7 +78,8 @@ class TcpPool(WorkerPool):
 
     def __init__(self, count: int, *, host: str, port: int, launcher: Launcher, timeout: float) -> None:
         by_torchrun = launcher == "join" and under_torchrun()
-        key = None if launcher == "local" or by_torchrun else key_from_environment(os.environ)
+        by_key = shared_key if by_torchrun else lambda: key_from_environment(os.environ)
+        key = None if launcher == "local" else by_key()
         if by_torchrun and (started := int(os.environ["WORLD_SIZE"])) != count + 1:
             raise ValueError(
                 f"torchrun has started {started} processes: a trainer and {started - 1} workers, not {count}; "
@@ -91,8 +92,8 @@ class TcpPool(WorkerPool):
             if by_torchrun:
                 store = publish(self.listener.address, timeout)
             elif launcher == "join":
-                where, at, _ = self.listener.address
-                _log.info("waiting at %s:%s for %d workers to join", where, at, count)
+                own = self.listener.address
+                _log.info("waiting at %s:%s for %d workers to join", own.host, own.port, count)
             self.wait_for_workers(timeout)
             self.listener.close()
             self.listener = Listener()

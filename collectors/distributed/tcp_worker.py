@@ -17,7 +17,7 @@ from torch.distributed import (
 )
 
 from collectors.worker import serve
-from collectors.workers.connections import Address, Disconnected, Greeting, connect, sealed, unsealed
+from collectors.workers.connections import Address, Disconnected, Greeting, connect, from_public_text, public_text
 from collectors.workers.processes import exit_when_readable, set_worker_signals
 from wsync import NotConnected, SyncTimeout
 
@@ -53,7 +53,7 @@ def join_trainer(*, timeout: float = 60.0) -> int:
         host, _, port = os.environ[TRAINER].rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"{TRAINER} is host:port, not {os.environ[TRAINER]!r}")
-        address = Address(resolved(host.strip("[]")), int(port), key_from_environment(os.environ))
+        address = Address(resolved(host.strip("[]")), int(port), "", key_from_environment(os.environ))
         join(address, -1, timeout)
     elif is_worker():
         join(look_up(timeout), int(os.environ["RANK"]) - 1, timeout)
@@ -81,7 +81,7 @@ def join(address: Address, worker_idx: int, timeout: float) -> None:
     """Join the trainer at ``address``, and execute its commands until it closes the connection."""
     deadline, where = time.monotonic() + timeout, f"{address.host}:{address.port}"
     name = f"(process {os.getpid()} on {socket.gethostname()})"
-    connection = connect(Address(*address), Greeting(worker_idx, name.encode()), deadline)
+    connection = connect(address, Greeting(worker_idx, name.encode()), deadline)
     try:
         verdict, reason = connection.receive(deadline)
         if verdict == "refused":
@@ -118,7 +118,7 @@ def trainer_host() -> str:
 def publish(address: Address, timeout: float) -> Store:
     """Publish the trainer's address. Keep the returned store until all workers have read it."""
     store = _store(timeout)
-    store.set(_STORE_KEY, sealed(address))
+    store.set(_STORE_KEY, public_text(address))
     return store
 
 
@@ -126,7 +126,7 @@ def look_up(timeout: float) -> Address:
     """Wait until the trainer has published its address; return it."""
     store = _store(timeout)
     try:
-        return unsealed(store.get(_STORE_KEY))
+        return from_public_text(store.get(_STORE_KEY))
     except DistStoreError as error:
         raise SyncTimeout(
             f"rank {os.environ['RANK']}: the trainer (rank 0) did not open a DistributedCollector(launcher='join') "

@@ -23,7 +23,7 @@ from learning.progress import WINDOW, Row
 from learning.reporting import Reporter
 from learning.reporting.files import relative_path
 from learning.summary import return_text
-from wsync.types import PHASES
+from wsync.metrics import PHASES
 
 
 def microseconds(value: float | None) -> str:

@@ -15,8 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from learning.progress import WINDOW
 from learning.reporting.console import microseconds, number, size
-from wsync.metrics import percentile
-from wsync.types import PHASES
+from wsync.metrics import PHASES, percentile
 
 if TYPE_CHECKING:
     from learning.reporting.sweep import Run
