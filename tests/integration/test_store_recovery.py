@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
@@ -138,16 +137,3 @@ def test_a_reader_that_is_in_a_read_without_an_end_can_be_shut_down(
     while descriptors() > before and time.monotonic() < deadline:
         os.sched_yield()
     assert descriptors() == before
-
-
-def test_a_relative_path_is_resolved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    scheme, transport = wsync.StoreWeightSyncScheme("run"), wsync.StoreTransport(Path("run/policy"))
-    monkeypatch.chdir("/")
-    scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
-    scheme.connect()
-    assert (tmp_path / "run" / "policy" / "manifest.json").exists()
-    assert transport.receive_weights(0.0) is not None
-    scheme.shutdown()
-    with pytest.raises(ValueError, match="the path of a folder"):
-        wsync.StoreWeightSyncScheme("")
