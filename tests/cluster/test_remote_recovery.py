@@ -81,9 +81,7 @@ def until_both(collector: Any, gone: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "victims"), [("tcp", (1, 0)), ("ray", (1,))])
-def test_a_worker_comes_back_with_the_newest_weights(family, victims, monkeypatch):
-    # A descriptor may be equal to the id of a child: ids are small in a container.
-    monkeypatch.setattr("wsync.control.processes._is_child", lambda number: True)
+def test_a_worker_comes_back_with_the_newest_weights(family, victims):
     with collect(family, "restart") as collector:
         first = pids(next(collector))
         for victim in victims:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -70,58 +69,10 @@ def test_workers_that_register_one_by_one(make: Callable[..., Any], workers: Wor
             workers[0].call(register_again)
 
 
-def hold_gate(entered: threading.Event, leave: threading.Event) -> None:
-    """Be in a forward, which delays an installation."""
-    with wsync.gate():
-        entered.set()
-        leave.wait()
-
-
 def test_a_transport_says_that_its_worker_is_not_connected_yet(make: Callable[..., Any]) -> None:
     with make() as scheme:
         scheme.init_on_sender("policy", model=nn.Linear(4, 2), num_workers=1)
         assert not scheme.sender_transports[0].check_connection()
-
-
-def test_transports_of_a_scheme(make: Callable[..., Any]) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    model = nn.Linear(4, 2)
-    with make() as sender, make() as worker:
-        transport = sender.create_transport(ours)
-        assert not transport.check_connection()
-        arriving = threading.Thread(target=worker.init_on_worker, kwargs={"pipe": theirs, "model": model})
-        arriving.start()
-        transport.send_weights("policy", policy_of(2.0))
-        arriving.join(TIMEOUT)
-        assert transport.check_connection() and worker.receiver_transport.check_connection()
-        assert torch.equal(model.weight, policy_of(2.0).weight)
-        transport.send_weights_async("policy", policy_of(3.0))
-        transport.wait_ack()
-        assert torch.equal(model.weight, policy_of(3.0).weight)
-        to_worker = sender.sender_transports[0]
-        entered, leave = threading.Event(), threading.Event()
-        forward = threading.Thread(target=hold_gate, args=(entered, leave))
-        forward.start()
-        entered.wait()
-        to_worker.send_weights_async(policy_of(4.0))
-        threading.Timer(0.2, leave.set).start()
-        to_worker.wait_ack()
-        assert leave.is_set()
-        forward.join()
-        assert to_worker.check_connection() and torch.equal(model.weight, policy_of(4.0).weight)
-        for one in (transport, to_worker, sender.shared_transport):
-            with pytest.raises(ValueError, match="'policy', not 'critic'"):
-                one.send_weights("critic", policy_of(5.0))
-            with pytest.raises(TypeError, match="send_weights"):
-                one.send_weights(policy_of(5.0), policy_of(5.0))
-        sender.shared_transport.send_weights("policy", policy_of(6.0))
-        assert torch.equal(model.weight, policy_of(6.0).weight)
-        sender.shutdown()
-        assert worker.receive(TIMEOUT) is not None
-        assert worker.receive(TIMEOUT) is None and worker.finished
-        with pytest.raises(wsync.NotConnected):
-            worker.receive(TIMEOUT)
-        assert not worker.receiver_transport.check_connection()
 
 
 def test_a_transport_over_queues() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -78,6 +77,7 @@ def test_a_shutdown_of_the_trainer_ends_the_documented_loop_without_a_traceback(
     ]
 
 
+@pytest.mark.slow
 def test_the_death_of_the_trainer_is_an_error_in_the_documented_loop(tmp_path: Path) -> None:
     done = run_loop(tmp_path, "shared_mem", "killed", "1")
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
@@ -134,31 +134,6 @@ def test_a_process_id_is_refused_with_what_to_pass_instead() -> None:
             scheme.connect(processes=[pid])
         with open(os.pidfd_open(pid)) as sentinel, pytest.raises(wsync.WorkerDied, match="ended with exit code 3"):
             scheme.connect(processes=[sentinel])
-
-
-def work(scheme: wsync.WeightSyncScheme, index: int) -> None:
-    scheme.init_on_receiver("policy", model=nn.Linear(4, 2), worker_idx=index)
-    scheme.connect()
-    while scheme.receive() is not None:
-        pass
-    scheme.shutdown()
-
-
-def test_processes_that_live_are_not_in_the_way_and_leave_no_descriptor() -> None:
-    with connecting() as scheme:
-        process = multiprocessing.get_context("spawn").Process(target=work, args=(scheme, 0))
-        process.start()
-        gc.collect()  # closes what earlier tests have left
-        before = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(ValueError, match=r"one for each|entries"):
-            scheme.connect(processes=[process, process])
-        assert len(os.listdir("/proc/self/fd")) == before
-        scheme.connect(processes=[process.sentinel])
-        report = scheme.send()
-        assert report is not None and dict(report.workers) == {0: 2}
-        scheme.shutdown()
-        process.join()
-        assert process.exitcode == 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from backends import BuiltIn
+from backends import BuiltIn, Multiprocess
 from small_models import TwoWeights
 from tensordict import TensorDict
 from torch import nn
@@ -30,6 +30,21 @@ def test_weights_that_a_worker_applies_stay_in_that_worker(backend: BuiltIn) -> 
         assert session.outputs() == [9, 1]
         session.send(2)
         assert session.outputs() == [2, 2]
+
+
+def train_in_place(state: WorkerState) -> None:
+    """One step, by the worker alone."""
+    with wsync.gate(), torch.no_grad():
+        state.models["policy"].weight.sub_(1.0)
+
+
+def test_workers_with_copies_may_train_them_in_place(pool: WorkerPool) -> None:
+    Multiprocess.pool = pool
+    with Multiprocess().connected() as session:
+        for value in range(2, 6):
+            session.send(value)
+            session.workers[0].call(train_in_place)
+            assert session.outputs() == [value - 1, value]
 
 
 def share_model(state: WorkerState) -> None:

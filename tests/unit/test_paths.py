@@ -51,18 +51,3 @@ def test_a_context_may_have_get_model():
     assert find_model(Shelf(), "critic") is NET
     with pytest.raises(LookupError):
         find_model(Shelf(), "actor")
-
-
-def test_what_there_is_are_children_and_not_what_every_object_has():
-    with pytest.raises(LookupError, match=r"has no \[2\]; it has \[0\], \[1\]$"):
-        find_model(nn.Sequential(NET, NET), "[2]")
-    with pytest.raises(LookupError, match=r"no critic; it has actor, gain$"):
-        find_model(Both(), "critic")
-    with pytest.raises(LookupError, match=r"no n20; (it has )?(n\d+, ){20}…$"):
-        find_model(SimpleNamespace(**{f"n{i}": i for i in range(30) if i != 20}), "n20")
-
-
-class Both(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.actor, self.gain = NET, nn.Parameter(NET.bias.data)
