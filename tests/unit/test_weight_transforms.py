@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from wsync.testing.models import fill
 from wsync.transforms import (
     Cast,
     Chain,
-    Delta,
     Dequantize,
     Exclude,
     Fuse,
@@ -166,28 +164,3 @@ def test_non_persistent_buffers_that_a_state_dict_lacks_are_the_senders_own(tran
         source.get_buffer("noise").fill_(3)
         scheme.send({key: tensor + 1 for key, tensor in Noisy(2).state_dict().items()})
         assert model.values() == {3}
-
-
-# --- differences ---
-
-
-def test_a_difference_is_made_last() -> None:
-    delta = Delta()
-
-    def initialise(**options: Any) -> None:
-        with wsync.MultiProcessWeightSyncScheme(**options) as scheme:
-            scheme.init_on_sender("policy", model=nn.Linear(2, 2), num_workers=1)
-
-    for right in (delta, [Cast("bfloat16"), delta], [Chain([Cast("bfloat16"), Chain([delta], "inner")], "outer")]):
-        initialise(send_transform=right)
-    for wrong in ([delta, Cast("bfloat16")], [Chain([delta], "inner"), delta], [Delta(), delta]):
-        with pytest.raises(ValueError, match="last"):
-            initialise(send_transform=wrong)
-    with pytest.raises(ValueError, match="level"):
-        Delta(level=100)
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ImportError, match="pip install zstandard"):
-        Delta()

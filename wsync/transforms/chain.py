@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -21,14 +20,27 @@ Transform = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 class ByName:
-    """A transform that is given names or patterns of weights.
+    """A transform of the library: it is given names or patterns, and may write into tensors of its own.
+
+    Those tensors are reused while names, shapes, dtypes, devices and ties of the weights stay the same.
 
     Attributes:
         takes_parts: whether it is given parts of a model, as in a partial update: a name or a pattern without a weight
             is then no error.
+        selects: whether the result is a part of the model on purpose.
     """
 
     takes_parts = False
+    selects = False
+    _kept: Mapping[str, Any] = {"_like": None, "_buffers": None}
+    """What it keeps of the weights that it was given; a copy begins with these values."""
+
+    def __init__(self) -> None:
+        self.__dict__.update(self._kept)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options: a copy is for other weights."""
+        return {**self.__dict__, **self._kept}
 
     def matching(
         self, patterns: Sequence[str], names: Sequence[str], kind: str = "weight", *, strict: bool = True
@@ -44,17 +56,6 @@ class ByName:
         if unused and strict and not self.takes_parts:
             raise LayoutMismatch(f"no {kind} matches {shown_names(unused)}; there are {shown_names(names)}")
         return set().union(*found.values())
-
-
-class Buffered(ABC):
-    """A transform that writes into tensors of its own.
-
-    They are reused while names, shapes, dtypes, devices and ties of the weights stay the same.
-    """
-
-    def __init__(self) -> None:
-        self._like: list[tuple[str, torch.Size, torch.dtype, torch.device, int]] = []
-        self._buffers: dict[str, Tensor] = {}
 
     def buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors to write into for ``weights``.
@@ -74,22 +75,16 @@ class Buffered(ABC):
             self._like = like
         return self._buffers
 
-    @abstractmethod
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return new tensors to write into, by name. Called by ``buffers``, once for weights of one kind."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the options, without the tensors."""
-        return {**self.__dict__, "_like": [], "_buffers": {}}
+        return {}
 
 
 def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Chain | None:
     """Return one or several transforms as a chain; None for none. ``Delta`` is left out: it changes no weights.
 
-    Those of the library are copied; a user's own function is not: what it reads may change from version to version.
-
     Args:
-        transforms: applied in order.
+        transforms: applied in order. Those of the library are copied.
         side: ``"send_transform"`` or ``"receive_transform"``, for errors.
 
     Raises:
@@ -107,11 +102,7 @@ def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Ch
 
 
 def delta_of(transforms: Transform | Sequence[Transform] | None) -> Delta | None:
-    """Return the ``Delta`` in a ``send_transform``; None if there is none.
-
-    Raises:
-        ValueError: something comes after it, itself included.
-    """
+    """Return the ``Delta`` in a ``send_transform``; None if there is none. ValueError: it is not the last."""
     given = _listed(transforms)
     if any(isinstance(one, Delta) for one in given[:-1]):
         raise ValueError("Delta() is the last of send_transform, once: it encodes what the others return")
@@ -120,12 +111,10 @@ def delta_of(transforms: Transform | Sequence[Transform] | None) -> Delta | None
 
 def _listed(transforms: Transform | Sequence[Transform] | None) -> list[Any]:
     """Return the transforms one by one, also those of a ``Chain``."""
-    if transforms is None:
-        return []
     if isinstance(transforms, Chain):
         transforms = transforms.transforms
-    elif not isinstance(transforms, Sequence) or isinstance(transforms, str):
-        return [transforms]
+    if not isinstance(transforms, Sequence) or isinstance(transforms, str):
+        return [] if transforms is None else [transforms]
     return [each for one in transforms for each in (_listed(one) if isinstance(one, Chain) else [one])]
 
 
@@ -176,8 +165,7 @@ class Chain:
 
     def copy(self) -> Chain:
         """Return a copy for other weights: the library's transforms without the tensors and names that they keep."""
-        copied: list[Any] = [copy.copy(one) if isinstance(one, ByName | Buffered) else one for one in self.transforms]
-        return Chain(copied, self._side)
+        return Chain([copy.copy(one) if isinstance(one, ByName) else one for one in self.transforms], self._side)
 
     @property
     def selects(self) -> bool:

@@ -31,10 +31,9 @@ class Delta:
 
         DistributedWeightSyncScheme(send_transform=[Cast("bfloat16"), Delta()])
 
-    Unlike other transforms it does not change weights: it is about how packed weights are encoded on their way. A
-    worker that has not acknowledged a base gets the full weights: one that has just connected, or has refused an
-    update. So does every worker where the difference would not be smaller. Where nothing travels (shared memory), it
-    has no effect.
+    It does not change weights: it is about how packed weights are encoded on their way. A worker without the base gets
+    the full weights, and so does every worker where the difference would not be smaller. Where nothing travels (shared
+    memory), it has no effect.
 
     Args:
         level: zstd's level: larger is smaller and slower, negative is faster; 0 is zstd's default, which is 3.
@@ -60,27 +59,18 @@ class Delta:
         return weights
 
     def difference(self, old: _Bytes, new: _Bytes, width: int) -> bytes | None:
-        """Return ``encode_difference`` at this level."""
-        return encode_difference(old, new, width, self.level, self.threads)
+        """Return the difference between two packed versions; None if the full weights are hardly larger.
 
-
-def encode_difference(old: _Bytes, new: _Bytes, width: int, level: int = 1, threads: int = 0) -> bytes | None:
-    """Return the difference between two packed versions; None if the full weights are hardly larger.
-
-    Args:
-        old: the base; a multiple of 8 bytes.
-        new: as many bytes.
-        width: bytes per number, in most of the weights: 1, 2, 4 or 8 (``Layout.width``).
-        level: zstd's.
-        threads: zstd's; 0: the calling thread compresses.
-
-    Raises:
-        ImportError: the package ``zstandard`` is missing.
-    """
-    changed = np.frombuffer(old, np.uint64) ^ np.frombuffer(new, np.uint64)
-    planes: Any = torch.from_numpy(changed.view(np.uint8)).view(-1, width).T.contiguous().numpy()
-    content = require_zstandard().ZstdCompressor(level=level, threads=threads).compress(planes.data.cast("B"))
-    return None if len(content) > _LARGEST_SHARE * len(new) else bytes([width]) + content
+        Args:
+            old: the base; a multiple of 8 bytes.
+            new: as many bytes.
+            width: bytes per number, in most of the weights: 1, 2, 4 or 8 (``Layout.width``).
+        """
+        changed = np.frombuffer(old, np.uint64) ^ np.frombuffer(new, np.uint64)
+        planes: Any = torch.from_numpy(changed.view(np.uint8)).view(-1, width).T.contiguous().numpy()
+        compressor = require_zstandard().ZstdCompressor(level=self.level, threads=self.threads)
+        content = compressor.compress(planes.data.cast("B"))
+        return None if len(content) > _LARGEST_SHARE * len(new) else bytes([width]) + content
 
 
 def apply_difference(base: _Bytes, payload: _Bytes, into: bytearray | memoryview) -> None:
@@ -115,11 +105,7 @@ def apply_difference(base: _Bytes, payload: _Bytes, into: bytearray | memoryview
 
 
 def require_zstandard() -> ModuleType:
-    """Return the package with which differences are made and read.
-
-    Raises:
-        ImportError: it is missing; says how to install it.
-    """
+    """Return the package ``zstandard``; ImportError: it is missing."""
     try:
         import zstandard
     except ModuleNotFoundError as error:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.transforms.chain import Buffered, ByName, as_patterns, require_unused, shown_names
+from wsync.transforms.chain import ByName, as_patterns, require_unused, shown_names
 from wsync.weights.tensors import copy_all, tie_leaders
 
 _NARROW = (torch.int8, torch.float8_e4m3fn)  # what ``Quantize`` converts to
 _SCALE = "_scale"  # a quantised weight's name with this is its scale's
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
-_PIECES = 1 << 18  # numbers that are quantised together, so that they fit a core's cache: 1 MiB of float32
-_fused: Any = torch  # PyTorch's stubs do not export its functions of lists of tensors
 
 
-class Cast(ByName, Buffered):
+class Cast(ByName):
     """Converts floating-point weights to another dtype.
 
     Integers and booleans stay as they are, and so do weights that ``Quantize`` has converted, with their scales.
@@ -66,38 +63,7 @@ class Cast(ByName, Buffered):
         return {**weights, **buffers}
 
 
-class _Piece(NamedTuple):
-    """Some rows of a weight; the whole weight, if ``rows`` is None."""
-
-    name: str
-    rows: slice | None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return these rows of the weight, or of another tensor with as many."""
-        return tensor if self.rows is None else tensor[self.rows]
-
-
-def _grouped(weights: Mapping[str, Tensor], by_rows: Container[str]) -> list[list[_Piece]]:
-    """Return all of ``weights`` in groups of pieces, each on one device; those in ``by_rows`` may be divided.
-
-    Groups that fit a core's cache need few calls of PyTorch, and little temporary memory.
-    """
-    groups: list[list[_Piece]] = []
-    room, device = 0, None
-    for name, tensor in weights.items():
-        count = tensor.shape[0] if name in by_rows and tensor.dim() else 1
-        rows = max(1, _PIECES * count // max(tensor.numel(), 1))  # in one piece
-        for begin in range(0, count, rows) if tensor.numel() else ():
-            size = tensor.numel() // count * min(rows, count - begin)
-            if size > room or tensor.device != device:
-                groups.append([])
-                room, device = _PIECES, tensor.device
-            groups[-1].append(_Piece(name, slice(begin, begin + rows) if rows < count else None))
-            room -= size
-    return groups
-
-
-class Quantize(ByName, Buffered):
+class Quantize(ByName):
     """Converts weights to a narrow dtype and a scale, for ``Dequantize`` (or an engine) at the other end.
 
     ``name`` becomes the quantised tensor, ``name + "_scale"`` its float32 scale: ``weight ≈ quantised × scale``, with
@@ -119,7 +85,6 @@ class Quantize(ByName, Buffered):
             raise ValueError(f"weights are quantised to int8 or float8_e4m3fn, not to {self.dtype}")
         self.per_channel = per_channel
         self.only = as_patterns(only)
-        self._groups: list[list[_Piece]] = []
         self._largest = 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
 
     def __repr__(self) -> str:
@@ -128,15 +93,14 @@ class Quantize(ByName, Buffered):
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return room for the quantised weights and their scales."""
         wide = {name: one for name, one in weights.items() if one.is_floating_point() and one.dim() > 1 and one.numel()}
-        matching = self.matching(self.only, list(wide), "floating-point weight with two dimensions or more")
-        chosen = {name: one for name, one in wide.items() if name in matching}
+        chosen = self.matching(self.only, list(wide), "floating-point weight with two dimensions or more")
         require_unused([name + _SCALE for name in chosen], weights)
         found: dict[str, Tensor] = {}
-        for name, tensor in chosen.items():
-            channels = (tensor.shape[0], *(1,) * (tensor.dim() - 1)) if self.per_channel else ()
-            found[name] = torch.empty(tensor.shape, dtype=self.dtype, device=tensor.device)
-            found[name + _SCALE] = torch.empty(channels, dtype=torch.float32, device=tensor.device)
-        self._groups = _grouped(chosen, chosen if self.per_channel else ())
+        for name, tensor in wide.items():
+            if name in chosen:
+                channels = (tensor.shape[0], *(1,) * (tensor.dim() - 1)) if self.per_channel else ()
+                found[name] = torch.empty(tensor.shape, dtype=self.dtype, device=tensor.device)
+                found[name + _SCALE] = torch.empty(channels, dtype=torch.float32, device=tensor.device)
         return found
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -148,28 +112,22 @@ class Quantize(ByName, Buffered):
         """
         buffers = self.buffers(weights)
         with torch.no_grad():
-            for pieces in self._groups:
-                self._quantise(pieces, weights, buffers)
+            for name, quantised in buffers.items():
+                if name in weights:  # else it is a scale
+                    self._quantise(name, weights[name], quantised, buffers[name + _SCALE])
         return {**weights, **buffers}
 
-    def _quantise(self, pieces: Sequence[_Piece], weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        # in half precision, the scales and the quotients would be rounded
-        wide = [one.of(weights[one.name].detach()).float() for one in pieces]
-        scales = [one.of(buffers[one.name + _SCALE]) for one in pieces]
-        for magnitude, scale in zip(_fused._foreach_abs(wide), scales, strict=True):
-            dimensions = tuple(range(1 if self.per_channel else 0, magnitude.dim()))
-            torch.amax(magnitude, dimensions, keepdim=self.per_channel, out=scale)
-        _fused._foreach_div_(scales, self._largest)
-        _fused._foreach_clamp_min_(scales, _LEAST_SCALE)  # of zeros alone
-        if not torch.cat([scale.reshape(-1) for scale in scales]).isfinite().all():
-            odd = next(one.name for one, scale in zip(pieces, scales, strict=True) if not scale.isfinite().all())
-            raise LayoutMismatch(f"'{odd}' has values that are infinite or not numbers, and cannot be quantised")
-        scaled = _fused._foreach_div(wide, scales)
+    def _quantise(self, name: str, weight: Tensor, quantised: Tensor, scale: Tensor) -> None:
+        wide = weight.detach().float()  # in half precision, scales and quotients would be rounded
+        dimensions = tuple(range(1 if self.per_channel else 0, wide.dim()))
+        torch.amax(wide.abs(), dimensions, keepdim=self.per_channel, out=scale)
+        scale.div_(self._largest).clamp_(min=_LEAST_SCALE)  # at least that: of zeros alone
+        if not scale.isfinite().all():
+            raise LayoutMismatch(f"'{name}' has values that are infinite or not numbers, and cannot be quantised")
+        scaled = wide / scale
         if self.dtype is torch.int8:
-            _fused._foreach_round_(scaled)
-        _fused._foreach_clamp_min_(scaled, -self._largest)
-        _fused._foreach_clamp_max_(scaled, self._largest)
-        copy_all([one.of(buffers[one.name]) for one in pieces], scaled)
+            scaled.round_()
+        quantised.copy_(scaled.clamp_(-self._largest, self._largest))
 
 
 class QuantizeInt8(Quantize):
@@ -184,7 +142,7 @@ class QuantizeInt8(Quantize):
         super().__init__(torch.int8, per_channel=per_channel, only=only)
 
 
-class Dequantize(Buffered):
+class Dequantize(ByName):
     """Multiplies each quantised weight by its scale: the opposite of ``Quantize``, for ``receive_transform``.
 
     Those are the weights in int8 or float8 for which there is a ``…_scale``. All others stay as they are.
@@ -196,17 +154,16 @@ class Dequantize(Buffered):
     def __init__(self, dtype: torch.dtype | str = torch.float32) -> None:
         super().__init__()
         self.dtype = _as_dtype(dtype)
-        self._groups: list[list[_Piece]] = []
 
     def __repr__(self) -> str:
         return f"Dequantize({self.dtype})"
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return room for the results."""
-        chosen = {name: weights[name] for name in _quantised(weights)}
-        by_rows = [name for name, one in chosen.items() if _has_scale_per_row(one, weights[name + _SCALE])]
-        self._groups = _grouped(chosen, by_rows)
-        return {name: torch.empty(one.shape, dtype=self.dtype, device=one.device) for name, one in chosen.items()}
+        return {
+            name: torch.empty(weights[name].shape, dtype=self.dtype, device=weights[name].device)
+            for name in _quantised(weights)
+        }
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights, without the scales.
@@ -218,20 +175,10 @@ class Dequantize(Buffered):
         if not buffers:
             raise LayoutMismatch(f"no int8 or float8 weight has a scale ('…_scale'); there are {shown_names(weights)}")
         with torch.no_grad():
-            for pieces in self._groups:
-                results = [one.of(buffers[one.name]) for one in pieces]
-                exact = self.dtype is torch.float32
-                wide = results if exact else [torch.empty_like(one, dtype=torch.float32) for one in results]
-                copy_all(wide, [one.of(weights[one.name]) for one in pieces])
-                _fused._foreach_mul_(wide, [one.of(weights[one.name + _SCALE]) for one in pieces])
-                if not exact:
-                    copy_all(results, wide)
+            for name, result in buffers.items():
+                torch.mul(weights[name].float(), weights[name + _SCALE], out=result)
         scales = {name + _SCALE for name in buffers}
         return {**{name: tensor for name, tensor in weights.items() if name not in scales}, **buffers}
-
-
-def _has_scale_per_row(weight: Tensor, scale: Tensor) -> bool:
-    return weight.dim() >= 1 and scale.dim() == weight.dim() and scale.shape[0] == weight.shape[0]
 
 
 def _quantised(weights: Mapping[str, Tensor]) -> list[str]:

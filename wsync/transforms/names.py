@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.transforms.chain import (
-    Buffered,
-    ByName,
-    as_patterns,
-    require,
-    require_distinct,
-    require_unused,
-    shown_names,
-)
+from wsync.transforms.chain import ByName, as_patterns, require, require_distinct, require_unused, shown_names
 from wsync.weights.tensors import copy_all, require_whole
 
 
@@ -25,11 +17,11 @@ class Rename(ByName):
     """Renames weights.
 
     Args:
-        names: ``{old: new}`` for those that change, or a function of the old name. The weights of a partial update
-            may lack old names.
+        names: ``{old: new}`` for those that change, or a function of the old name.
     """
 
     def __init__(self, names: Mapping[str, str] | Callable[[str], str]) -> None:
+        super().__init__()
         self.names = dict(names) if isinstance(names, Mapping) else names
 
     def __repr__(self) -> str:
@@ -57,11 +49,11 @@ class _Filter(ByName):
 
     selects = True
     _keeps_matching: ClassVar[bool]
+    _kept: ClassVar = {"_names": [], "_matching": frozenset()}  # names of the last weights, and those that match
 
     def __init__(self, *patterns: str | Sequence[str]) -> None:
+        super().__init__()
         self.patterns = as_patterns(*patterns)
-        self._names: list[str] = []  # of the weights that were given last
-        self._matching = set[str]()  # of these
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that are kept.
@@ -84,42 +76,27 @@ class _Filter(ByName):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.patterns))})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the options, without names of weights: a copy is for other weights."""
-        return {**self.__dict__, "_names": [], "_matching": set()}
-
 
 class Select(_Filter):
-    """Keeps the weights with matching names; the receiving model keeps its own values of all others.
+    """Keeps the weights whose names match one of the patterns (strings, or lists of them).
 
-    The receiving model keeps its own extra state (``get_extra_state``), too.
-
-    Args:
-        patterns: patterns of names, or lists of them.
-
-    Raises:
-        TypeError, ValueError: a pattern is not a string; or there is none.
+    The receiving model keeps its own values of all others, and its own extra state (``get_extra_state``).
     """
 
     _keeps_matching = True
 
 
 class Exclude(_Filter):
-    """Drops the weights with matching names; the receiving model keeps its own values of them, or lacks them.
+    """Drops the weights whose names match one of the patterns (strings, or lists of them).
 
-    The receiving model keeps its own extra state (``get_extra_state``), too.
-
-    Args:
-        patterns: patterns of names, or lists of them.
-
-    Raises:
-        TypeError, ValueError: a pattern is not a string; or there is none.
+    The receiving model keeps its own values of them, or lacks them. It keeps its own extra state
+    (``get_extra_state``), too.
     """
 
     _keeps_matching = False
 
 
-class Fuse(ByName, Buffered):
+class Fuse(ByName):
     """Joins weights along a dimension: q, k and v to qkv, gate and up to gate_up.
 
     The joined weight is a new one: it is tied to no other, also where its parts are.
@@ -194,15 +171,12 @@ class Split(ByName):
         dim: along which they were joined.
 
     Raises:
-        ValueError: a group is empty; a name has more than one ``*``; only some names of a group have one; or
-            two parts have one name.
+        ValueError: a group is empty; a name has more than one ``*``; or only some names of a group have one.
     """
 
     def __init__(self, groups: Mapping[str, Sequence[str]], sizes: Sequence[int] | None = None, dim: int = 0) -> None:
+        super().__init__()
         self.groups = _checked_groups(groups)
-        for old, new in self.groups.items():
-            if len({*new}) < len(new):
-                raise ValueError(f"two parts of '{old}' have one name: {shown_names(new)}")
         self.sizes = None if sizes is None else tuple(sizes)
         self.dim = dim
 
@@ -216,29 +190,26 @@ class Split(ByName):
             LayoutMismatch: a name matches nothing in a whole model, or a weight matches two; the sizes do not add up;
                 or another weight has the name of a part.
         """
-        result, whole = dict(weights), set(weights)
+        result = dict(weights)
         for pattern, parts in self.groups.items():
             stems = [stem for name in weights if (stem := _stem_of(name, pattern)) is not None]
             if not (stems or self.takes_parts):
                 raise LayoutMismatch(f"no weight matches '{pattern}'; there are {shown_names(weights)}")
             for stem in stems:
-                name = pattern.replace("*", stem)
-                if name not in whole:
+                name, names = pattern.replace("*", stem), [part.replace("*", stem) for part in parts]
+                if result.get(name) is not weights[name]:
                     raise LayoutMismatch(f"two groups match '{name}'")
-                whole.remove(name)
                 views = self._split(name, result.pop(name), len(parts))
-                names = [part.replace("*", stem) for part in parts]
+                require_distinct(names)
                 require_unused(names, result)
                 result.update(zip(names, views, strict=True))
         return result
 
     def _split(self, name: str, joined: Tensor, count: int) -> Sequence[Tensor]:
         require_whole([name], [joined])  # PyTorch might wait for the other ranks
-        if not -joined.dim() <= self.dim < joined.dim():
-            raise LayoutMismatch(f"'{name}' has {joined.dim()} dimension(s): it cannot be split along {self.dim}")
-        length = joined.shape[self.dim]
+        length = joined.shape[self.dim] if -joined.dim() <= self.dim < joined.dim() else 0
         sizes = self.sizes or (length // count,) * count
-        if len(sizes) != count or sum(sizes) != length:
+        if not length or len(sizes) != count or sum(sizes) != length:
             raise LayoutMismatch(
                 f"'{name}' has length {length} along dimension {self.dim}, which is not the sum of {count} parts "
                 f"of lengths {sizes}"
@@ -250,14 +221,10 @@ def _checked_groups(groups: Mapping[str, Sequence[str]]) -> dict[str, tuple[str,
     for one, several in groups.items():
         if not several:
             raise ValueError(f"the group of '{one}' is empty; it has at least one name")
-        names = (one, *several)
-        if len({"*" in name for name in names}) > 1:
-            raise ValueError(f"in a group all names have a '*', or none has: not {shown_names(names)}")
-        wrong = [name for name in names if name.count("*") > 1]
-        if wrong:
-            raise ValueError(
-                f"a name in a group has at most one '*', which stands for any text: not {shown_names(wrong)}"
-            )
+        stars = {name.count("*") for name in (one, *several)}
+        if len(stars) > 1 or max(stars) > 1:
+            shown = shown_names((one, *several))
+            raise ValueError(f"in a group all names have one '*', which stands for any text, or none has: not {shown}")
     return {one: tuple(several) for one, several in groups.items()}
 
 
