@@ -13,7 +13,7 @@ ARGS ?=
 # What `make bench` measures of weight sync: minutes. `python scripts/bench_sync.py` measures everything.
 SYNC ?= mib=[1] policy_mib=[0.018] workers=[2] rounds=100 seconds=5 peer=torchrl
 
-.PHONY: install train test test-slow test-all lint docs bench figures reliability clean
+.PHONY: install train test test-slow test-all lint docs bench figures reliability simulate clean
 
 install: $(VENV)/.native
 
@@ -70,6 +70,10 @@ bench: $(VENV)/.bench
 # Half an hour on an idle machine: every benchmark of the performance page, written into docs/figures.md.
 figures: $(VENV)/.figures
 	$(BIN)/python scripts/figures.py $(ARGS)
+
+# The protocol under a simulated clock and network. ARGS="0 250000" is a range of seeds; ranges run side by side.
+simulate: install
+	$(BIN)/python -m wsync.testing.simulation $(or $(ARGS),1000000)
 
 # Some five minutes: every fault against every backend, written into docs/reliability.md.
 reliability: install

@@ -1,4 +1,4 @@
-"""The outcomes of the cells as a page: faults by backends, with the times to detect and to recover."""
+"""The outcomes of the cells as a table of a page: faults by backends, with the times to detect and to recover."""
 
 from __future__ import annotations
 
@@ -18,34 +18,8 @@ DEADLINE = 1.5
 VICTIM = 1
 """The index of the worker that is hit."""
 
-HEAD = """\
-# Reliability
-
-Faults in a run, and how wsync reacts. Each cell of the tables below is a test with real processes: the fault is made,
-the error is awaited, and the weights of the survivors are compared. This page is written by the tests themselves:
-
-    make reliability
-
-It needs some five minutes on two cores, no GPU, and no root. One row, or one cell, is made again by
-`pytest tests/chaos -k killed_between_updates`, or `-k "killed_between_updates and rpc"`.
-
-A cell has one or two times:
-
-- *Detection* begins with the fault, or with the call that raises the error if that came later. It ends with the error
-  that names the worker.
-- *Recovery*, the second time, begins there. It ends when the survivors, and the worker itself if it lives, act on a
-  newer version. It is left out where nothing has to recover.
-
-They are from one run, on a machine that did other things as well. `distributed-gloo` is `distributed` as between
-machines, without shared memory, and with `inline_bytes=0`: gloo carries all weights.
-
-`shared_mem-published` is `acknowledge="published"`. There `send` waits for no answer, so **it does not notice a silent
-worker, only a death**. The row with a silent worker (stopped and continued) calls
-`send_async` and then `wait_async`, which waits for answers with each backend, and raises `SyncTimeout` at the deadline.
-In the other columns `send` does the same. The deadline was set to {deadline:g} s there, which is therefore the
-time of detection. What to do with `published` is in
-[failures](tutorials/failures.md#updates-that-are-not-acknowledged).
-"""
+BEGIN, END = "<!-- begin: made by `make reliability` -->\n", "<!-- end: made by `make reliability` -->\n"
+"""Between these lines the page is replaced."""
 
 LEGEND = "✓ as promised · ✗ not as promised · – not tested there: see the note\n"
 
@@ -126,19 +100,19 @@ class Matrix:
         cell = self.cells[fault, backend] = Cell(fault, backend)
         return cell
 
-    def page(self, backends: list[str], deadline: float) -> str:
-        """The whole page."""
+    def page(self, before: str, backends: list[str]) -> str:
+        """The page with this table in place of the one that it has."""
         by_backend = [fault for fault in self.rows if any((fault, backend) in self.cells for backend in backends)]
         others = [fault for fault in self.rows if fault not in by_backend]
         notes: dict[str, int] = {}
-        parts = [HEAD.format(deadline=deadline), "\n## The matrix\n\n", LEGEND, "\n"]
-        parts.append(self._table(by_backend, backends, backends, notes))
+        parts = ["\n", LEGEND, "\n", self._table(by_backend, backends, backends, notes)]
         if others:
             parts.append("\nIndependent of the backend:\n\n" + self._table(others, [""], [""], notes))
         parts.append("\n" + "".join(f"{number}. {why}\n" for why, number in notes.items()) if notes else "")
-        parts.append("\n## The faults\n")
+        parts.append("\n### The faults\n")
         parts += [f"\n**{title(fault)}** (`{fault}`). {' '.join(self.rows[fault].split())}\n" for fault in self.rows]
-        return "".join(parts)
+        head, rest = before.split(BEGIN)
+        return "".join([head, BEGIN, *parts, "\n", END, rest.split(END)[1]])
 
     def _table(self, faults: list[str], backends: list[str], heads: list[str], notes: dict[str, int]) -> str:
         lines = [["fault", *heads], ["---"] * (len(backends) + 1)]

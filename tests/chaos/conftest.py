@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # workers import what is written
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))  # and there
 
 from backends import PROCESS_BACKENDS, BuiltIn
-from cells import DEADLINE, Cell, Matrix
+from cells import Cell, Matrix
 
 BACKENDS = [*(name for name in PROCESS_BACKENDS if name != "distributed-inline"), "rpc", "ray"]
 WITHOUT_COMMON_CODE = ("shared_mem-published", "distributed-gloo", "rpc")
@@ -35,7 +35,7 @@ def make_backend(name: str) -> BuiltIn:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--reliability", metavar="PATH", help="write the table of faults and backends to PATH")
+    parser.addoption("--reliability", metavar="PATH", help="write the table of faults and backends into PATH")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,4 +97,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--reliability", None)  # the option does not exist in a run of all tests
     found = session.config.stash[_matrix]
     if path and found.cells:
-        Path(path).write_text(found.page(BACKENDS, DEADLINE))
+        page = Path(path)
+        page.write_text(found.page(page.read_text(), BACKENDS))
