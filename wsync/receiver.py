@@ -92,6 +92,7 @@ class Receiver:
         self._max_staleness, self._timeout = max_staleness, timeout
         self._pass_on = pass_on
         self._passing: Update | None = None  # installed, and to be passed on
+        self._passed = 0  # the newest version that was
         self._target: Target | None = None
         self._layout: Layout | None = None
         self._pool = BufferPool("cpu")
@@ -200,8 +201,8 @@ class Receiver:
         who = f"worker {self.worker_idx}: version {update.version} of '{self.model_id}' could not be installed"
         if self._target is not None and self._target.mixed:
             self._broken = f"{who}, and the model may have weights of two versions until one is:\n{error}"
-        elif "LayoutMismatch" in error and not self.inbox.protects_model:
-            self._broken = f"{who}, and the memory of the version that it has is written again:\n{error}"
+        elif self._target is not None and self._target.misfit:
+            self._broken = f"{who}; until a version fits, forwards are refused:\n{error}"
 
     def _unusable(self) -> WeightSyncError:
         mixed = self._target is not None and self._target.mixed
@@ -213,7 +214,12 @@ class Receiver:
         async def pass_on() -> None:
             assert self._pass_on is not None
             error = await run_blocking("cascade", error_of, self._pass_on)
+            if not error:
+                self._passed = update.version
             self.inbox.answer(update, error, 0.0, 0.0)
+            if self._passing is update:
+                self._passing = None
+                self._notify()
 
         if self._passing is update:  # else a newer one is installed, and is passed on instead
             asyncio.ensure_future(pass_on())
@@ -297,6 +303,7 @@ class Receiver:
         self.close()
         self.words = None
         self.worker_idx, self._version, self._returned, self._failed_version = worker_idx, 0, 0, 0
+        self._passing, self._passed = None, 0
         self._end_returned, self._phase = False, Phase.OPEN
         deadline = deadline_in(timeout)
         try:
@@ -308,7 +315,11 @@ class Receiver:
                 self._pulling += 1
                 self.inbox.fetch(deadline)
             process_gate().call_without_forward(bool)
-            self._wait(deadline, lambda: max(self.version, self._failed_version) >= first or None)
+            # Where updates are passed on, the first one has been when this returns.
+            self._wait(
+                deadline,
+                lambda: (max(self.version, self._failed_version) >= first and self._passing is None) or None,
+            )
             if first and self._failed_version >= first > self.version:
                 raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{self._failure}")
             if self.version < first:
@@ -399,6 +410,11 @@ class Receiver:
         """The version that the model has; 0 before the first."""
         words = self.words
         return self._version if words is None else max(words.version, self._version)
+
+    @property
+    def passed_version(self) -> int:
+        """The version that the model has; where updates are passed on, the newest that was."""
+        return self.version if self._pass_on is None else self._passed
 
     @property
     def passes_on(self) -> bool:

@@ -75,8 +75,16 @@ class Medium(Protocol):
     def on_sent(self, version: int, error: str) -> None:
         """Worker: the trainer's ``send`` has returned, or has failed."""
 
+    @property
+    def waits_for_close(self) -> bool:
+        """Whether ``send`` is in code that only ``close`` ends."""
+        ...
+
     def close(self) -> None:
         """Make ``send`` and ``receive`` raise, at once. Idempotent."""
+
+    async def wait_closed(self) -> None:
+        """After ``close``: return when nothing of the medium is left, or a little later."""
 
 
 def checksum_of(memory: memoryview | bytes, extra: bytes) -> int:
@@ -210,6 +218,15 @@ class WorkerSession:
             for task in (reading, writing):
                 task.cancel()
             await asyncio.wait([reading, writing])
+            if self._medium is not None:
+                await self._medium.wait_closed()
+
+    def end_if_stuck(self) -> bool:
+        """At a deadline: end the connection if only that ends a call of the medium; return whether it is so."""
+        stuck = self._medium is not None and self._medium.waits_for_close
+        if stuck:
+            self.end("its transport had not sent the update before the deadline")
+        return stuck
 
     def end(self, cause: str) -> None:
         """End the connection; the first cause counts."""
@@ -328,7 +345,10 @@ async def wait_for(
                     return causes
                 await changed.wait()
     except TimeoutError:
-        return causes | dict.fromkeys(pending, LATE)
+        look_only = deadline == 0.0
+        late = {w: one for w, one in pending.items() if look_only or not one.end_if_stuck()}
+        died = {w: Cause("died", one.cause or "") for w, one in pending.items() if w not in late}
+        return causes | died | dict.fromkeys(late, LATE)
     finally:
         for session in sessions.values():
             session.unwatch(changed)
@@ -376,7 +396,7 @@ def choose(models: Iterable[Candidate]) -> dict[Candidate, Update]:
 class Owner(Protocol):
     """The receiver of a model, as its connection calls it. All methods are called in the control thread."""
 
-    version: int
+    passed_version: int  # installed, and passed on where this worker has workers of its own
 
     async def use_layout(self, layout: bytes, *, try_only: bool) -> str:
         """Use weights of this layout from now on, or only try it; return why they do not fit, or an empty string."""
@@ -487,6 +507,7 @@ class SessionInbox:
                 future.done() or future.set_result(None)
             self._owner.ended(cause, finished=finished)
             await asyncio.wait([reading, telling])
+            await self._medium.wait_closed()
 
     async def leave(self) -> None:
         """Tell the sender that this worker has shut down in order."""
@@ -552,7 +573,8 @@ class SessionInbox:
                     self._owner.settle()
             case Newest(version):
                 self.newest = max(self.newest, version)
-                self._fetched()
+                if version <= self._owner.version:  # else it is announced only, or an offer follows
+                    self._fetched()
             case CheckLayout(layout):
                 error = await self._owner.use_layout(layout, try_only=True)
                 await self._link.send(Fits(error[-MAX_TEXT:]))
@@ -624,7 +646,7 @@ class SessionInbox:
             self._wake.clear()
 
     async def _say_version(self) -> None:
-        installed = self._owner.version
+        installed = self._owner.passed_version
         ready = max(installed, self._owner.ready_version())
         received = max(ready, self._staged[-1].version if self._staged else 0)
         said, self._said = self._said, (received, ready, installed)

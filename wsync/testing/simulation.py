@@ -268,6 +268,11 @@ class Model:
         if not self.worker.gate_held:
             self.worker.install()
 
+    @property
+    def passed_version(self) -> int:
+        """The version that the model has."""
+        return self.version
+
     def ready_version(self) -> int:
         """Return the version that a forward that starts now would use."""
         chosen = choose(self.worker.models.values()).get(self)
