@@ -79,7 +79,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from wsync.checksum import checksum_of, find_damage
+from wsync.control.session import checksum_of
 from wsync.deadlines import remaining
 from wsync.errors import SyncTimeout, WeightSyncError, join_indices
 from wsync.gate import process_gate
@@ -319,7 +319,7 @@ class SenderArena:
         """
         slot, record, words = update.buffer.slot, self._slots.record(update.buffer.slot), self._slots.words
         if checksum and not update.checksum:
-            update.checksum = checksum_of(update.buffer.flat, update.extra)
+            update.checksum = checksum_of(update.buffer.memory, update.extra)
         if update.extra or update.requires:
             header = msgspec.msgpack.encode(_Header(dict(update.requires), update.extra))
             write_at(self._slots.fds[1], header, slot * _SPAN)
@@ -456,7 +456,8 @@ class ArenaInbox:
             return Update(version, absent, acknowledge=acknowledge, damage=f"{version} could not be mapped: {error}")
         damage = ""
         if self._checksum and version != self._checked:
-            damage = find_damage(version, buffer.flat, header.extra, checksum)
+            if checksum_of(buffer.memory, header.extra) != checksum:
+                damage = f"version {version} arrived corrupt: its checksum differs"
             self._checked = self._checked if damage else version  # once is enough for one that is prepared, then taken
         return Update(
             version, buffer, header.extra, checksum, header.requires, acknowledge=bool(acknowledge), damage=damage
