@@ -171,11 +171,6 @@ class WorkerInbox:
             return self._arena.newest
         return self._session.newest if self._session is not None else 0
 
-    @property
-    def protects_model(self) -> bool:
-        """Whether the memory of the version that the model has stays as it is: a slot does only while it is held."""
-        return self._arena is None or self._arena.holds
-
     def hook(self, receiver: Receiver) -> Any:
         """Return the gate's hook: in the arena compiled code, which installs usual updates and calls the receiver."""
         if self._arena is None:
@@ -260,7 +255,6 @@ class InProcess:
     workers = (0,)
     transactional = True
     binds = False
-    protects_model = True
     newest = 0
 
     def __init__(self, receiver: Receiver) -> None:
@@ -284,7 +278,12 @@ class InProcess:
         """Connect the receiver, unless that has been done; its own ``connect`` has nothing to wait for."""
         if not self._connected:
             self._connected = True
+            layout, staged = self._layout, self._staged  # of the first weights, which the receiver forgets
             self._receiver.connect(0, remaining(deadline))
+            if layout is not None:
+                self.set_layout(layout)
+            for update in staged:
+                self.publish(update, self.workers)
         return 0
 
     def set_layout(self, layout: Layout) -> None:

@@ -157,6 +157,11 @@ class Sender:
         worker = one_worker(worker, self.num_workers)
         self._loop.require_own()
         self.outlet.disconnect(worker, "it was disconnected by disconnect() or readmit()")
+        if self._lock.acquire(blocking=False):  # else the call that runs names it
+            try:
+                self._name({worker: Cause("died", "")})
+            finally:
+                self._lock.release()
 
     def readmit(self, worker: int, process: Any, timeout: float | None) -> None:
         """Accept the process that takes the place of a worker."""
@@ -391,6 +396,9 @@ class Sender:
         """Expect nothing more of workers that have died: the error that follows names them."""
         died = {worker for worker, cause in causes.items() if cause.kind == "died"} - set(self.outlet.workers)
         self._expecting = [worker for worker in self._expecting if worker not in died]
+        for sent in self._kept:
+            if died.intersection(sent.workers):
+                sent.workers = [worker for worker in sent.workers if worker not in died]
 
     def _report(self, sent: Sent, seconds: float) -> SyncReport:
         wait, apply, nbytes = self.outlet.costs(sent.workers, sent.version) if sent.acknowledge else (0.0, 0.0, 0)

@@ -194,12 +194,10 @@ class Inbox(Protocol):
     Attributes:
         newest: the newest version that there is, as far as is known; for receivers that fetch.
         binds: whether a model may be bound to the memory of an update.
-        protects_model: whether the memory of the version that a model has stays as it is although an install fails.
     """
 
     newest: int
     binds: bool
-    protects_model: bool
 
     def connect(self, worker_idx: int, deadline: float | None) -> int:
         """Connect; return the version that is to be waited for, 0 if there is none yet."""

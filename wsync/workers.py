@@ -583,5 +583,7 @@ def raise_causes(
             message += f"\nworker {worker}: {cause.text.strip()}"
     kinds = {cause.kind for cause in causes.values()}
     kind = WorkerDied if "died" in kinds else WorkerFailed if "failed" in kinds else SyncTimeout
+    if kind is SyncTimeout:
+        message += "\nA silent worker stays connected. To replace it: disconnect(index), kill it, readmit(index, process)"
     texts = {worker: cause.text for worker, cause in causes.items()}
     raise kind(message, texts, version, [w for w, cause in causes.items() if cause.kind == "failed"])

@@ -27,7 +27,6 @@ from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import BackendHooks
 from wsync.testing.models import Small, fill
 
-REBUILT = pytest.mark.xfail(strict=False, reason="the rebuilt core")
 
 
 # --- Ctrl-C, or any exception of a signal handler, in a call ---
@@ -191,7 +190,6 @@ def test_a_child_that_ends_disturbs_no_end_of_its_parent(backend: BuiltIn) -> No
 # --- a worker disconnected but alive ---
 
 
-@REBUILT
 def test_a_worker_that_was_disconnected_alive_harms_no_other_and_is_not_torn(backend: BuiltIn) -> None:
     with backend.connected(2, make=TwoWeights) as session:
         session.send(2)
@@ -219,7 +217,6 @@ def change_structure(state: WorkerState, size: int) -> None:
     state.models["policy"].other = nn.Parameter(torch.zeros(size))
 
 
-@REBUILT
 def test_a_worker_whose_model_changed_its_structure_fails_at_each_forward_until_a_version_fits(
     backend: BuiltIn,
 ) -> None:
@@ -266,7 +263,6 @@ class TestBrokenConnection(BackendHooks):
     def make_scheme(self, **options: Any) -> FileScheme:
         return BreakingScheme(str(self.folder), **options)
 
-    @REBUILT
     def test_a_receive_that_failed_half_way_ends_the_session_and_the_worker_comes_back_by_itself(self) -> None:
         with self.connected(timeout=20.0) as session:
             (self.folder / "1.breaks").touch()
@@ -298,7 +294,6 @@ def test_registered_weights_are_the_source_of_every_send_and_lie_in_the_publishe
 # --- a gate held across await ---
 
 
-@REBUILT
 def test_a_gate_that_a_task_enters_a_second_time_is_refused() -> None:
     async def act(entered: asyncio.Event, leave: asyncio.Event) -> None:
         with wsync.gate():

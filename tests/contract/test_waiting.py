@@ -46,6 +46,7 @@ def test_a_send_without_waiting_raises_the_error_of_an_earlier_one(backend: Buil
         session.workers[1].resume()
         with suppress(wsync.WorkerFailed):  # the last version may be refused as well
             session.send(-1)
+            session.scheme.wait_async()
         session.scheme.wait_async()
         assert session.outputs() == [-1, -1]
         session.workers[0].kill()

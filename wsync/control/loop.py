@@ -173,8 +173,13 @@ async def run_blocking(name: str, function: Callable[P, T], *args: P.args, **kwa
         except RuntimeError:  # the loop has ended: nothing awaits the result
             pass
 
-    threading.Thread(target=work, name=f"wsync-{name}", daemon=True).start()
-    return await future
+    thread = threading.Thread(target=work, name=f"wsync-{name}", daemon=True)
+    thread.start()
+    try:
+        return await future
+    finally:
+        if future.done() and not future.cancelled():
+            thread.join()  # it has nothing left to do
 
 
 _current = ControlLoop()

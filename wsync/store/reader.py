@@ -176,7 +176,6 @@ class FileInbox:
     """
 
     binds = True
-    protects_model = True
 
     def __init__(self, reader: Reader, owner: Owner, *, waits: bool = True, watches: bool = True) -> None:
         self._reader = reader
