@@ -50,7 +50,7 @@ def arguments(function: Any) -> set[str]:
     """The names of a function's (or constructor's) arguments, with those of ``**options: Unpack[…]``."""
     called = function.__init__ if isinstance(function, type) else function
     names = set[str]()
-    for name, parameter in inspect.signature(called).parameters.items():
+    for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
             names.add(name)
         elif "Unpack[" in str(parameter.annotation):

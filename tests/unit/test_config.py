@@ -471,13 +471,13 @@ def test_a_resumed_run_has_the_earlier_overrides_and_its_own_win(tmp_path: Path)
 def test_a_group_that_is_chosen_anew_has_none_of_its_earlier_settings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ray = ["weight_sync=ray", "weight_sync.transport=object_store", "collector.max_staleness=3", "seed=5"]
+    ray = ["weight_sync=ray", "weight_sync.shared_memory=false", "collector.max_staleness=3", "seed=5"]
     shared = resumed(tmp_path, ray, "weight_sync=multiprocess")
     assert (shared.collector._target_, shared.seed) == ("collectors.MultiSyncCollector", 5)
     [warning] = caplog.messages
-    assert warning.endswith(": weight_sync.transport=object_store collector.max_staleness=3")
+    assert warning.endswith(": weight_sync.shared_memory=false collector.max_staleness=3")
     again = resumed(tmp_path, ray, "weight_sync=ray", "seed=6")
-    assert (again.weight_sync.transport, again.collector.max_staleness, again.seed) == ("object_store", 3, 6)
+    assert (again.weight_sync.shared_memory, again.collector.max_staleness, again.seed) == (False, 3, 6)
     assert resumed(tmp_path, ["algorithm.lr=0.01"], "env=acrobot").algorithm.lr == 1e-3
     assert resumed(tmp_path, ["env.id=MountainCar-v0"], "env=pendulum").env.id == "Pendulum-v1"
 

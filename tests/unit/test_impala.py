@@ -43,5 +43,5 @@ def test_what_is_not_finite_is_named() -> None:
     learner = learner_of()
     batch = batch_of(learner.policy, 2, 8)
     batch["next", "reward"][0, 3] = torch.nan
-    with pytest.raises(UnusableBatch, match=r"^reward is not finite at row 0, step 3"):
+    with pytest.raises(UnusableBatch, match=r"^next.reward is not finite at \[0, 3\]"):
         learner.update(batch)

@@ -97,14 +97,11 @@ def test_invalid_counts_and_a_reward_of_nan_are_errors() -> None:
     learner = learner_of()
     batch = batch_of(learner.policy, 4, 4)
     batch["next", "reward"][0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"reward is not finite at row 0, step 0"):
+    with pytest.raises(ValueError, match=r"next.reward is not finite at \[0, 0\] of the batch"):
         learner.update(batch)
 
 
-@pytest.mark.parametrize(
-    ("key", "what"),
-    [(("next", "reward"), "reward"), ("observation", "observation"), (("next", "observation"), "next observation")],
-)
+@pytest.mark.parametrize(("key", "what"), [(("next", "reward"), "next.reward"), ("observation", "observation")])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_input_that_is_not_finite_is_named_and_changes_nothing(key: Any, what: str, number: float) -> None:
     learner = learner_of()
@@ -112,7 +109,7 @@ def test_input_that_is_not_finite_is_named_and_changes_nothing(key: Any, what: s
     batch["next", "terminated"][0, 3] = batch["next", "done"][0, 3] = False
     batch[key][0, 3] = number
     before = [p.clone() for p in learner.parameters]
-    with pytest.raises(UnusableBatch, match=f"^{what} is not finite at row 0, step 3 of the batch"):
+    with pytest.raises(UnusableBatch, match=rf"^{what} is not finite at \[0, 3\] of the batch"):
         learner.update(batch)
     assert all(torch.equal(p, q) for p, q in zip(before, learner.parameters, strict=True))
 

@@ -10,7 +10,7 @@ from learning.progress import WINDOW, Progress
 from learning.reporting.console import figures
 from learning.summary import return_text, summarise, verdict
 from wsync import SyncMetrics, SyncReport
-from wsync.types import PHASES
+from wsync.update import PHASES
 
 
 def batch(returns: torch.Tensor, version: int | torch.Tensor = 1) -> TensorDict:
@@ -89,7 +89,7 @@ def test_staleness_is_the_mean_over_frames_in_which_a_policy_acted() -> None:
 
 
 def report(version: int) -> SyncReport:
-    return SyncReport(version, 1000, version * 1e-3, {**dict.fromkeys(PHASES, 0.0), "pack": 1e-4}, {0: version})
+    return SyncReport(version, 1000, version * 1e-3, (0.0, 1e-4, 0.0, 0.0, 0.0), {0: version})
 
 
 def test_a_row_has_the_cost_of_its_own_update() -> None:
@@ -100,7 +100,7 @@ def test_a_row_has_the_cost_of_its_own_update() -> None:
     row = progress.synchronised({"loss": 0.5}, metrics, 1)
     assert row.weight_sync is not None
     assert (row.weight_sync.latency_us, row.weight_sync.bytes) == (pytest.approx(1000), 1000)
-    assert row.weight_sync.phases_us == pytest.approx({**dict.fromkeys(PHASES, 0.0), "pack": 100.0})
+    assert row.weight_sync.phases_us == pytest.approx({**dict.fromkeys(PHASES, 0.0), "pack": 100.0, "acknowledge": 900.0})
     assert progress.synchronised({}, metrics, 1).weight_sync is None  # nothing new was reported
     metrics.record(report(3))
     after = progress.synchronised({}, metrics, 3).weight_sync

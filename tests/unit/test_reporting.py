@@ -42,7 +42,7 @@ def row(n: int, sync: bool = True) -> Row:
 def summary(sync: bool = True, status: str = "solved") -> dict:
     metrics = SyncMetrics("shared_mem" if sync else "none")
     if sync:
-        metrics.record(SyncReport(1, 18432, 1e-4, {name: us / 1e6 for name, us in PHASES.items()}, {}))
+        metrics.record(SyncReport(1, 18432, 1e-4, tuple(us / 1e6 for us in PHASES.values()), {}))
     progress = Progress(frames=1024, episodes=3)
     return summarise(status, progress, 475.0, metrics, Failures(), {}, Staleness()) | {
         "env": "CartPole-v1",
