@@ -42,17 +42,6 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
         WeightStrategy("json")  # pyright: ignore[reportArgumentType]
 
 
-class Packed(nn.Module):
-    """Keeps its weights outside parameters and buffers, as quantised modules do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.packed = [torch.zeros(2)]
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "packed"] = self.packed[0]
-
-
 def meta() -> nn.Module:
     return nn.Linear(2, 2, device="meta")
 
@@ -60,7 +49,6 @@ def meta() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: nn.Sequential(nn.Linear(2, 2), Packed()), "neither parameters nor buffers.*'?1.packed"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
         (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "'0' is a TorchScript"),
         (meta, "meta"),

@@ -19,11 +19,7 @@ from wsync.weights.tensors import copy_into_model, defect_of, describe, in_clean
 
 
 def dump_extra(extra: Mapping[str, Any] | None) -> bytes:
-    """Return extra state as bytes; empty for none. A pickle: it goes only from a trainer to its own workers.
-
-    Raises:
-        LayoutMismatch: some of it cannot be pickled; names each module's.
-    """
+    """Return extra state as bytes; empty for none. LayoutMismatch: some of it cannot be pickled."""
     if not extra:
         return b""
     try:
@@ -44,13 +40,7 @@ def load_extra(blob: bytes) -> dict[str, Any]:
 
 
 def require_no_extra(extra: bytes, what: str) -> None:
-    """Check that an update has no extra state; ``what`` is what cannot be done with it, for the error.
-
-    The layout may have been defined by weights that could not tell (a plain TensorDict), so each update is checked.
-
-    Raises:
-        LayoutMismatch: it has some; names each module's.
-    """
+    """Raise ``LayoutMismatch`` if an update has extra state, which cannot be ``what`` (``"stored"``)."""
     if extra:
         raise LayoutMismatch(f"extra state cannot be {what}: {describe(sorted(load_extra(extra)))}")
 
@@ -117,6 +107,7 @@ class Binding:
     Attributes:
         installer: the ``native.Installer`` of the model as it is now; None without the C extension.
         mixed: True from the first write of an install to its last one.
+        misfit: whether the model has taken on a structure that does not fit the layout, as the last update found.
 
     Raises:
         LayoutMismatch: the model has other names, shapes or dtypes; a tensor in it is sharded, sparse, quantised or
@@ -128,7 +119,7 @@ class Binding:
         self._layout = layout
         self._bind = bind
         self._bound: list[tuple[nn.Parameter, int]] = []
-        self.mixed = False
+        self.mixed = self.misfit = False
         self._resolve()
 
     def _resolve(self) -> None:
@@ -144,35 +135,29 @@ class Binding:
         if layout.extra is not None and layout.extra != index.extra.keys():
             problems.append(f"extra state differs: {describe(sorted(layout.extra ^ index.extra.keys()))}")
         self._own = layout.fit(own, "the worker's model", optional=index.optional, problems=problems)
-        # A tensor under several names is installed once, from its first name; `_agree` lists the other names, which
-        # must carry the same values where the sender did not tie them.
-        seen: dict[int, int] = {}
+        self._agree = layout.tied_only_in(self._own)
         before = {id(parameter): parameter for parameter, _ in self._bound}
         aliased = _aliased(self._own)
         self._bound, self._copied = [], list[tuple[Tensor, int]]()
-        self._agree: list[tuple[int, int]] = []
+        firsts = {id(tensor): i for i, tensor in reversed([*enumerate(self._own)])}  # of those under several names
         for i, (name, tensor) in enumerate(zip(layout.names, self._own, strict=True)):
-            first = seen.setdefault(id(tensor), i)
+            if firsts[id(tensor)] != i:
+                continue
             apart = id(tensor) in before or tensor.untyped_storage()._cdata not in aliased
-            if first != i:
-                if layout.offsets[first] != layout.offsets[i]:
-                    self._agree.append((first, i))
-            elif self._bind and apart and name not in index.self_written and _can_be_bound(tensor):
+            if self._bind and apart and name not in index.self_written and _can_be_bound(tensor):
                 self._bound.append((tensor, i))
-            else:
-                if defect_of(tensor, writable=True):  # expanded, say: one place cannot take several values
-                    with torch.inference_mode(tensor.is_inference()):
-                        own_memory = tensor.data.resolve_conj().resolve_neg()
-                        tensor.data = own_memory.clone(memory_format=torch.contiguous_format)
-                self._copied.append((tensor, i))
-        self._agree += layout.tied_elsewhere(self._copied)
+                continue
+            if defect_of(tensor, writable=True):  # expanded, say: one place cannot take several values
+                with torch.inference_mode(tensor.is_inference()):
+                    own_memory = tensor.data.resolve_conj().resolve_neg()
+                    tensor.data = own_memory.clone(memory_format=torch.contiguous_format)
+            self._copied.append((tensor, i))
         bound = [parameter for parameter, _ in self._bound]
         for one in {*before} - {*map(id, bound)}:  # taken out of the model, or copied from now on
             before[one].data = before[one].data.clone()
         self._accumulators = in_clean_thread(_accumulators, bound) if bound else []
         self._index = index
-        self._places = list(index.places.values())
-        self._tensors = [where[key] for where, key in self._places]
+        self._tensors = [where[key] for where, key in index.places.values()]
         self._tree = index.tree(list(index.places))
         parts = tuple(self._tensors), tuple(self._bound), tuple(self._copied)
         self.installer = native.Installer(self._tree, *parts) if native is not None else None
@@ -224,22 +209,15 @@ class Binding:
 
     def _check_current(self, views: Sequence[Tensor]) -> None:
         if not self._is_current() or not self._is_alike(views):
+            self.misfit = True
             self._resolve()
-        self._layout.require_same_values(self._agree, self._own, views)
+        self.misfit = False
+        self._layout.require_same_values(self._agree, views)
 
     def _is_current(self) -> bool:
-        """Whether the model has the same tensors, apart from those that somebody puts in their place for a while.
-
-        ``torch.func.functional_call`` does so with plain tensors of the caller. The parameters will come back, and are
-        given the weights meanwhile.
-        """
+        """Whether the model has the same tensors; inside ``functional_call`` it has not."""
         now = self._tree.tensors()
-        if now is not None and all(map(is_, now, self._tensors)):
-            return True
-        return self._index.unchanged and any(
-            isinstance(own, nn.Parameter) and isinstance(now, Tensor) and not isinstance(now, nn.Parameter)
-            for own, now in zip(self._tensors, [where.get(key) for where, key in self._places], strict=True)
-        )
+        return now is not None and all(map(is_, now, self._tensors))
 
     def _is_alike(self, views: Sequence[Tensor]) -> bool:
         """Whether it can take ``views`` and stay what it is: ``.half()`` or ``.to(device)`` may have come between."""

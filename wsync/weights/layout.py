@@ -110,7 +110,7 @@ class Layout:
     def encode(self) -> bytes:
         """Return the layout as plain data (msgpack). Equal layouts give equal bytes."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
+        fields["dtypes"] = [_plain(dtype) for dtype in self.dtypes]
         fields["extra"] = None if self.extra is None else sorted(self.extra)
         fields["optional"] = sorted(self.optional)
         return msgspec.msgpack.encode([*fields.values()])
@@ -145,10 +145,7 @@ class Layout:
         return hashlib.blake2b(self.encode(), digest_size=16).hexdigest()
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Return one tensor per entry, without a copy, over a flat buffer ``uint8[nbytes]``.
-
-        Never inference tensors, whatever the caller's mode: autograd may meet them later.
-        """
+        """Return one tensor per entry, without a copy, over a flat buffer ``uint8[nbytes]``; no inference tensors."""
         views: list[Tensor] = []
         with torch.inference_mode(False), torch.no_grad():
             for (offset, nbytes), shape, strides, dtype in zip(
@@ -194,7 +191,7 @@ class Layout:
             problems = [f"missing '{name}'{_OPTIONAL if name in self.optional else ''}" for name in missing]
             problems += [f"unknown '{name}'" for name in unknown]
             if problems:
-                raise _misfit(problems, remedy=_renames(unknown, missing))
+                raise _misfit(problems)
         tensors = [given[name] for name in self.names]
         self.check(tensors)
         if weights.extra is not None and self.extra is not None and weights.extra.keys() != self.extra:
@@ -228,7 +225,9 @@ class Layout:
                 names = f"'{self.names[follower]}' and '{self.names[leader]}'"
                 problems.append(f"{names} were one tied tensor, and now differ")
         if problems:
-            raise _misfit(problems, receiving, _cast(tensors, dtypes) if receiving else "")
+            narrow = [one.dtype for one, dtype in zip(tensors, dtypes, strict=True) if one.dtype is not dtype]
+            cast = receiving and narrow and narrow[0].is_floating_point
+            raise _misfit(problems, receiving, _by_transform(f"Cast('{_plain(narrow[0])}')") if cast else "")
 
     def fit(
         self,
@@ -258,33 +257,25 @@ class Layout:
         found += [f"the weights that are sent have no '{name}'" for name in lacking]
         found += problems
         if found:
-            remedy = _renames(unwanted, lacking)
-            if unwanted and not lacking:
-                some = ", ".join(map(repr, unwanted[:2])) + (", …" if len(unwanted) > 2 else "")
-                remedy = f" (send_transform=wsync.transforms.Exclude({some}) leaves weights out)"
+            remedy = ""
+            if unwanted:
+                one = f"Rename({{'{unwanted[0]}': '{lacking[0]}'}})" if lacking else f"Exclude('{unwanted[0]}')"
+                remedy = _by_transform(one)
             raise LayoutMismatch(f"the weights do not fit {receiver}: {describe(found)}{remedy}")
         tensors = [own[name] for name in self.names]
         self.check(tensors, receiver, writable=writable)
         require_apart(dict(zip(self.names, tensors, strict=True)), receiver)
         return tensors
 
-    def tied_elsewhere(self, own: Iterable[tuple[Tensor, int]]) -> list[tuple[int, int]]:
-        """Return the pairs of entries whose tensors have one memory in a receiver, and two places in this layout."""
-        first_at: dict[tuple[torch.device, int, int], int] = {}
-        pairs: list[tuple[int, int]] = []
-        for tensor, index in own:
-            if tensor.numel():
-                first = first_at.setdefault((tensor.device, tensor.data_ptr(), tensor.numel()), index)
-                if self.offsets[first] != self.offsets[index]:
-                    pairs.append((first, index))
-        return pairs
+    def tied_only_in(self, own: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """Return the pairs of entries that are one tensor of a receiver, and two in this layout."""
+        pairs = [(leader, index) for index, leader in enumerate(tie_leaders(own))]
+        return [(leader, index) for leader, index in pairs if self.offsets[leader] != self.offsets[index]]
 
-    def require_same_values(
-        self, pairs: Iterable[tuple[int, int]], own: Sequence[Tensor], views: Sequence[Tensor]
-    ) -> None:
+    def require_same_values(self, pairs: Iterable[tuple[int, int]], views: Sequence[Tensor]) -> None:
         """Raise ``LayoutMismatch`` if entries that are one tensor of a receiver were sent different values."""
         for first, other in pairs:
-            if not same_bits(_in_memory_order(views[first], own[first]), _in_memory_order(views[other], own[other])):
+            if not same_bits(views[first], views[other]):
                 raise LayoutMismatch(
                     f"'{self.names[first]}' and '{self.names[other]}' are tied here, but got different values"
                 )
@@ -298,35 +289,17 @@ def _misfit(problems: Sequence[str], receiving: str = "", remedy: str = "") -> L
 _UNLIKE = "the weights do not fit the model, or the first ones that were sent"
 
 
-def _renames(sent: Sequence[str], wanted: Sequence[str]) -> str:
-    """Return the remedy for weights that are sent under other names than those that are wanted."""
-    pairs: dict[str, str] = {}
-    for name in sent:
-        alike = [one for one in wanted if name.endswith("." + one) or one.endswith("." + name)]
-        if alike:
-            pairs[name] = min(alike, key=lambda one: abs(len(one) - len(name)))
-    if sent and wanted and not pairs:
-        pairs[sent[0]] = wanted[0]
-    some = ", ".join(f"{old!r}: {new!r}" for old, new in list(pairs.items())[:2]) + (", …" if len(sent) > 2 else "")
-    return f" (send_transform=wsync.transforms.Rename({{{some}}}) gives weights other names)" if pairs else ""
+def _by_transform(transform: str) -> str:
+    """Return the remedy for weights that differ in a way that a transform changes."""
+    return f" (send_transform=wsync.transforms.{transform} would change that)"
 
 
-def _cast(tensors: Sequence[Tensor], sent: Sequence[torch.dtype]) -> str:
-    """Return the remedy for weights that are sent in another precision than that of all ``tensors``."""
-    pairs = [(one.dtype, dtype) for one, dtype in zip(tensors, sent, strict=True) if one.dtype is not dtype]
-    wanted = {own for own, dtype in pairs if own.is_floating_point and dtype.is_floating_point}
-    name = str(wanted.pop()).removeprefix("torch.") if len(wanted) == 1 else ""
-    return f" (send_transform=wsync.transforms.Cast('{name}') sends weights in {name})" if name else ""
-
-
-def _in_memory_order(values: Tensor, own: Tensor) -> Tensor:
-    """Return ``values`` in the order in which ``own`` will have them in its memory, of shape ``[n]``."""
-    strides = own.stride()
-    return values.permute(sorted(range(len(strides)), key=lambda dim: -strides[dim])).reshape(-1)
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return f"{_plain(dtype)}{list(shape)}"
 
 
 def _strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:

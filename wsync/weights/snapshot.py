@@ -6,12 +6,9 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from operator import is_
 from typing import Any, TypeGuard
 
-import numpy as np
-import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
 from torch.jit import ScriptModule
@@ -19,7 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from wsync.errors import LayoutMismatch
 from wsync.native import native
-from wsync.weights.tensors import describe, is_sharded
+from wsync.weights.tensors import describe
 
 EXTRA = "_extra_state"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -71,9 +68,8 @@ def plain_name(name: str) -> str:
 class ModuleIndex:
     """The place of each named tensor of a module, and whether the module is still the same.
 
-    Modules are trees of plain dictionaries. An index holds the dictionary and the key of every tensor, so that a
-    tensor that was replaced (``.to()``, a parametrisation) is found anew at no cost, and it notices when the tree
-    itself has changed. Names have no components of wrappers, data parallelism included.
+    A place is a dictionary and a key, so that a tensor that was replaced (``.to()``, a parametrisation) is found anew
+    at no cost. Names have no components of wrappers, data parallelism included.
 
     Attributes:
         parameters, buffers: ``{name: place}``.
@@ -98,13 +94,10 @@ class ModuleIndex:
 
     def _walk(self, module: nn.Module, prefix: str) -> None:
         if isinstance(module, ScriptModule):
-            if not any(True for _ in chain(module.parameters(), module.buffers())):
+            if not module.state_dict():
                 return  # an activation, say: there is nothing to carry
             name = prefix.rstrip(".") or type(module).__name__
-            raise LayoutMismatch(
-                f"'{name}' is a TorchScript module: synchronise the module that it was made from, "
-                "with which it shares its tensors, and call it inside wsync.gate(); or send its state_dict()"
-            )
+            raise LayoutMismatch(f"'{name}' is a TorchScript module: synchronise the module that it was made from")
         for table, found in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
             self._tables.append(table)
             for key, tensor in table.items():
@@ -121,7 +114,6 @@ class ModuleIndex:
             self.self_written.add(prefix + "weight")
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             self.extra[prefix + EXTRA] = module
-        _require_nothing_else(module, prefix)
         self._tables.append(module._modules)
         parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
         for key, child in module._modules.items():
@@ -169,6 +161,8 @@ class ModuleIndex:
 
 
 class _Walk:
+    """A ``native.TensorTree`` without the C extension."""
+
     def __init__(self, index: ModuleIndex, places: Sequence[Place]) -> None:
         self._index = index
         self._places = places
@@ -176,38 +170,6 @@ class _Walk:
     def tensors(self) -> list[Tensor] | None:
         unchanged = self._index.unchanged and self._index.complete
         return [where[key] for where, key in self._places] if unchanged else None
-
-
-def _require_nothing_else(module: nn.Module, prefix: str) -> None:
-    """Check that a module that saves its state by a method of its own has no tensors besides parameters and buffers."""
-    if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
-        return
-    kept: dict[str, Any] = {}
-    module._save_to_state_dict(kept, prefix, keep_vars=True)
-    own = {_memory(tensor) for tensor in chain(module.parameters(), module.buffers())}
-    odd = sorted(
-        name
-        for name, saved in kept.items()
-        if not name.endswith(EXTRA) and any(_memory(one) not in own for one in _listed(saved))
-    )
-    if odd:
-        raise LayoutMismatch(
-            f"{type(module).__name__} has weights that are neither parameters nor buffers (is it quantised?), and "
-            f"cannot be carried: {describe(odd)}; synchronise the modules beside it"
-        )
-
-
-def _listed(saved: Any) -> list[Any]:
-    """Return the tensors in what a module saves, and objects of TorchScript, which hide them."""
-    if isinstance(saved, list | tuple):
-        return [each for one in saved for each in _listed(one)]
-    return [saved] if isinstance(saved, Tensor | torch.ScriptObject) else []
-
-
-def _memory(tensor: Any) -> int:
-    """Return what is equal for tensors in the same memory, under whatever names."""
-    plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and not is_sharded(tensor)
-    return tensor.untyped_storage().data_ptr() if plain else id(tensor)
 
 
 def snapshot(source: object) -> Snapshot:
@@ -236,8 +198,7 @@ def snapshot(source: object) -> Snapshot:
     tensors = {name: value for name, value in found.items() if name not in extra}
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
-            remedy = ": convert it by torch.from_numpy()" if isinstance(value, np.ndarray) else ""
-            raise TypeError(f"'{name}' is a {type(value).__name__}; weights are tensors{remedy}")
+            raise TypeError(f"'{name}' is a {type(value).__name__}; weights are tensors (see torch.from_numpy())")
     return Snapshot(tensors, extra or None if isinstance(source, TensorDictBase) else extra)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
@@ -15,8 +14,10 @@ from wsync.errors import LayoutMismatch, NotConnected
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import ModuleIndex, Snapshot, dotted, is_module, no_weights, plain_name, snapshot
 from wsync.weights.strategy import WeightStrategy
-from wsync.weights.targets import WeightTransform
 from wsync.weights.tensors import describe
+
+if TYPE_CHECKING:
+    from wsync.transforms.chain import Chain
 
 DeviceMap = Callable[[int, Any], Any]
 """``(worker_idx, weights) -> weights`` for that worker."""
@@ -42,10 +43,7 @@ def as_plain_integer(value: Any) -> Any:
 def per_worker(weights: object) -> dict[int, Any] | None:
     """Return each worker's weights, if ``weights`` are ``{worker_idx: weights}``; otherwise None.
 
-    Indices may be integers of any type, as ``worker_ids`` may; they are returned as plain ones.
-
-    Raises:
-        ValueError: a worker has weights twice: equal tensors are different keys.
+    Indices may be integers of any type, as ``worker_ids`` may. ValueError: a worker has weights twice.
     """
     if isinstance(weights, nn.Module | TensorDictBase) or not isinstance(weights, Mapping):
         return None
@@ -94,7 +92,7 @@ class Source:
         *,
         device_map_fn: DeviceMap | None = None,
         own_buffers: bool = False,
-        transform: WeightTransform | None = None,
+        transform: Chain | None = None,
         one_for_all: str = "",
         undefined: str = "",
     ) -> None:
@@ -119,17 +117,12 @@ class Source:
         self._optional = frozenset[str]()  # the non-persistent buffers of the first weights
         self._layout: Layout | None = None  # of the forms
         self._names: tuple[str, ...] = ()  # of the weights that have these forms, before the transform
-        self._forms: list[_ModuleForm | _ListForm] = []
+        self._forms: list[_ModuleForm | _MappingForm] = []
         self._tree: Any = None  # finds the tensors of ``weights``, if that is a module that was sent before
 
     def _require_same(self, by_worker: Mapping[int, Any]) -> None:
         if self._one_for_all and len(by_worker) > 1:
             raise ValueError(f"{self._one_for_all}: weights per worker cannot be used")
-
-    @property
-    def changes_weights(self) -> bool:
-        """Whether other weights are sent than those given: made by a ``device_map_fn`` or a ``send_transform``."""
-        return self._device_map_fn is not None or self._transform is not None
 
     def first(self, weights: object = None) -> Snapshot:
         """Return one worker's weights, which define the layout.
@@ -146,13 +139,7 @@ class Source:
         return self._transformed(one)
 
     def parts(
-        self,
-        weights: object,
-        workers: Sequence[int],
-        layout: Layout,
-        rest: Sequence[Tensor] | None = None,
-        *,
-        absent: Sequence[int] = (),
+        self, weights: object, workers: Sequence[int], layout: Layout, rest: Sequence[Tensor] | None = None
     ) -> Iterable[Part]:
         """Return the weights of each worker, checked. A part is valid until the next one is made.
 
@@ -161,7 +148,6 @@ class Source:
             workers: the workers that must get weights.
             layout: the layout of the weights.
             rest: in the layout's order; completes ``weights``, where those are a part of the model.
-            absent: absent workers, which get the same as the others, and need not be named in weights per worker.
 
         Raises:
             LayoutMismatch: some weights do not fit.
@@ -173,18 +159,17 @@ class Source:
         if by_worker is not None:
             self._require_same(by_worker)
             if weights is None:
-                by_worker = {worker: own for worker, own in by_worker.items() if worker in workers or worker in absent}
-            wrong = sorted((by_worker.keys() ^ set(workers)) - set(absent))
+                by_worker = {worker: own for worker, own in by_worker.items() if worker in workers}
+            wrong = sorted(by_worker.keys() ^ set(workers))
             if wrong:
                 raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {wrong} differ")
             return (self._part([worker], self._read(own), layout) for worker, own in by_worker.items())
-        everyone = [*workers, *absent]
         if rest is not None:
-            return [self._completed(everyone, given, layout, rest)]
+            return [self._completed(workers, given, layout, rest)]
         if self._device_map_fn is not None:
-            return self._mapped(everyone, self._strategy.express(self._read(given)), layout, self._device_map_fn)
-        part = self._part(everyone, self._read(given), layout)
-        return [Part([worker], part.tensors, part.extra) for worker in everyone] if self._own_buffers else [part]
+            return self._mapped(workers, self._strategy.express(self._read(given)), layout, self._device_map_fn)
+        part = self._part(workers, self._read(given), layout)
+        return [Part([worker], part.tensors, part.extra) for worker in workers] if self._own_buffers else [part]
 
     def usual(self, weights: object, layout: Layout) -> Any:
         """Return the tensors of weights in a form that ``learn`` was given before, for ``Buffer.pack``.
@@ -193,7 +178,7 @@ class Source:
         another form, or extra state, or workers get different ones.
 
         Raises:
-            LayoutMismatch: a transform does not fit the weights.
+            LayoutMismatch: the transform does not fit the weights.
         """
         if layout is not self._layout:
             return None
@@ -208,23 +193,20 @@ class Source:
         return None
 
     def learn(self, weights: object, layout: Layout) -> None:
-        """Keep the form of ``weights``, which were sent to all workers, for ``usual``."""
+        """Keep the form of ``weights``, which all workers were sent, for ``usual``; with a transform, of a module."""
         given = self.weights if weights is None else weights
         if self._device_map_fn is not None or self._own_buffers or per_worker(given) is not None:
             return
         if layout is not self._layout:
             self._layout, self._names, self._forms, self._tree = layout, layout.names, [], None
-        if self._transform is not None:
-            read = self._read(given)
-            if read.extra or read.optional & read.tensors.keys() != self._optional:
-                return
-            if {*self._names} != read.tensors.keys():
-                self._names, self._forms = tuple(read.tensors), []
-        form: _ModuleForm | _ListForm | None = None
+        form: _ModuleForm | _MappingForm | None = None
         if is_module(given):
-            form = _ModuleForm.of(given, self._index_of(given), self._names)
-        elif isinstance(given, TensorDictBase | Mapping):
-            form = _ListForm.of(given, self._names)
+            index = self._index_of(given)
+            if self._transform is not None and not self._forms:
+                self._names = tuple(index.places)
+            form = _ModuleForm.of(given, index, self._names)
+        elif self._transform is None and isinstance(given, TensorDictBase | Mapping):
+            form = _MappingForm.of(given, self._names)
         if form is None:
             return
         self._forms = [form, *(one for one in self._forms if one.find(given) is None)][:_MOST_FORMS]
@@ -321,30 +303,25 @@ class _ModuleForm:
         return self._tree if self._module() is given else None
 
 
-class _ListForm:
-    """The keys of a TensorDict or of a mapping, level by level, in their order; no tensor is kept.
-
-    Finding the tensors of another object of the same type and keys costs a comparison for each level.
-    """
+class _MappingForm:
+    """The keys of a TensorDict or of a mapping, level by level, in their order; no tensor is kept."""
 
     def __init__(self, source: Any, prefix: str = "") -> None:
-        pairs = list(_entries(source))
-        self._kind = type(source)
-        self._is_dict = self._kind in (dict, OrderedDict)
-        self._keys = tuple(key for key, _ in pairs)
-        self._nested: list[tuple[int, _ListForm]] = []
+        entries = dict(_entries(source))
+        self._kind, self._keys = type(source), tuple(entries)
+        self._nested: dict[Any, _MappingForm] = {}
         self._names: list[str] = []  # of all tensors, in the order in which they are read
         self._order: list[int] = []  # for each name of the layout, its index in ``_names``
-        for index, (key, value) in enumerate(pairs):
+        for key, value in entries.items():
             name = prefix + dotted(key)
             if isinstance(value, TensorDictBase | Mapping):
-                self._nested.append((index, _ListForm(value, name + ".")))
-                self._names += self._nested[-1][1]._names
+                self._nested[key] = _MappingForm(value, name + ".")
+                self._names += self._nested[key]._names
             else:
                 self._names.append(plain_name(name))
 
     @classmethod
-    def of(cls, source: object, names: Sequence[str]) -> _ListForm | None:
+    def of(cls, source: object, names: Sequence[str]) -> _MappingForm | None:
         """Return the form of ``source``; None unless it lists exactly the tensors called ``names``."""
         form = cls(source)
         if sorted(form._names) != sorted(names):
@@ -360,19 +337,17 @@ class _ListForm:
     def _read(self, given: Any, found: list[Any]) -> bool:
         if type(given) is not self._kind:
             return False
-        listed = given if self._is_dict else dict(_entries(given))
-        if tuple(listed) != self._keys:
+        entries = dict(_entries(given))
+        if tuple(entries) != self._keys:
             return False
         if not self._nested:
-            found += listed.values()
+            found += entries.values()
             return True
-        values, begin = tuple(listed.values()), 0
-        for index, form in self._nested:
-            found += values[begin:index]
-            if not form._read(values[index], found):
+        for key, value in entries.items():
+            if key not in self._nested:
+                found.append(value)
+            elif not self._nested[key]._read(value, found):
                 return False
-            begin = index + 1
-        found += values[begin:]
         return True
 
 

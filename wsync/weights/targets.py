@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -14,59 +14,15 @@ from wsync.weights.layout import Layout
 from wsync.weights.snapshot import Snapshot, is_module, is_stacked, snapshot
 from wsync.weights.tensors import copy_into_model, zeros
 
+if TYPE_CHECKING:
+    from wsync.transforms.chain import Chain
+
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """Takes the ``(name, tensor)`` pairs of one version, all of them before it returns. The tensors are valid during the
 call, and must not be written.
 
 If it raises after it has taken a pair, the engine may have weights of two versions, and forwards inside the gate are
 refused until a version is loaded. ``LayoutMismatch`` means that it has changed nothing: forwards go on."""
-
-
-class WeightTransform(Protocol):
-    """What ``send_transform`` and ``receive_transform`` are by the time that they are applied: weights → weights."""
-
-    @property
-    def selects(self) -> bool:
-        """Whether the result is a part of the model on purpose: the receiving model may have more."""
-        ...
-
-    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the transformed weights; valid until the next call. LayoutMismatch: they do not fit."""
-        ...
-
-    def for_parts(self) -> WeightTransform:
-        """Return a copy for partial updates, which need not have weights for every name."""
-        ...
-
-    def copy(self) -> WeightTransform:
-        """Return a copy for other weights."""
-        ...
-
-
-class Target(Protocol):
-    """What takes weights of one layout. Called inside the gate."""
-
-    @property
-    def may_refuse(self) -> bool:
-        """Whether ``install`` may raise although the layout fits."""
-        ...
-
-    @property
-    def mixed(self) -> bool:
-        """Whether the last ``install`` has failed so that there may be weights of two versions."""
-        ...
-
-    def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Take over ``views``, in the layout's order. Called once per update; what it raises reaches the trainer."""
-        ...
-
-    def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Raise what ``install`` would raise, as far as that can be found out; changes nothing."""
-        ...
-
-    def detach(self) -> None:
-        """Stop using received memory: copy what is bound to it."""
-        ...
 
 
 def mixed_weights(where: str, version: str) -> str:
@@ -87,6 +43,7 @@ class Loader:
     """
 
     may_refuse = True
+    misfit = False
 
     def __init__(self, load: Load, layout: Layout, chunk_bytes: int | None = None) -> None:
         self._load = load
@@ -156,6 +113,7 @@ class Tensors:
     """
 
     may_refuse = True  # an entry may have been replaced by one that does not fit
+    misfit = False  # no forward uses it
 
     def __init__(self, destination: TensorDictBase | Mapping[str, Any], layout: Layout) -> None:
         if is_stacked(destination):
@@ -187,8 +145,7 @@ class Tensors:
 
     def _checked(self, views: Sequence[Tensor]) -> list[Tensor]:
         tensors = self._current()
-        pairs = self._layout.tied_elsewhere([(tensor, index) for index, tensor in enumerate(tensors)])
-        self._layout.require_same_values(pairs, tensors, views)
+        self._layout.require_same_values(self._layout.tied_only_in(tensors), views)
         return tensors
 
     def detach(self) -> None:
@@ -211,7 +168,7 @@ class Transformed:
 
     may_refuse = True
 
-    def __init__(self, layout: Layout, transform: WeightTransform, make: Callable[[Layout], Target]) -> None:
+    def __init__(self, layout: Layout, transform: Chain, make: Callable[[Layout], Binding | Loader | Tensors]) -> None:
         self._names = layout.names
         self._transform = transform.copy()  # a later connection may have other weights
         self._drops_extra = transform.selects
@@ -225,6 +182,11 @@ class Transformed:
     def mixed(self) -> bool:
         """That of the other target."""
         return self._target.mixed
+
+    @property
+    def misfit(self) -> bool:
+        """That of the other target."""
+        return self._target.misfit
 
     def _apply(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         return self._transform(dict(zip(self._names, views, strict=True)))
@@ -240,6 +202,14 @@ class Transformed:
     def detach(self) -> None:
         """Detach the other target."""
         self._target.detach()
+
+
+Target = Binding | Loader | Tensors | Transformed
+"""What takes weights of one layout; called inside the gate. ``Binding`` documents the methods.
+
+``may_refuse``: whether ``install`` may raise although the layout fits. ``mixed``: whether the last ``install`` has
+failed so that there may be weights of two versions. ``misfit``: whether the last update has found a model whose
+structure has changed."""
 
 
 class Destination:
@@ -261,7 +231,7 @@ class Destination:
         *,
         load: Load | None = None,
         chunk_bytes: int | None = None,
-        transform: WeightTransform | None = None,
+        transform: Chain | None = None,
     ) -> None:
         if load is None and not isinstance(model, nn.Module | TensorDictBase | Mapping):
             raise TypeError(f"a receiver's model is a module, a TensorDict or a dict of tensors, not {model!r}")

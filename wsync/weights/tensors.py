@@ -7,10 +7,10 @@ import logging
 import mmap
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -60,15 +60,11 @@ def defect_of(tensor: Tensor, *, writable: bool = False) -> str:
 
 
 def require_whole(names: Iterable[str], tensors: Iterable[Tensor], receiving: str = "") -> None:
-    """Raise ``LayoutMismatch`` if some of these weights, or of those of ``receiving``, are sharded over ranks.
-
-    FSDP2 and tensor parallelism do that.
-    """
+    """Raise ``LayoutMismatch`` if some of these weights, or of those of ``receiving``, are sharded (FSDP2)."""
     sharded = [f"'{name}'" for name, tensor in zip(names, tensors, strict=True) if is_sharded(tensor)]
     if sharded:
-        shown = ", ".join(sharded[:8]) + (f" and {len(sharded) - 8} more" if len(sharded) > 8 else "")
         raise LayoutMismatch(
-            f"only whole tensors can be carried, and this rank has only a shard of {shown} of "
+            f"only whole tensors can be carried, and this rank has only a shard of {describe(sharded)} of "
             f"{receiving or 'these weights'} (DTensor): {_RECEIVE if receiving else _GATHER}"
         )
 
@@ -87,10 +83,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its destination by PyTorch, without recording it for autograd.
-
-    With a GPU, all copies are started at once, on the current stream; on return they have ended.
-    """
+    """Copy each source into its destination by PyTorch; on return the copies have ended, on a GPU as well."""
     gpus = _gpus(destinations) | _gpus(sources)
     with torch.no_grad():
         torch._foreach_copy_(list(destinations), list(sources), bool(gpus))  # pyright: ignore[reportPrivateImportUsage]
@@ -145,59 +138,30 @@ def _tie_key(one: Tensor) -> tuple[object, ...]:
 
 
 def require_apart(tensors: Mapping[str, Tensor], owner: str) -> None:
-    """Check that no two tensors of ``owner`` share a part of their memory: the later one would win.
+    """Check that no two tensors of ``owner`` reach into each other's memory: the later one would win.
 
-    Tied tensors (one tensor under several names) are allowed, and so are two dense views of exactly the same bytes.
+    Tied tensors are allowed: one tensor under several names.
 
     Raises:
-        LayoutMismatch: two of them overlap partly; names both.
+        LayoutMismatch: two of them overlap; names both.
     """
-    spans = [
+    spans = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), name)
         for name, tensor in tensors.items()
         if tensor.numel()
-    ]
-    spans.sort(key=lambda span: (span[0], span[1], -span[2]))
-    reaching: list[tuple[str, int, int, str]] = []  # those that may reach into the next one
-    for span in spans:
-        device, begin, end, name = span
-        reaching = [one for one in reaching if one[0] == device and one[2] > begin]
-        for _, other_begin, other_end, other in reaching:
-            same = (begin, end) == (other_begin, other_end) and _fills(tensors[name]) and _fills(tensors[other])
-            if not same and _share_bytes(tensors[name], tensors[other]):
-                raise LayoutMismatch(
-                    f"'{other}' and '{name}' of {owner} overlap partly in one memory, so they cannot be carried: "
-                    "clone one of them, or make them one tensor"
-                )
-        reaching.append(span)
+    )
+    for (device, _, end, name), (other_device, other_begin, _, other) in pairwise(spans):
+        if device == other_device and other_begin < end and any(tie_leaders([tensors[name], tensors[other]])):
+            raise LayoutMismatch(
+                f"'{name}' and '{other}' of {owner} overlap in one memory, so they cannot be carried: clone one of "
+                "them, or make them one tensor"
+            )
 
 
 def _extent(tensor: Tensor) -> int:
     """Return the bytes from a tensor's first element to the end of its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def _fills(tensor: Tensor) -> bool:
-    return _extent(tensor) == tensor.nbytes
-
-
-def _share_bytes(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors that are not tied have a byte in common; every second column may lie interleaved."""
-    forms = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.element_size()) for tensor in (one, other)]
-    if forms[0] == forms[1]:
-        return False
-    base = min(one.data_ptr(), other.data_ptr())
-    end = max(tensor.data_ptr() + _extent(tensor) for tensor in (one, other))
-    used = torch.zeros(end - base, dtype=torch.bool, device="cpu")
-
-    def bytes_of(tensor: Tensor) -> Tensor:
-        size = tensor.element_size()
-        strides = [stride * size for stride in tensor.stride()]
-        return used.as_strided([*tensor.shape, size], [*strides, 1], tensor.data_ptr() - base)
-
-    bytes_of(one).fill_(True)
-    return bool(bytes_of(other).any())
 
 
 # --- memory, and the thread's modes ---
@@ -207,20 +171,10 @@ def in_clean_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
     """Return what ``function`` returns, or raise what it raises, in a thread of its own.
 
     Modes such as ``no_grad``, ``inference_mode``, ``torch.func.grad`` and fake tensors belong to a thread; tensors that
-    other threads will use must not be made under them. An executor would refuse work once the main thread has ended.
+    other threads will use must not be made under them.
     """
-    outcome: Future[R] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001  raised in the calling thread
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run, name="wsync-clean")
-    thread.start()
-    thread.join()
-    return outcome.result()
+    with ThreadPoolExecutor(1, "wsync-clean") as thread:
+        return thread.submit(function, *args, **kwargs).result()
 
 
 class PinnedMapping(mmap.mmap):
