@@ -45,7 +45,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, keys: tuple[bytes, bytes]) -> None:
         sock.setblocking(True)
-        self._socket = sock
+        self._socket, self._opener = sock, os.getpid()
         self.local = sock.family == socket.AF_UNIX
         self._send_key, self._receive_key = keys
         self._sent = self._received = 0
@@ -103,7 +103,10 @@ class Channel:
         return data
 
     def close(self) -> None:
-        """Close this end. Idempotent."""
+        """Close this end; a call of another thread ends with ``ConnectionError``. Idempotent."""
+        if os.getpid() == self._opener:  # a forked child has a copy of the parent's
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         if self.process >= 0:
             os.close(self.process)
