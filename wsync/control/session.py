@@ -140,6 +140,7 @@ class WorkerSession:
         self._messages: deque[Message] = deque()
         self._waiting: deque[Update] = deque()  # they have not begun to travel
         self._newest: Update | None = None  # what the worker may ask for
+        self._asked = False  # whether it has asked while there was nothing
         self._base: Update | None = None  # what the worker has received whole
         self._wake = asyncio.Event()
         self._changes: set[asyncio.Event] = set()
@@ -158,6 +159,8 @@ class WorkerSession:
         if self._on_request and not update.undecided:
             self._newest = update
             self.post(Newest(update.version))
+            if self._asked:
+                self._fetch()
             return
         if not update.undecided:
             self._waiting.clear()
@@ -316,6 +319,7 @@ class WorkerSession:
 
     def _fetch(self) -> None:
         newest = self._newest
+        self._asked = newest is None
         if newest is None or newest.version <= self.installed:
             self.post(Newest(0 if newest is None else newest.version))
         else:
