@@ -13,6 +13,7 @@ from wsync.backends.shared_mem import SharedMemWeightSyncScheme
 from wsync.backends.shared_mem_transport import SharedMemTransport
 from wsync.backends.store import StoreTransport, StoreWeightSyncScheme
 from wsync.control.listen import listen_on
+from wsync.control.rendezvous import Rendezvous, SocketRendezvous, TorchStoreRendezvous
 from wsync.engine.app import engine_app
 from wsync.engine.generations import GenerationAborted
 from wsync.errors import (
@@ -26,11 +27,10 @@ from wsync.errors import (
 )
 from wsync.gate import gate, gated
 from wsync.legacy.api import WeightReceiver, WeightSender
+from wsync.media.group import DistributedTransport
 from wsync.metrics import SyncMetrics
 from wsync.paths import CascadingContext, CollectorContext, NoSuchPath, RemoteWorker, find_model, find_object
-from wsync.media.group import DistributedTransport
 from wsync.registry import register_backend, registered_backends
-from wsync.control.rendezvous import Rendezvous, SocketRendezvous, TorchStoreRendezvous
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import worker_list
 from wsync.transaction import synchronize

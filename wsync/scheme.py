@@ -75,6 +75,7 @@ class WeightSyncScheme:
         send_transform, receive_transform: as given; may be assigned before init.
     """
 
+    __signature__: ClassVar[inspect.Signature]
     name: ClassVar[str] = ""
     """The backend's name in reports; by default the class's name."""
     collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
@@ -720,6 +721,9 @@ class WeightSyncScheme:
     def sender(self) -> Sender:
         """The send path; used by ``wsync.synchronize`` (``transaction.py``)."""
         return self._as_sender("sender")
+
+
+WeightSyncScheme.__signature__ = full_signature(WeightSyncScheme)
 
 
 def _reject(end: str, **given: object) -> None:

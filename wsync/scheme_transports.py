@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from wsync.gate import process_gate
-from wsync.receiver import Receiver
-from wsync.sender import Sender
-from wsync.transport import SenderEnd
-from wsync.transport import weights_of
+from wsync.transport import SenderEnd, weights_of
 from wsync.weights.strategy import WeightStrategy
+
+if TYPE_CHECKING:
+    from wsync.receiver import Receiver
+    from wsync.sender import Sender
 
 
 class SenderTransport(SenderEnd):
@@ -121,7 +122,9 @@ class ReceiverTransport:
         self._connect(worker_idx=worker_idx)
         if not self._receiver.version:
             return None
-        return process_gate().call_model(self._receiver.destination.model, self._copy_to, (weights, model, strategy), {})
+        return process_gate().call_model(
+            self._receiver.destination.model, self._copy_to, (weights, model, strategy), {}
+        )
 
     def _copy_to(self, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
         """Apply the model's weights to other destinations; inside the gate, so that they are of one version."""

@@ -19,13 +19,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from uvloop import new_event_loop
+
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, forked_child_error
-
-try:
-    from uvloop import new_event_loop
-except ModuleNotFoundError:  # an extra: the loop of the standard library takes half as long again for a small update
-    from asyncio import new_event_loop
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import wsync
-from wsync.testing import commands
+import wsync.testing.commands as commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import TIMEOUT, BackendHooks
 from wsync.testing.models import EveryTensorKind, OtherName, Small, digest, double, fill, longer, scramble, ties_hold

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import wsync
-from wsync.testing import commands
+import wsync.testing.commands as commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import SHORT, TIMEOUT, BackendHooks
 from wsync.testing.models import Large, Small, WithExtraState

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 import wsync
-from wsync.testing import commands
+import wsync.testing.commands as commands
 from wsync.testing.hooks import TIMEOUT, BackendHooks
 from wsync.testing.models import Small, fill
 from wsync.testing.workers import WorkerError

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 import wsync
-from wsync.testing import commands
+import wsync.testing.commands as commands
 from wsync.testing.models import fill
 from wsync.testing.workers import ANSWER_TIMEOUT, Worker, WorkerGroup
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import wsync
-from wsync.testing import commands
+import wsync.testing.commands as commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import SHORT, TIMEOUT, BackendHooks
 from wsync.testing.models import Large, Small, fill

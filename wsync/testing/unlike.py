@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 import wsync
-from wsync.testing import commands
+import wsync.testing.commands as commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import TIMEOUT, BackendHooks
 from wsync.testing.models import digest

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import wsync
-from wsync.testing import commands
+import wsync.testing.commands as commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import TIMEOUT, BackendHooks
 from wsync.testing.models import Small, digest, fill

@@ -14,7 +14,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from wsync.testing import commands
+import wsync.testing.commands as commands
 from wsync.testing.commands import Command, Outcome, WorkerState
 
 ANSWER_TIMEOUT = 60.0
