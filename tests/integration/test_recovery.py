@@ -275,7 +275,7 @@ def descriptors() -> int:
     kept = 0
     for name in os.listdir("/proc/self/fd"):
         try:
-            kept += not re.search("memfd:wsync-[0-9a-f]{32} ", os.readlink(f"/proc/self/fd/{name}"))
+            kept += not re.search("memfd:wsync-weights ", os.readlink(f"/proc/self/fd/{name}"))
         except FileNotFoundError:
             continue  # the one by which they were listed
     return kept
