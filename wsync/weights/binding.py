@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
@@ -93,7 +94,33 @@ def _can_be_bound(tensor: Tensor) -> TypeGuard[nn.Parameter]:
     return isinstance(tensor, nn.Parameter) and tensor.is_cpu and not tensor.is_inference()
 
 
-class Binding:
+class Target(ABC):
+    """What takes weights of one layout. Its methods are called inside the gate.
+
+    Attributes:
+        may_refuse: whether ``install`` may raise although the layout fits.
+        mixed: whether the last ``install`` has failed so that there may be weights of two versions.
+        misfit: whether the last update has found a model whose structure has changed, and does not fit any more.
+    """
+
+    may_refuse = True
+    mixed = False
+    misfit = False
+
+    @abstractmethod
+    def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """Take over ``views``, in the layout's order, and extra state; what it raises reaches the trainer."""
+
+    def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """Raise what ``install`` would raise, as far as that can be found out; changes nothing."""
+        return
+
+    def detach(self) -> None:
+        """Stop using received memory: copy what is bound to it."""
+        return
+
+
+class Binding(Target):
     """The plan by which one model takes on weights of one layout.
 
     Each tensor is bound (``p.data = view``, no copy), copied into, or first given memory of its own and then copied
@@ -106,12 +133,9 @@ class Binding:
 
     Attributes:
         installer: the ``native.Installer`` of the model as it is now; None without the C extension.
-        mixed: True from the first write of an install to its last one.
-        misfit: whether the model has taken on a structure that does not fit the layout, as the last update found.
 
     Raises:
-        LayoutMismatch: the model has other names, shapes or dtypes; a tensor in it is sharded, sparse, quantised or
-            without memory; or two of them overlap partly in one memory.
+        LayoutMismatch: the model has other names, shapes or dtypes, or a tensor that cannot take weights.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, *, bind: bool = True) -> None:
@@ -119,7 +143,6 @@ class Binding:
         self._layout = layout
         self._bind = bind
         self._bound: list[tuple[nn.Parameter, int]] = []
-        self.mixed = self.misfit = False
         self._resolve()
 
     def _resolve(self) -> None:
@@ -156,22 +179,15 @@ class Binding:
         for one in {*before} - {*map(id, bound)}:  # taken out of the model, or copied from now on
             before[one].data = before[one].data.clone()
         self._accumulators = in_clean_thread(_accumulators, bound) if bound else []
+        self.may_refuse = bool(self._agree or layout.extra or (layout.extra is None and index.extra))
         self._index = index
         self._tensors = [where[key] for where, key in index.places.values()]
         self._tree = index.tree(list(index.places))
         parts = tuple(self._tensors), tuple(self._bound), tuple(self._copied)
         self.installer = native.Installer(self._tree, *parts) if native is not None else None
 
-    @property
-    def may_refuse(self) -> bool:
-        """Whether weights that fit the layout may yet be refused, for what they are."""
-        undeclared = self._layout.extra is None and bool(self._index.extra)
-        return undeclared or bool(self._layout.extra) or bool(self._agree)
-
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Switch the model to ``views`` (ordered like the layout) and ``extra``.
-
-        Also clears the cache in which ``torch.autocast`` keeps casts of the old parameters, in any thread.
+        """Switch the model to ``views`` and ``extra``.
 
         Raises:
             LayoutMismatch: the model has changed its shape since; or its tied tensors were sent different values.
@@ -186,15 +202,11 @@ class Binding:
             copy_into_model([tensor for tensor, _ in self._copied], [views[i] for _, i in self._copied])
         for parameter, i in self._bound:
             parameter.data = views[i]
-        torch.clear_autocast_cache()
+        torch.clear_autocast_cache()  # which has casts of the old parameters
         self.mixed = False
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Find out whether ``install`` would succeed, and leave the model as it is.
-
-        Raises:
-            LayoutMismatch, Exception: what ``install`` would raise.
-        """
+        """Find out whether ``install`` would succeed; extra state is set, and set back."""
         self._check_current(views)
         if extra:
             before, mixed = self._index.extra_state(), self.mixed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,11 +137,6 @@ class Layout:
             raise ValueError("a layout that was received is malformed")
         extra = None if extra is None else frozenset(extra)
         return cls(names, shapes, strides, dtypes, offsets, ties, nbytes, extra, frozenset(optional), more)
-
-    @cached_property
-    def digest(self) -> str:
-        """32 hexadecimal digits, which tell two layouts apart."""
-        return hashlib.blake2b(self.encode(), digest_size=16).hexdigest()
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Return one tensor per entry, without a copy, over a flat buffer ``uint8[nbytes]``; no inference tensors."""

@@ -69,8 +69,6 @@ def extracted(weights: Any, strategy: WeightStrategy) -> Any:
 class Source:
     """A model, live weights, or weights per worker; read again for every update.
 
-    Used by the thread that calls the scheme.
-
     Args:
         weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send is given its own.
         strategy: the format that ``device_map_fn`` is given.
@@ -96,8 +94,6 @@ class Source:
         one_for_all: str = "",
         undefined: str = "",
     ) -> None:
-        if one_for_all and device_map_fn is not None:
-            raise ValueError(f"{one_for_all}: device_map_fn cannot be used")
         if weights is not None and not isinstance(weights, nn.Module | TensorDictBase | Mapping):
             raise no_weights(weights)
         if device_map_fn is not None and not callable(device_map_fn):
@@ -107,7 +103,7 @@ class Source:
         self.weights = weights
         self._one_for_all = one_for_all
         self._undefined = undefined
-        self._require_same(per_worker(weights) or {})
+        self._require_same(per_worker(weights) or {}, device_map_fn)
         self._strategy = strategy or WeightStrategy()
         self._device_map_fn = device_map_fn
         self._own_buffers = own_buffers
@@ -116,13 +112,11 @@ class Source:
         self._index: ModuleIndex | None = None  # of the module that was read last
         self._optional = frozenset[str]()  # the non-persistent buffers of the first weights
         self._layout: Layout | None = None  # of the forms
-        self._names: tuple[str, ...] = ()  # of the weights that have these forms, before the transform
         self._forms: list[_ModuleForm | _MappingForm] = []
-        self._tree: Any = None  # finds the tensors of ``weights``, if that is a module that was sent before
 
-    def _require_same(self, by_worker: Mapping[int, Any]) -> None:
-        if self._one_for_all and len(by_worker) > 1:
-            raise ValueError(f"{self._one_for_all}: weights per worker cannot be used")
+    def _require_same(self, by_worker: Mapping[int, Any], device_map_fn: DeviceMap | None = None) -> None:
+        if self._one_for_all and (len(by_worker) > 1 or device_map_fn is not None):
+            raise ValueError(f"{self._one_for_all}: device_map_fn and weights per worker cannot be used")
 
     def first(self, weights: object = None) -> Snapshot:
         """Return one worker's weights, which define the layout.
@@ -167,7 +161,7 @@ class Source:
         if rest is not None:
             return [self._completed(workers, given, layout, rest)]
         if self._device_map_fn is not None:
-            return self._mapped(workers, self._strategy.express(self._read(given)), layout, self._device_map_fn)
+            return self._mapped(workers, self._strategy.extract_weights(given), layout, self._device_map_fn)
         part = self._part(workers, self._read(given), layout)
         return [Part([worker], part.tensors, part.extra) for worker in workers] if self._own_buffers else [part]
 
@@ -175,43 +169,31 @@ class Source:
         """Return the tensors of weights in a form that ``learn`` was given before, for ``Buffer.pack``.
 
         They are not checked, and are valid until the next call. None if ``parts`` has to read the weights: they have
-        another form, or extra state, or workers get different ones.
-
-        Raises:
-            LayoutMismatch: the transform does not fit the weights.
+        another form, or extra state, or a transform, or workers get different ones.
         """
         if layout is not self._layout:
             return None
-        if weights is None:
-            if self._tree is not None:
-                return self._tree
-            weights = self.weights
+        given = self.weights if weights is None else weights
         for form in self._forms:
-            found = form.find(weights)
+            found = form.find(given)
             if found is not None:
-                return found if self._transform is None else self._transformed_list(found, layout)
+                return found
         return None
 
     def learn(self, weights: object, layout: Layout) -> None:
-        """Keep the form of ``weights``, which all workers were sent, for ``usual``; with a transform, of a module."""
+        """Keep the form of ``weights``, which all workers were sent, for ``usual``."""
         given = self.weights if weights is None else weights
-        if self._device_map_fn is not None or self._own_buffers or per_worker(given) is not None:
+        if self._transform or self._device_map_fn or self._own_buffers or per_worker(given) is not None:
             return
         if layout is not self._layout:
-            self._layout, self._names, self._forms, self._tree = layout, layout.names, [], None
+            self._layout, self._forms = layout, []
         form: _ModuleForm | _MappingForm | None = None
         if is_module(given):
-            index = self._index_of(given)
-            if self._transform is not None and not self._forms:
-                self._names = tuple(index.places)
-            form = _ModuleForm.of(given, index, self._names)
-        elif self._transform is None and isinstance(given, TensorDictBase | Mapping):
-            form = _MappingForm.of(given, self._names)
-        if form is None:
-            return
-        self._forms = [form, *(one for one in self._forms if one.find(given) is None)][:_MOST_FORMS]
-        if given is self.weights and self._transform is None and is_module(given):
-            self._tree = form.find(given)
+            form = _ModuleForm.of(given, self._index_of(given), layout.names)
+        elif isinstance(given, TensorDictBase | Mapping):
+            form = _MappingForm.of(given, layout.names)
+        if form is not None:
+            self._forms = [form, *(one for one in self._forms if one.find(given) is None)][:_MOST_FORMS]
 
     def _given(self, weights: object) -> object:
         given = self.weights if weights is None else weights
@@ -235,13 +217,6 @@ class Source:
             return weights
         extra = None if transform.selects else weights.extra
         return Snapshot(transform(weights.tensors), extra, weights.optional, transform.selects)
-
-    def _transformed_list(self, found: Any, layout: Layout) -> list[Tensor] | None:
-        tensors = found if isinstance(found, list) else found.tensors()
-        if tensors is None or self._transform is None:
-            return None
-        sent = self._transform(dict(zip(self._names, tensors, strict=True)))
-        return [sent[name] for name in layout.names] if sent.keys() == {*layout.names} else None
 
     def _part(self, workers: Sequence[int], read: Snapshot, layout: Layout) -> Part:
         """Return ``read``, with the non-persistent buffers that the first weights had: a state dict has none."""
@@ -286,10 +261,7 @@ class _ModuleForm:
 
     def __init__(self, module: nn.Module, tree: Any) -> None:
         self._tree = tree  # keeps the module's children alive, so it is dropped with the module
-        self._module = weakref.ref(module, self._drop)
-
-    def _drop(self, _: object) -> None:
-        self._tree = None
+        self._module = weakref.ref(module, lambda _: setattr(self, "_tree", None))
 
     @classmethod
     def of(cls, module: nn.Module, index: ModuleIndex, names: Sequence[str]) -> _ModuleForm | None:

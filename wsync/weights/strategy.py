@@ -13,8 +13,8 @@ from torch import Tensor
 from wsync.errors import LayoutMismatch
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
-from wsync.weights.snapshot import Snapshot, dotted, is_extra, is_module, is_stacked, plain_name, snapshot
-from wsync.weights.tensors import copy_into_model, defect_of, describe
+from wsync.weights.snapshot import dotted, is_extra, is_module, is_stacked, plain_name, snapshot
+from wsync.weights.targets import Tensors
 
 Format = Literal["tensordict", "state_dict"]
 
@@ -71,16 +71,9 @@ class WeightStrategy:
 
         Raises:
             TypeError: ``source`` is none of these.
-            LayoutMismatch: a lazy module without shapes.
+            LayoutMismatch: a lazy module without shapes; or a TensorDict cannot have both of two names.
         """
-        return self.express(snapshot(source))
-
-    def express(self, weights: Snapshot) -> TensorDict | dict[str, Any]:
-        """Return weights in canonical form in this strategy's format.
-
-        Raises:
-            LayoutMismatch: one name is another one, a dot and more: a TensorDict cannot have both.
-        """
+        weights = snapshot(source)
         flat: dict[str, Any] = {name: tensor.detach() for name, tensor in weights.tensors.items()}
         flat.update(weights.extra or {})
         if self.extract_as == "state_dict":
@@ -117,19 +110,14 @@ class WeightStrategy:
             Binding(destination, layout, bind=not inplace).install(layout.order(given), given.extra)
             return
         own = snapshot(destination)
-        layout = Layout.of(own)
-        tensors = layout.order(Snapshot(given.tensors, optional=given.optional))
-        replaced: dict[str, Any] = {
-            name: value for name, value in (given.extra or {}).items() if name in (own.extra or ())
-        }
+        given = given.with_optional(given.optional & own.tensors.keys(), None)
+        layout, kept = Layout.of(given), own.extra or {}
+        tensors = layout.order(given)
+        replaced = {name: value for name, value in (given.extra or {}).items() if name in kept}
         if inplace and not is_stacked(destination):
-            odd = [
-                f"'{name}' {defect}" for name, one in own.tensors.items() if (defect := defect_of(one, writable=True))
-            ]
-            if odd:
-                raise LayoutMismatch(f"the destination's tensors cannot be copied into: {describe(odd)}")
-            copy_into_model([own.tensors[name] for name in layout.names], tensors)
+            Tensors(destination, layout, "the destination").install(tensors)
         else:
+            layout.fit(own.tensors, "the destination")
             replaced |= dict(zip(layout.names, tensors, strict=True))
         if isinstance(destination, TensorDictBase):
             _replace_in_tensordict(destination, replaced, inplace)

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch
-from wsync.weights.binding import Binding
+from wsync.weights.binding import Binding, Target
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import Snapshot, is_module, is_stacked, snapshot
 from wsync.weights.tensors import copy_into_model, zeros
@@ -30,27 +30,22 @@ def mixed_weights(where: str, version: str) -> str:
     return f"{where} may have weights of two versions, because the install of {version} failed half-way: send again"
 
 
-class Loader:
+class Loader(Target):
     """Weights that have no module here: an inference engine's own loading function.
+
+    ``mixed`` is False also if ``load`` had not taken any pair, or has raised ``LayoutMismatch`` for the first chunk.
 
     Args:
         load: called with the pairs of each version, or of each chunk of it.
         layout: the layout of the received weights.
         chunk_bytes: call ``load`` several times for a version, with at most so many bytes each (or one tensor).
-
-    Attributes:
-        mixed: False also if ``load`` had not taken any pair, or has raised ``LayoutMismatch`` for the first chunk.
     """
-
-    may_refuse = True
-    misfit = False
 
     def __init__(self, load: Load, layout: Layout, chunk_bytes: int | None = None) -> None:
         self._load = load
         self._names = layout.names
         self._chunk_bytes = chunk_bytes
         self._taken = 0  # pairs of the last version
-        self.mixed = False
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Load all pairs.
@@ -71,9 +66,8 @@ class Loader:
                         "(no async def) that takes all of them"
                     )
                 loaded += 1
-        except BaseException as error:  # also of a signal handler
-            if loaded or (self._taken and not isinstance(error, LayoutMismatch)):
-                self.mixed = True
+        except BaseException as error:  # an interrupt, too, leaves weights of two versions
+            self.mixed = self.mixed or bool(loaded or (self._taken and not isinstance(error, LayoutMismatch)))
             raise
         self.mixed = False
 
@@ -81,12 +75,6 @@ class Loader:
         for pair in chunk:
             self._taken += 1
             yield pair
-
-    def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Do nothing: what an engine accepts is not known beforehand."""
-
-    def detach(self) -> None:
-        """Do nothing: no tensor is bound."""
 
 
 def _chunks(pairs: Sequence[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -100,40 +88,34 @@ def _chunks(pairs: Sequence[tuple[str, Tensor]], limit: int) -> Iterator[list[tu
     yield chunk
 
 
-class Tensors:
+class Tensors(Target):
     """A mapping of tensors (a state dict or TensorDict): each version is copied into those that it has then.
 
     Args:
         destination: nested or flat.
         layout: the layout of the received weights.
+        owner: for errors.
 
     Raises:
-        LayoutMismatch: it has other names, shapes or dtypes; two of its tensors overlap partly in one memory, or one
-            cannot be written value by value; or reading its tensors makes new ones.
+        LayoutMismatch: it has other names, shapes or dtypes, or a tensor that cannot be copied into.
     """
 
-    may_refuse = True  # an entry may have been replaced by one that does not fit
-    misfit = False  # no forward uses it
-
-    def __init__(self, destination: TensorDictBase | Mapping[str, Any], layout: Layout) -> None:
+    def __init__(
+        self, destination: TensorDictBase | Mapping[str, Any], layout: Layout, owner: str = "the worker's tensors"
+    ) -> None:
         if is_stacked(destination):
             raise LayoutMismatch("a lazily stacked TensorDict has no tensors to copy into: make it contiguous first")
         self._destination = destination
         self._layout = layout
-        self.mixed = False
+        self._owner = owner
         self._current()
 
     def _current(self) -> list[Tensor]:
         """Return the destination's tensors in the layout's order, checked. Read anew: an entry may be replaced."""
-        return self._layout.fit(snapshot(self._destination).tensors, "the worker's tensors", writable=True)
+        return self._layout.fit(snapshot(self._destination).tensors, self._owner, writable=True)
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Copy the weights.
-
-        Raises:
-            LayoutMismatch: the destination no longer fits, or its tied tensors were sent different values. Nothing is
-                copied.
-        """
+        """Copy the weights; LayoutMismatch: they no longer fit, or tied tensors were sent different values."""
         tensors = self._checked(views)
         self.mixed = True
         copy_into_model(tensors, views)
@@ -148,11 +130,8 @@ class Tensors:
         self._layout.require_same_values(self._layout.tied_only_in(tensors), views)
         return tensors
 
-    def detach(self) -> None:
-        """Do nothing: the tensors have memory of their own."""
 
-
-class Transformed:
+class Transformed(Target):
     """Weights that pass through ``receive_transform`` on their way into another target.
 
     Where the transform selects, no extra state is installed, as none is sent with a ``send_transform`` that selects.
@@ -166,50 +145,32 @@ class Transformed:
         LayoutMismatch: the transform does not fit the received weights, or the target not its result.
     """
 
-    may_refuse = True
-
-    def __init__(self, layout: Layout, transform: Chain, make: Callable[[Layout], Binding | Loader | Tensors]) -> None:
+    def __init__(self, layout: Layout, transform: Chain, make: Callable[[Layout], Target]) -> None:
         self._names = layout.names
         self._transform = transform.copy()  # a later connection may have other weights
-        self._drops_extra = transform.selects
         extra = None if layout.extra is None or transform.selects else dict.fromkeys(layout.extra)
         more = layout.model_may_have_more or transform.selects
         result = self._apply(layout.views(zeros(layout.nbytes)))  # only the kinds of the tensors matter
         self._layout = Layout.of(Snapshot(result, extra, model_may_have_more=more))
         self._target = make(self._layout)
-
-    @property
-    def mixed(self) -> bool:
-        """That of the other target."""
-        return self._target.mixed
-
-    @property
-    def misfit(self) -> bool:
-        """That of the other target."""
-        return self._target.misfit
+        self.detach = self._target.detach
 
     def _apply(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         return self._transform(dict(zip(self._names, views, strict=True)))
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Install the transformed weights."""
-        self._target.install(self._layout.order(Snapshot(self._apply(views))), None if self._drops_extra else extra)
+        self._give(self._target.install, views, extra)
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Transform the weights, and check whether the other target would take the result."""
-        self._target.check_only(self._layout.order(Snapshot(self._apply(views))), None if self._drops_extra else extra)
+        self._give(self._target.check_only, views, extra)
 
-    def detach(self) -> None:
-        """Detach the other target."""
-        self._target.detach()
-
-
-Target = Binding | Loader | Tensors | Transformed
-"""What takes weights of one layout; called inside the gate. ``Binding`` documents the methods.
-
-``may_refuse``: whether ``install`` may raise although the layout fits. ``mixed``: whether the last ``install`` has
-failed so that there may be weights of two versions. ``misfit``: whether the last update has found a model whose
-structure has changed."""
+    def _give(self, take: Callable[..., None], views: Sequence[Tensor], extra: Mapping[str, Any] | None) -> None:
+        try:
+            take(self._layout.order(Snapshot(self._apply(views))), None if self._transform.selects else extra)
+        finally:
+            self.mixed, self.misfit = self._target.mixed, self._target.misfit
 
 
 class Destination:
@@ -246,14 +207,9 @@ class Destination:
         return self.model if is_module(self.model) else None
 
     def target(self, layout: Layout, *, bind: bool) -> Target:
-        """Return what takes weights of ``layout``. An earlier target is detached first, by the caller.
+        """Return what takes weights of ``layout``; ``bind``: whether parameters may be bound to received memory.
 
-        Args:
-            layout: the layout of the received weights.
-            bind: whether parameters may be bound to received memory.
-
-        Raises:
-            LayoutMismatch: they do not fit.
+        An earlier target is detached first, by the caller. LayoutMismatch: the weights do not fit.
         """
         if self._transform is None:
             return self._plain(layout, bind)
