@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
+MISSING: Any = "???"
+"""A value that has to be given, as OmegaConf spells it."""
 
 
 @dataclass
