@@ -20,7 +20,7 @@ from torch import Tensor
 
 from wsync.control.loop import control_loop
 from wsync.deadlines import deadline_in
-from wsync.errors import NotConnected, WeightSyncError, WorkerDied, WorkerError, join_indices
+from wsync.errors import NotConnected, WeightSyncError, WorkerDied, WorkerError, forked_child_error, join_indices
 from wsync.update import LAST_VERSION, Cause, Outlet, Stage, SyncReport, Transactional, Update
 from wsync.weights.binding import dump_extra
 from wsync.weights.layout import Layout
@@ -184,10 +184,15 @@ class Sender:
     ) -> SyncReport | None:
         """Deliver an update, as ``WeightSyncScheme.send`` does; without ``wait``, do not wait for the workers."""
         with self._lock:
-            self._loop.require_own()
-            sent, acknowledge = None, self._acknowledges or (self._waits and not wait)
+            if self._loop.inherited:
+                raise forked_child_error()
+            acknowledge = self._acknowledges or (self._waits and not wait)
+            sent = None
             if worker_ids is None and not partial and self.connected:
                 sent = self._publish_usual(weights, acknowledge)
+                if isinstance(sent, SyncReport):  # finished: nothing has to be waited for
+                    self._record(sent)
+                    return sent
             if sent is None:
                 sent = self._publish_any(weights, worker_ids, partial, acknowledge)
             self._kept.append(sent)  # so that a wait that Ctrl-C ends is not forgotten
@@ -210,29 +215,37 @@ class Sender:
         self._name(died)
         raise_causes(died, "version {} is missing", sent.version)
 
-    def _publish_usual(self, weights: object, acknowledge: bool) -> Sent | None:
-        """Publish weights of a form that was sent before, to all workers; None if there is anything unusual."""
+    def _publish_usual(self, weights: object, acknowledge: bool) -> Sent | SyncReport | None:
+        """Publish weights of a form that was sent before, to all workers; None if there is anything unusual.
+
+        It is the shortest way, on which every call counts: a published update of a small model takes some microseconds.
+        """
         began, layout = time.perf_counter(), self.layout
-        usual = layout is not None and self._alike and not self._extra
-        tensors = self.source.usual(weights, layout) if usual else None
-        if tensors is None or layout is None:
+        if layout is None or not self._alike or self._extra:
             return None
-        deadline = deadline_in(self.timeout)
+        tensors = self.source.usual(weights, layout)
+        if tensors is None:
+            return None
+        outlet, timeout = self.outlet, self.timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         extracted = time.perf_counter()
-        buffer = self.outlet.reserve(deadline)
+        buffer = outlet.reserve(deadline)
         if not buffer.pack(tensors):
             return None
         packed = time.perf_counter()
         self.version = version = self.version + 1
         update = Update(version, buffer, b"", 0, self._requires[0], acknowledge=acknowledge)
-        self.outlet.publish(update, self._everyone)
+        finished = outlet.publish(update, self._everyone)
         self.sent_version, self._newest = version, buffer
         if self.on_published is not None:
             self.on_published(update)
-        workers = self._expected(self._everyone)
+        workers = self._expecting if outlet.workers is self._seen else self._expected(self._everyone)
+        now = time.perf_counter()
+        costs = (extracted - began, packed - extracted, now - packed)
+        if finished and not (self._kept or self._failed) and len(workers) == self.num_workers:
+            return SyncReport(version, layout.nbytes, now - began, costs, workers)
         if not workers:
             raise self._nobody()
-        costs = (extracted - began, packed - extracted, time.perf_counter() - packed)
         return Sent(version, workers, layout.nbytes, acknowledge, began, deadline, costs)
 
     def _publish_any(self, weights: object, worker_ids: Any, partial: bool, acknowledge: bool) -> Sent:
@@ -401,10 +414,11 @@ class Sender:
                 sent.workers = [worker for worker in sent.workers if worker not in died]
 
     def _report(self, sent: Sent, seconds: float) -> SyncReport:
-        wait, apply, nbytes = self.outlet.costs(sent.workers, sent.version) if sent.acknowledge else (0.0, 0.0, 0)
+        wait, apply, nbytes = self.outlet.costs(sent.workers, sent.version)
+        if not sent.acknowledge:  # not installed yet, as far as is known
+            wait = apply = 0.0
         report = SyncReport(
-            sent.version, nbytes or sent.nbytes, seconds, (*sent.costs, wait, apply),
-            dict.fromkeys(sent.workers, sent.version),
+            sent.version, nbytes or sent.nbytes, seconds, (*sent.costs, wait, apply), sent.workers
         )
         self._record(report)
         return report
@@ -500,6 +514,7 @@ class Sender:
         self._name(self.outlet.wait(sent.workers, sent.version, "received", 0.0))
         for group, update in prepared.updates:
             _transactional(self.outlet).abort(update.version, group)
+        prepared.updates = []  # the error that is on its way may be kept, and keeps what it has passed
 
     def finish(self, prepared: Prepared) -> SyncReport:
         """Wait until the workers have what was committed."""

@@ -84,19 +84,23 @@ class SyncReport:
         version: the update.
         bytes: the size of one copy of the weights, as it is carried; with ``Delta``, what a worker is sent of it.
         seconds: from the call to the moment when the promise of ``send`` held.
-        workers: ``{worker_idx: version}``, as acknowledged (or as published, without acknowledgements).
     """
 
-    __slots__ = ("_costs", "bytes", "seconds", "version", "workers")
+    __slots__ = ("_costs", "_workers", "bytes", "seconds", "version")
 
     def __init__(
-        self, version: int, nbytes: int, seconds: float, costs: tuple[float, ...], workers: Mapping[int, int]
+        self, version: int, nbytes: int, seconds: float, costs: tuple[float, ...], workers: Sequence[int]
     ) -> None:
         self.version = version
         self.bytes = nbytes
         self.seconds = seconds
-        self.workers = workers
+        self._workers = workers
         self._costs = costs  # seconds of extract, pack, transfer, wait, apply
+
+    @property
+    def workers(self) -> dict[int, int]:
+        """``{worker_idx: version}``, as acknowledged (or as published, without acknowledgements)."""
+        return dict.fromkeys(self._workers, self.version)
 
     @property
     def phases(self) -> dict[str, float]:
@@ -104,11 +108,12 @@ class SyncReport:
 
         ``wait`` and ``apply`` are those of the slowest worker.
         """
-        left, result = self.seconds, {}
+        left, result = self.seconds, dict.fromkeys(PHASES, 0.0)
         for phase, cost in zip(PHASES, self._costs, strict=False):
             result[phase] = min(max(cost, 0.0), left)
             left -= result[phase]
-        return {**result, "acknowledge": self.seconds - sum(result.values())}
+        result["acknowledge"] = left
+        return result
 
     def __str__(self) -> str:
         phases = ", ".join(f"{phase} {seconds * 1e6:.0f}" for phase, seconds in self.phases.items())
@@ -149,8 +154,11 @@ class Outlet(Protocol):
         """Return memory for one version that nobody reads; it stays reserved as long as the buffer exists."""
         ...
 
-    def publish(self, update: Update, workers: Sequence[int]) -> None:
-        """Give ``workers`` the update, also those that will take the place of absent ones. Does not wait for them."""
+    def publish(self, update: Update, workers: Sequence[int]) -> bool | None:
+        """Give ``workers`` the update, also those that will take the place of absent ones. Does not wait for them.
+
+        Returns whether all that is promised holds already, so that ``wait`` need not be called.
+        """
 
     def wait(
         self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None

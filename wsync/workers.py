@@ -100,6 +100,7 @@ class Workers:
         self._layout: Layout | None = None
         self._lock = threading.Lock()
         self.workers: tuple[int, ...] = ()  # those that are present; replaced whenever that changes
+        self._all_blocks: tuple[int, ...] = ()  # those of all workers, if all are present and use the arena
         self._members: Mapping[int, Member] = {}  # replaced, never changed
         self._causes: Mapping[int, str] = {}
         self._newest: list[Update | None] = [None] * num_workers
@@ -231,6 +232,8 @@ class Workers:
     def _set_members(self, members: Mapping[int, Member]) -> None:
         self._members = dict(sorted(members.items()))
         self.workers = tuple(self._members)
+        blocks = tuple(member.block for member in members.values())
+        self._all_blocks = blocks if len(blocks) == self._num_workers and min(blocks) >= 0 else ()
 
     def _remove(self, session: WorkerSession) -> None:
         with self._lock:
@@ -361,24 +364,37 @@ class Workers:
         assert self._layout is not None, "set_layout() comes first"
         return self._pool.reserve(self._layout) if self._arena is None else self._arena.reserve(deadline)
 
-    def publish(self, update: Update, workers: Sequence[int]) -> None:
-        """Give ``workers`` the update, also those that will take the place of absent ones."""
+    def publish(self, update: Update, workers: Sequence[int]) -> bool:
+        """Give ``workers`` the update; return whether every forward that starts now uses it, and that is enough."""
+        alive, blocks = True, ()
         with self._lock:
             if len(workers) == self._num_workers:
-                self._newest = [update] * self._num_workers
-                given = self._members
+                self._newest, given = [update] * self._num_workers, self._members
+                if not (update.acknowledge or update.extra or update.requires or self._checksum):
+                    blocks = self._all_blocks
             else:
                 for worker in workers:
                     self._newest[worker] = update
                 given = {w: one for w, one in self._members.items() if w in workers}
+            if blocks and self._arena is not None:
+                alive = self._arena.publish(blocks, update.version, update.buffer.slot, False)
+                if alive:
+                    return True
             if len(self._given) > 1000:  # of a trainer that never waits
                 del self._given[next(iter(self._given))]
             self._given[update.version] = {**self._given.get(update.version, {}), **given}
-            self._give(update, given.values())
+            if not blocks:
+                alive = self._give(update, given.values())
+        if not alive:
+            self._loop.call(asyncio.sleep(0))  # the control thread takes note of deaths first
+        return False
 
-    def _give(self, update: Update, members: Iterable[Member], *, acknowledge: bool | None = None) -> None:
-        """Hand an update to members: a word for those that use the arena, an offer to the sessions of the others."""
-        arena, blocks, others = self._arena, [], []
+    def _give(self, update: Update, members: Iterable[Member], *, acknowledge: bool | None = None) -> bool:
+        """Hand an update to members: a word for those that use the arena, an offer to the sessions of the others.
+
+        Returns False if a process was found to have ended.
+        """
+        arena, blocks, others, alive = self._arena, [], [], True
         for member in members:
             if member.block >= 0:
                 blocks.append(member.block)
@@ -390,10 +406,9 @@ class Workers:
             self._store_header(update)
             acknowledge = update.acknowledge if acknowledge is None else acknowledge
             alive = arena.publish(tuple(blocks), update.version, update.buffer.slot, acknowledge)
-            if not alive and not self._loop.here:
-                self._loop.call(asyncio.sleep(0))  # the control thread takes note of deaths first
         for session in others:
             self._loop.post(session.offer, update)
+        return alive
 
     def _store_header(self, update: Update) -> None:
         if self._arena is not None and (update.extra or update.requires or update.checksum):
@@ -456,7 +471,8 @@ class Workers:
                 session = member.session
                 if session.wait + session.apply > wait + apply:
                     wait, apply = session.wait, session.apply
-                sent = max(sent, session.sent_bytes)
+                if session.received >= version:
+                    sent = max(sent, session.sent_bytes)
         return wait, apply, sent if not blocks else 0
 
     def disconnect(self, worker: int, cause: str) -> None:

@@ -242,6 +242,17 @@ class SenderArena:
             SyncTimeout: there was none before ``deadline``; names the workers whose forwards use them.
             WeightSyncError: the machine has no memory left for a further slot; nothing has changed.
         """
+        slots, words = self._slots, self._words
+        for slot, lease in enumerate(self._leases):
+            if lease() is None and words.claim(slot):
+                break
+        else:
+            slot = self._wait_for_slot(deadline)
+        buffer = slots.buffer(slot)
+        self._leases[slot] = weakref.ref(buffer)
+        return buffer
+
+    def _wait_for_slot(self, deadline: float | None) -> int:
         slot = self._claim()
         if slot is None:
             self._words.want_freed(True)
@@ -251,9 +262,7 @@ class SenderArena:
                         raise self._too_long()
             finally:
                 self._words.want_freed(False)
-        buffer = self._slots.buffer(slot)
-        self._leases[slot] = weakref.ref(buffer)
-        return buffer
+        return slot
 
     def _claim(self) -> int | None:
         for slot, lease in enumerate(self._leases):
