@@ -17,7 +17,7 @@ def main(
         Path, typer.Argument(exists=True, file_okay=False, help="The sweep's folder, with a folder for each run.")
     ],
 ) -> None:
-    """Print the table, and write sweep.csv, sweep.html and the pictures into FOLDER."""
+    """Print the table, and write sweep.html and the pictures into FOLDER."""
     try:
         report(folder)
     except FolderError as error:
