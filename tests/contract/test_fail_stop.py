@@ -28,7 +28,6 @@ from wsync.testing.hooks import BackendHooks
 from wsync.testing.models import Small, fill
 
 
-
 # --- Ctrl-C, or any exception of a signal handler, in a call ---
 
 
