@@ -10,10 +10,10 @@ leaving; or the acting thread on its way into a forward.
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -33,6 +33,7 @@ from wsync.weights.strategy import WeightStrategy
 from wsync.weights.targets import Destination, Target
 
 _receivers: list[Receiver] = []  # those of this process that are connected; changed inside the gate
+os.register_at_fork(after_in_child=_receivers.clear)
 
 
 class Phase(Enum):
@@ -184,6 +185,7 @@ class Receiver:
             self._break_if_unusable(update, error)
         else:
             self._version, self._bound, self._broken = update.version, update.buffer, ""
+            self._failed_version = 0  # a store's next trainer may begin below it
         self.inbox.settled(update, error)
         if self._pass_on is not None and not error:
             self._passing = update

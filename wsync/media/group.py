@@ -40,6 +40,7 @@ T = TypeVar("T")
 INLINE_BYTES = 5 << 18  # 1 MiB with some padding: up to this size it was faster than gloo, over loopback
 _LONGEST = 600.0  # seconds to form a group, where there is no deadline
 _MAX_KEYS = 100
+_PATIENCE = 2.0  # seconds for a group to end
 
 # --- under a scheme ---
 
@@ -129,6 +130,7 @@ class GroupMedium(InlineMedium):
         self._store = LinkStore()
         self._pair: Pair | None = None
         self._work: asyncio.Task[Any] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._closed = False
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
@@ -195,7 +197,12 @@ class GroupMedium(InlineMedium):
         if self._work is not None:
             self._work.cancel()
         if self._pair is not None:
-            threading.Thread(target=self._pair.close, name="wsync-group-close", daemon=True).start()
+            self._closing = asyncio.ensure_future(run_blocking("group-close", self._pair.close))
+
+    async def wait_closed(self) -> None:
+        """Return when the group has ended, or two seconds later."""
+        if self._closing is not None:
+            await asyncio.wait([self._closing], timeout=_PATIENCE)
 
 
 # --- without a scheme ---
