@@ -157,8 +157,7 @@ class _Slots:
                     mapped = in_clean_thread(self._map, at)
                     self._mapped[at : at + 1], self.plans[at : at + 1] = [mapped], [mapped.plan]
         flat, views, plan = self._mapped[slot]
-        assert self.layout is not None
-        return Buffer(self.layout, flat, views, slot, plan)
+        return Buffer(self.layout, flat, views, slot, plan)  # pyright: ignore[reportArgumentType]
 
     def _map(self, slot: int) -> _Slot:
         assert self.layout is not None and self.fds[0] >= 0, "no layout, or closed"

@@ -66,10 +66,10 @@ class Buffer:
         Raises:
             LayoutMismatch: the tensors do not fit the layout.
         """
-        given = tensors if isinstance(tensors, list | tuple) else tensors.tensors()
+        given = tensors if type(tensors) is list else tensors.tensors()
         if given is None:
             return False
-        if self.plan is not None and self.plan.fill(given):
+        if self.plan is not None and self.plan.fill(given, given is not tensors):
             return True
         self.layout.check(given)  # not plain bytes in main memory: PyTorch would convert what does not fit
         leaders = self.layout.leaders
