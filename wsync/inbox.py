@@ -151,7 +151,9 @@ class WorkerInbox:
     async def _close(self) -> None:
         loop = asyncio.get_running_loop()
         if self._session is not None and self._running is not None and not self._running.done():
-            await self._session.leave()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._session.leave()
             self._running.cancel()
             await asyncio.wait([self._running])
         if self._arena is not None:
