@@ -15,27 +15,17 @@ from wsync.weights.strategy import Format
 class NoTransport(TransportBackend):
     """Carries nothing (a ``TransportBackend``)."""
 
-    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
+    def send_weights(self, *weights: Any) -> None:
         """Send nothing."""
 
-    def send_weights_async(self, weights: Any = None, older_weights: Any = None) -> None:
-        """Send nothing."""
-
-    def wait_ack(self) -> None:
-        """Return at once."""
-
-    def check_connection(self) -> bool:
-        """Return True: nothing has to be connected."""
-        return True
-
-    def receive_weights(
-        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
-    ) -> None:
+    def receive_weights(self, timeout: float | None = None, **_: Any) -> None:
         """Return None at once: nothing ever arrives."""
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
     """Carries nothing: no call has an effect on another process, and workers keep the weights that they have.
+
+    It takes the arguments of every scheme. The model is kept for the properties and ``apply_weights``.
 
     Args:
         strategy: the format in which weights are returned.
@@ -56,10 +46,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._workers = 0  # how many there are; 0 on a receiver
         self._source: Any = None  # what `weights` and `prepare_weights` read
 
-    def create_transport(self, worker_idx: Any = None) -> NoTransport:
-        """Return a transport that carries nothing."""
-        return NoTransport()
-
     def init_on_sender(
         self,
         model_id: str = "policy",
@@ -70,18 +56,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         num_workers: int | None = None,
         **given: Any,
     ) -> None:
-        """Keep the model, for the properties and ``apply_weights``; nothing else is set up.
-
-        Args:
-            model_id: the model's name, and its path in ``context``.
-            context: any object.
-            model: the model; by default the context's, if it has one.
-            weights: instead of a model.
-            num_workers: how many there are.
-            given: other arguments of ``WeightSyncScheme.init_on_sender``, without effect.
-        """
+        """Keep the model or the weights, and the number of workers."""
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        self._keep(model_id, context, model, num_workers or len(workers) or 1, None)
+        self.init_on_receiver(model_id, context, model=model)
+        self._workers = num_workers or len(workers) or 1
         self._source = self._model if weights is None else weights
 
     def init_on_receiver(
@@ -93,76 +71,31 @@ class NoWeightSyncScheme(WeightSyncScheme):
         worker_idx: int | None = None,
         **given: Any,
     ) -> None:
-        """Keep the model, for the properties and ``apply_weights``; nothing else is set up.
-
-        Args:
-            model_id: the model's name, and its path in ``context``.
-            context: any object.
-            model: the model; by default the context's, if it has one.
-            worker_idx: this worker's index.
-            given: other arguments of ``WeightSyncScheme.init_on_receiver``, without effect.
-        """
-        self._keep(model_id, context, model, 0, worker_idx)
-
-    def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
-        """Keep the model, for the properties and ``apply_weights``; ``source`` has no effect."""
-        self._keep(model_id, None, model, 1, None)
-
-    def init_on_worker(
-        self,
-        model_id: str = "policy",
-        context: Any = None,
-        *,
-        pipe: Any = None,
-        model: nn.Module | None = None,
-        worker_idx: int | None = None,
-    ) -> None:
-        """``init_on_receiver``; nothing is read from ``pipe``."""
-        self.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
-
-    def _keep(self, model_id: str, context: Any, model: Any, workers: int, index: int | None) -> None:
+        """Keep the model."""
         if model is None and context is not None:
             model = find_or_none(context, model_id)
-        self._model_id, self._context, self._model, self._index = model_id, context, model, index
-        self._workers, self._source = workers, model
+        self._model_id, self._context, self._model, self._source = model_id, context, model, model
+        self._workers, self._index = 0, worker_idx
 
-    def get_sender(self) -> Any:
-        """Return a sender that sends nothing."""
-        return self.create_sender()
+    init_on_worker = init_on_receiver
 
-    def get_receiver(self) -> Any:
-        """Return a receiver that receives nothing."""
-        return self.create_receiver()
+    def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
+        """Keep the model; ``source`` has no effect."""
+        self.init_on_sender(model_id, model=model)
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None, processes: Any = None) -> None:
         """Return at once: there is nothing to connect."""
-        if worker_idx is not None and not self._workers:
-            self._index = worker_idx
+        self._index = self._index if worker_idx is None else worker_idx
 
-    def disconnect(self, worker_idx: int) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> None:
         """Return at once."""
 
-    def continue_from(self, version: int) -> None:
-        """Return at once: no update has a number."""
+    disconnect = readmit = continue_from = _nothing
+    send = send_async = wait_async = receive = _nothing
 
     def pull(self, timeout: float | None = None) -> int:
         """Return 0 at once: there is never a version."""
         return 0
-
-    def readmit(self, worker_idx: int, process: Any = None, timeout: float | None = None) -> None:
-        """Return at once."""
-
-    def send(self, weights: Any = None, worker_ids: Any = None, *, partial: bool = False) -> None:
-        """Send nothing."""
-
-    def send_async(self, weights: Any = None, worker_ids: Any = None) -> None:
-        """Send nothing."""
-
-    def wait_async(self) -> None:
-        """Return at once."""
-
-    def receive(self, timeout: float | None = None) -> None:
-        """Return None at once: nothing ever arrives."""
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: Any = None, context: Any = None) -> Any:
         """Return ``weights`` in the strategy's format."""
@@ -172,6 +105,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Forget the model."""
         super().shutdown()
         self._workers, self._source, self._index = 0, None, None
+
+    def create_transport(self, worker_idx: Any = None) -> NoTransport:
+        """Return a transport that carries nothing."""
+        return NoTransport()
+
+    get_sender, get_receiver = WeightSyncScheme.create_sender, WeightSyncScheme.create_receiver
 
     @property
     def is_sender(self) -> bool:
@@ -195,12 +134,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
-        """On the sender, one for each worker, which carries nothing."""
-        return {worker: NoTransport() for worker in range(self.num_workers)}
+        """On the sender, one for each worker."""
+        return {worker: NoTransport() for worker in range(self._workers)}
 
     @property
     def shared_transport(self) -> TransportBackend | None:
-        """On the sender, one that carries nothing."""
+        """On the sender, one for all."""
         return NoTransport() if self._workers else None
 
     @property

@@ -171,7 +171,7 @@ class WeightReceiver:
             WeightSyncError: the sender's weights do not fit this model, or it rejected this worker.
         """
         deadline = deadline_in(timeout)
-        if not self._begin(deadline):
+        if not self._scheme.sends_weights or not self._begin(deadline):
             return False
         receiver = self._scheme._as_receiver("receive")
         try:
