@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forking import ForkingTransform
 from stores import reader, replace, trainer
 from torch import nn
 
@@ -46,20 +44,6 @@ def test_workers_cannot_have_different_weights(tmp_path: Path, given: str) -> No
     assert newest is not None and torch.equal(newest["weight"], torch.zeros(4))
 
 
-def test_an_old_version_that_cannot_be_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The new version is stored all the same, and so are those after it."""
-    with trainer(tmp_path, keep=1) as scheme:
-        (first,) = (tmp_path / "policy").glob("v*")
-        first.unlink()
-        first.mkdir()  # a folder cannot be deleted as a file
-        for version in (2, 3):
-            report = scheme.send(fill(Small(), version))
-            assert report is not None and report.version == version
-    assert first.name in caplog.text
-    got = wsync.StoreTransport(f"{tmp_path}/policy").receive_weights(0.0)
-    assert got is not None and torch.equal(got["weight"], torch.full((4,), 3.0))
-
-
 def test_a_partial_update_after_a_version_that_was_not_stored(tmp_path: Path) -> None:
     """It completes the weights that were stored last."""
     model = nn.Linear(2, 2)
@@ -75,24 +59,6 @@ def test_a_partial_update_after_a_version_that_was_not_stored(tmp_path: Path) ->
     assert newest is not None and torch.equal(newest["bias"], stored) and not newest["weight"].any()
 
 
-def test_old_versions_are_deleted_in_a_folder_with_any_name_and_in_order(tmp_path: Path) -> None:
-    url = tmp_path / "run[1]*"
-    with trainer(url, keep=2) as scheme:
-        scheme.continue_from(99_999_997)
-        for _ in range(3):
-            scheme.send()
-    versions = sorted(int(path.name[1:].split("-")[0]) for path in (url / "policy").glob("v*"))
-    assert versions == [99_999_999, 100_000_000]
-
-
-def test_what_an_unfinished_version_left_is_deleted_in_a_folder_with_any_name(tmp_path: Path) -> None:
-    unfinished = tmp_path / "run[1]" / "policy" / "v00000009-0.safetensors.0.unfinished"
-    unfinished.parent.mkdir(parents=True)
-    unfinished.write_bytes(b"half")
-    with trainer(tmp_path / "run[1]"):
-        assert not unfinished.exists()
-
-
 def test_a_forked_child_that_shuts_down_leaves_its_parents_reader_alone(tmp_path: Path) -> None:
     model = Small()
     with trainer(tmp_path) as scheme, reader(tmp_path, model) as receiver:
@@ -105,52 +71,6 @@ def test_a_forked_child_that_shuts_down_leaves_its_parents_reader_alone(tmp_path
         assert model()[0] == 2
 
 
-def test_a_child_that_a_transform_forks_stores_nothing(tmp_path: Path) -> None:
-    model = Small()
-    transform = ForkingTransform()
-    with trainer(tmp_path, send_transform=transform) as scheme, reader(tmp_path, model) as receiver:
-        assert "forked child" in transform.outcome_in_child(lambda: scheme.send(fill(Small(), 2)))
-        assert receiver.receive(30.0) is not None
-        assert model()[0] == 2
-
-
-def test_an_interrupted_install_is_made_again(tmp_path: Path) -> None:
-    """As by Ctrl-C in the middle of an install: the next pull installs the version."""
-    interrupt, loaded = [True], list[float]()
-
-    def load(pairs: Any) -> None:
-        values = {name: tensor.clone() for name, tensor in pairs}
-        if interrupt[0] and values["weight"][0] == 2:
-            interrupt[0] = False
-            raise KeyboardInterrupt
-        loaded.append(float(values["weight"][0]))
-
-    with trainer(tmp_path) as scheme, wsync.StoreWeightSyncScheme(str(tmp_path), initiator="receiver") as receiver:
-        receiver.init_on_receiver("policy", load=load, worker_idx=0)
-        receiver.connect()
-        scheme.send(fill(Small(), 2))
-        with pytest.raises(KeyboardInterrupt):
-            receiver.pull()
-        assert receiver.pull() == 2
-        assert loaded == [1.0, 2.0]
-
-
-def test_a_watch_survives_whatever_reading_the_manifest_raises(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, manifest = Small(), tmp_path / "policy" / "manifest.json"
-    with trainer(tmp_path) as scheme, reader(tmp_path, model) as receiver:
-        content = manifest.read_bytes()
-        replace(manifest, content.replace(b'"version":1', b'"version":"one"'))
-        while "damaged" not in caplog.text:
-            assert receiver.receive(0.05) is None
-        replace(manifest, content)
-        scheme.send(fill(Small(), 2))
-        assert receiver.receive(30.0) is not None
-        assert model()[0] == 2
-    assert len([record for record in caplog.records if "damaged" in record.message]) == 1
-
-
 def test_a_reader_does_not_go_back_to_the_version_of_an_obsolete_trainer(tmp_path: Path) -> None:
     manifest = tmp_path / "policy" / "manifest.json"
     with trainer(tmp_path) as scheme:
@@ -159,26 +79,6 @@ def test_a_reader_does_not_go_back_to_the_version_of_an_obsolete_trainer(tmp_pat
     with trainer(tmp_path), reader(tmp_path, Small(), initiator="receiver") as receiver:
         replace(manifest, obsolete)
         assert receiver.pull() == 3
-
-
-def test_a_refused_version_is_forgotten_with_its_folder(tmp_path: Path) -> None:
-    def refuse(pairs: Any) -> None:
-        if dict(pairs)["weight"][0] == 9:
-            raise wsync.LayoutMismatch("nine")
-
-    with trainer(tmp_path) as scheme, wsync.StoreWeightSyncScheme(tmp_path, initiator="receiver") as receiver:
-        receiver.init_on_receiver("policy", load=refuse, worker_idx=0)
-        receiver.connect()
-        for _ in range(2):
-            scheme.send(fill(Small(), 9))
-            with pytest.raises(wsync.WeightSyncError, match=f"version {scheme.version} could not be installed"):
-                receiver.pull()
-        shutil.rmtree(tmp_path / "policy")
-        with trainer(tmp_path) as other:
-            assert receiver.pull() == 1
-            other.send(fill(Small(), 9))
-            with pytest.raises(wsync.WeightSyncError, match="version 2 could not be installed"):
-                receiver.pull()
 
 
 def test_pull_waits_for_a_first_version_that_is_published_later(tmp_path: Path) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
-import pickle
 import shutil
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -106,43 +102,6 @@ def test_a_version_that_could_not_be_read_is_read_again(
     assert caplog.text.count("the connection was lost") == 1
 
 
-def test_a_reading_reads_the_manifest_once(failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    with trainer("failing://run") as scheme, reader("failing://run", initiator="receiver") as receiver:
-        scheme.send(fill(Small(), 2))
-        read = list[str]()
-        monkeypatch.setattr(Failing, "on_read", read.append)
-        assert receiver.pull() == 2
-        assert [path.rsplit(".", 1)[-1] for path in read] == ["json", "safetensors"]
-
-
-def test_a_manifest_that_is_replaced_while_it_is_read(
-    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with trainer("failing://run"), reader("failing://run", initiator="receiver") as receiver:
-        stale = [OSError(errno.ESTALE, "Stale file handle")]
-
-        def fail_once(path: str) -> None:
-            if stale:
-                raise stale.pop()
-
-        monkeypatch.setattr(Failing, "on_read", fail_once)
-        assert receiver.pull() == 1 and not stale
-
-
-def test_a_listing_without_the_newest_file(failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    with trainer("failing://run") as scheme:
-        monkeypatch.setattr(Failing, "on_write", lambda path: MemoryFileSystem.store.clear())
-        assert scheme.send().version == 2
-
-
-def test_a_missing_file_of_a_remote_store_is_an_error_that_names_it(failing: dict[str, Exception]) -> None:
-    """Libraries raise FileNotFoundError without an errno."""
-    with trainer("failing://run"):
-        failing["safetensors"] = FileNotFoundError("/run/policy")
-        with pytest.raises(wsync.WeightSyncError, match=r"version 1 .*v00000001-\w+\.safetensors: the file is missing"):
-            wsync.StoreTransport("failing://run/policy").receive_weights(0.0)
-
-
 def test_a_file_that_is_deleted_while_a_newer_version_is_published(
     failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,28 +117,6 @@ def test_a_file_that_is_deleted_while_a_newer_version_is_published(
         monkeypatch.setattr(Folder, "open", send_first)
         got = wsync.StoreTransport("failing://run/policy").receive_weights(0.0)
         assert got is not None and got["weight"][0] == 2
-
-
-def test_a_trainer_that_has_become_obsolete_while_it_writes(
-    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, started = "failing://run/policy", list[str]()
-    slow, other = wsync.StoreTransport(url), wsync.StoreTransport(url)
-    slow.setup_connection_and_weights_on_sender()
-
-    def publish_first(path: str) -> None:
-        started.append(path)
-        if len(started) == 1:
-            other.setup_connection_and_weights_on_sender()
-            other.send_weights(fill(Small(), 1))
-            other.send_weights(fill(Small(), 2))
-
-    monkeypatch.setattr(Failing, "on_write", publish_first)
-    with pytest.raises(wsync.WeightSyncError, match="another trainer has published version 2"):
-        slow.send_weights(fill(Small(), 9))
-    got = wsync.StoreTransport(url).receive_weights(0.0)
-    assert got is not None and got["weight"][0] == 2
-    assert started[0].rsplit("/", 1)[-1] not in {path.rsplit("/", 1)[-1] for path in MemoryFileSystem.store}
 
 
 def test_errors_of_a_library_name_the_store(failing: dict[str, Exception], caplog: pytest.LogCaptureFixture) -> None:
@@ -219,84 +156,6 @@ def test_a_difference_that_a_library_cannot_read(failing: dict[str, Exception]) 
         failing["delta"] = LibraryError("no such key")
         scheme.send(fill(Small(), 3))
         assert receiver.pull() == 3 and receiver.model()[0] == 3
-
-
-def test_a_reader_that_is_in_a_read_without_an_end_can_be_shut_down(
-    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, blocks = descriptors(), threading.Event()
-    with trainer("failing://run"), reader("failing://run") as receiver:
-        monkeypatch.setattr(Failing, "blocks", blocks)
-        assert Failing.blocked.wait(30.0)
-        receiver.shutdown()
-        blocks.set()
-        for thread in threading.enumerate():
-            if thread.name == "wsync-store":
-                thread.join(30.0)
-    assert descriptors() == before
-
-
-def test_a_version_that_is_read_during_shutdown_is_not_installed(
-    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model is not gated any more."""
-    with (
-        trainer("failing://run") as scheme,
-        reader("failing://run", initiator="receiver") as receiver,
-        ThreadPoolExecutor(1) as thread,
-    ):
-        scheme.send(fill(Small(), 2))
-        model, blocks = receiver.model, threading.Event()
-        Failing.blocked.clear()
-        monkeypatch.setattr(Failing, "blocks", blocks)
-        pulling = thread.submit(receiver.pull)
-        assert Failing.blocked.wait(30.0)
-        receiver.shutdown()
-        blocks.set()
-        with pytest.raises(wsync.NotConnected, match="shut down"):
-            pulling.result(30.0)
-        assert model.weight.eq(1).all()
-
-
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
-def test_a_connect_that_fails_at_the_watch_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    start = threading.Thread.start
-
-    def fail(thread: threading.Thread) -> None:
-        if thread.name == "wsync-store":
-            if isinstance(error, KeyboardInterrupt):
-                start(thread)
-            raise error
-        start(thread)
-
-    with trainer(tmp_path):
-        before = descriptors()
-        monkeypatch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(type(error)), reader(tmp_path):
-            pass
-        assert descriptors() == before
-        assert not [thread for thread in threading.enumerate() if thread.name == "wsync-store"]
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_a_version_whose_manifest_cannot_be_written_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    with trainer(tmp_path) as scheme:
-        replace = Path.replace
-
-        def refuse(path: Path, target: Path) -> Path:
-            if target.name == "manifest.json":
-                raise error
-            return replace(path, target)
-
-        before = {path.name for path in (tmp_path / "policy").iterdir()}
-        with monkeypatch.context() as patch, pytest.raises((wsync.WeightSyncError, KeyboardInterrupt)):
-            patch.setattr(Path, "replace", refuse)
-            scheme.send(fill(Small(), 2))
-        assert {path.name for path in (tmp_path / "policy").iterdir()} == before
 
 
 def test_a_trainer_that_begins_again_in_an_emptied_folder(tmp_path: Path) -> None:
@@ -339,18 +198,6 @@ def test_a_later_trainer_with_another_layout(tmp_path: Path) -> None:
         assert torch.equal(copy(torch.ones(4)), model(torch.ones(4)))
 
 
-def test_a_pickled_scheme_has_no_send_transform_and_refuses_another_model(tmp_path: Path) -> None:
-    with trainer(tmp_path, send_transform=lambda weights: weights) as scheme:
-        worker = pickle.loads(pickle.dumps(scheme))
-        with pytest.raises(ValueError, match="the sender of this scheme sends 'policy', not 'critic'"):
-            worker.init_on_receiver("critic", model=Small(), worker_idx=0)
-        worker.init_on_receiver("policy", model=Small(), worker_idx=0)
-        worker.connect()
-        worker.shutdown()
-    with pytest.raises((pickle.PicklingError, AttributeError)):
-        pickle.dumps(scheme)  # it is no sender any more: it has its options
-
-
 @pytest.mark.parametrize("model_id", ["", ".", ".."])
 def test_a_model_id_that_is_no_folder(tmp_path: Path, model_id: str) -> None:
     with (
@@ -380,47 +227,6 @@ def test_a_relative_path_is_resolved_at_once(tmp_path: Path, monkeypatch: pytest
         wsync.StoreWeightSyncScheme("")
 
 
-def test_a_file_url_without_a_root_is_resolved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    transport = wsync.StoreTransport("file://run")
-    monkeypatch.chdir("/")
-    transport.setup_connection_and_weights_on_sender()
-    assert (tmp_path / "run").is_dir()
-    for keep in (0, -1):
-        with pytest.raises(ValueError, match="keep is at least 1"):
-            wsync.StoreTransport(tmp_path, keep=keep)
-
-
-def test_a_folder_that_is_emptied_while_a_reader_connects(
-    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The version that the manifest named is gone: as if there had been none yet."""
-    with trainer("failing://run"):
-        monkeypatch.setattr(Failing, "on_read", lambda path: path.endswith(".safetensors") and files.clear())
-        files = MemoryFileSystem.store
-        assert wsync.StoreTransport("failing://run/policy").receive_weights(0.0) is None
-    with trainer("failing://run"), pytest.raises(wsync.SyncTimeout), reader("failing://run", timeout=0.1):
-        pass
-
-
-def test_each_thread_has_a_file_system_of_its_own(
-    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A connection of some file systems serves one call at a time."""
-    users = defaultdict[MemoryFileSystem, set[str]](set)
-    read = Failing.cat_file
-
-    def note(self: Failing, *arguments: Any, **options: Any) -> Any:
-        users[self].add(threading.current_thread().name)
-        return read(self, *arguments, **options)
-
-    monkeypatch.setattr(Failing, "cat_file", note)
-    with trainer("failing://run") as scheme, reader("failing://run") as receiver:
-        scheme.send(fill(Small(), 2))
-        assert receiver.receive(30.0) is not None
-    assert len(users) >= 2 and all(len(names) == 1 for names in users.values())
-
-
 @pytest.mark.parametrize("protocol", ["sftp", "smb"])
 def test_a_file_system_that_writes_in_place_is_refused(
     failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch, protocol: str
@@ -429,10 +235,3 @@ def test_a_file_system_that_writes_in_place_is_refused(
     said = f"{protocol}:// cannot replace a file as a whole: mount that file system"
     with pytest.raises(wsync.WeightSyncError, match=said), trainer("failing://run"):
         pass
-
-
-def test_a_url_without_a_path() -> None:
-    with trainer("memory://"), reader("memory://") as receiver:
-        assert receiver.version == 1
-    assert MemoryFileSystem().exists("memory://policy/manifest.json")
-    MemoryFileSystem.store.clear()

@@ -6,26 +6,19 @@ show an object when all of it is there. File systems that write in place and can
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import re
 import secrets
-import stat
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from torch import Tensor
 
 from wsync.errors import NotConnected
-from wsync.weights import tensor_file
 
-File = io.FileIO | io.BytesIO
-"""A version's file, open for reading."""
 _UNFINISHED = ".unfinished"
 _IN_PLACE = {"ftp", "hdfs", "sftp", "smb", "webhdfs"}
 """File systems on which a file is seen while it is being written, and which ``fsspec`` cannot rename as a whole."""
@@ -84,12 +77,11 @@ class Folder:
         """Make the folder, and delete what a killed trainer left unfinished."""
         if refused := self._protocols & _IN_PLACE:
             raise OSError(f"{min(refused)}:// cannot replace a file as a whole: mount that file system")
-        new = [] if self.local is None else [path for path in (self.local, *self.local.parents) if not path.exists()]
         self._fs.makedirs(self._root, exist_ok=True)
-        for path in new if self._durable else ():
-            _flush(path.parent)
+        if self.local is not None and self._durable:
+            _flush(self.local.parent)
         for name in self.names():
-            if name.endswith(_UNFINISHED) or name.startswith(".tmp"):  # the latter by safetensors
+            if name.endswith(_UNFINISHED):
                 with suppress(FileNotFoundError):  # another trainer has finished it
                     self.delete(name)
 
@@ -103,61 +95,31 @@ class Folder:
 
     def delete(self, file: str) -> None:
         """Delete a file."""
-        self._fs.rm_file(self._path(file))
-
-    def _path(self, file: str) -> str:
-        return f"{self._root}/{file}"
-
-    # --- reading ---
+        self._fs.rm_file(f"{self._root}/{file}")
 
     def content(self, file: str, limit: int) -> bytes:
         """Return what is in a file, cut off after ``limit`` bytes."""
         self._fs.invalidate_cache(self._root)
-        try:
-            return self._content(file, limit)
-        except OSError as error:
-            if error.errno != errno.ESTALE:  # NFS: the file was replaced while it was being read
-                raise
-            return self._content(file, limit)
+        return self._fs.cat_file(f"{self._root}/{file}", start=0, end=limit)
 
-    def _content(self, file: str, limit: int) -> bytes:
+    def open(self, file: str) -> BinaryIO:
+        """Open a file for reading; one that is not local is read at once."""
         if self.local is None:
-            return self._fs.cat_file(self._path(file), start=0, end=limit)
-        with io.BufferedReader(_open_regular(self.local / file)) as opened:
-            return opened.read(limit)
-
-    def open(self, file: str) -> File:
-        """Open a file for reading."""
-        if self.local is None:
-            return io.BytesIO(self._fs.cat_file(self._path(file)))
-        return _open_regular(self.local / file)
-
-    # --- writing ---
+            return io.BytesIO(self._fs.cat_file(f"{self._root}/{file}"))
+        return open(self.local / file, "rb")
 
     def write(self, file: str, content: bytes) -> None:
         """Write a file, or replace it."""
         if self.local is None:
-            self._fs.pipe_file(self._path(file), content)
-        else:
-            self._replace(self.local / file, lambda path: path.write_bytes(content))
-
-    def write_tensors(self, file: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a safetensors file."""
-        if self.local is None:
-            self._fs.pipe_file(self._path(file), tensor_file.dump(tensors))
-        else:
-            self._replace(self.local / file, lambda path: tensor_file.write(path, tensors))
-
-    def _replace(self, path: Path, write: Callable[[Path], object]) -> None:
-        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
+            return self._fs.pipe_file(f"{self._root}/{file}", content)
+        unfinished = self.local / f"{file}.{secrets.token_hex(8)}{_UNFINISHED}"
         try:
-            unfinished.touch(exist_ok=False)
-            mode = unfinished.stat().st_mode
-            write(unfinished)
-            unfinished.chmod(mode)  # safetensors has replaced it by a file for this user alone
-            if self._durable:
-                _flush(unfinished)
-            unfinished.replace(path)
+            with open(unfinished, "xb") as opened:
+                opened.write(content)
+                opened.flush()
+                if self._durable:
+                    os.fsync(opened.fileno())
+            unfinished.replace(self.local / file)
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -167,17 +129,8 @@ class Folder:
             _flush(self.local)
 
 
-def _open_regular(path: Path) -> io.FileIO:
-    """Open a local file; OSError for a pipe or a device: reading it may wait for ever."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe does not wait either
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return io.FileIO(descriptor)
-    os.close(descriptor)
-    raise OSError(f"{path.name} is no regular file")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

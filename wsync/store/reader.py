@@ -6,23 +6,28 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from wsync.control.session import checksum_of
 from wsync.deadlines import NOW, remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
 from wsync.gate import process_gate
-from wsync.store.files import File
-from wsync.store.versions import Manifest, Versions
-from wsync.store.watch import Watch
+from wsync.store import tensor_file
+from wsync.store.versions import MANIFEST, Manifest, Versions
 from wsync.transforms.delta import apply_difference, require_zstandard
-from wsync.update import Update
+from wsync.update import Inbox, Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
-from wsync.weights.tensor_file import read_entries, read_tensors, require_storable
+
+if TYPE_CHECKING:
+    from wsync.receiver import Receiver
 
 _log = logging.getLogger(__name__)
 _SHORTEST_RETRY, _LONGEST_RETRY = 0.02, 60.0  # seconds between two readings of a version that cannot be read
+_SHORTEST_LOOK, _LONGEST_LOOK = 0.02, 1.0  # seconds between two looks for a newer one
+_STEP = 5  # milliseconds until watchfiles reports a change
 _CLOSING = 2.0  # seconds that ``close`` waits for the thread, which may be reading
 
 
@@ -46,7 +51,6 @@ class Reader:
         self._manifest: Manifest | None = None  # of the newest version that was read
         self._layout: Layout | None = None
         self._base: Buffer | None = None  # its weights, if they are kept for a difference
-        self._read: Update | None = None
 
     @property
     def newest(self) -> int:
@@ -70,15 +74,22 @@ class Reader:
             WeightSyncError: it cannot be read, or is damaged.
         """
         with self._lock:
-            self._read = None
-            if newest is None or not self._usable(newest) or newest.name == self.name:
-                return None
-            if self._manifest is not None and newest.version < self.newest and self.store.has(self._manifest):
-                return None  # an obsolete trainer's; one that begins again has an empty folder
-            if not self._read_difference(newest):
-                self.store.read(newest, self._take)
-            update, self._read = self._read, None
-            return update
+            missing = ""
+            while newest is not None and newest.version >= self.oldest and newest.name not in (self._seen, self.name):
+                if self._manifest is not None and newest.version < self.newest and self.store.has(self._manifest):
+                    return None  # an obsolete trainer's; one that begins again has an empty folder
+                named = f"version {newest.version} of the store {self.store.url} cannot be read: {newest.file}"
+                if newest.file == missing:
+                    raise WeightSyncError(f"{named}: the file is missing, and {MANIFEST} names it")
+                try:
+                    return self._read_difference(newest) or self._read_whole(newest)
+                except FileNotFoundError:  # deleted, because newer versions have been published
+                    missing, newest = newest.file, self.store.newest()
+                except WeightSyncError:
+                    raise
+                except Exception as error:
+                    raise WeightSyncError(f"{named}: {self.store.folder.explain(error)}") from error
+            return None
 
     def wait(self, deadline: float | None, stop: threading.Event | None = None) -> Update | None:
         """Return the newest version, as soon as there is one; None at the deadline, if one was read, or at ``stop``.
@@ -86,7 +97,7 @@ class Reader:
         Raises:
             WeightSyncError: it cannot be read, or is damaged.
         """
-        pause, stop = _SHORTEST_RETRY, stop or threading.Event()
+        pause, stop = _SHORTEST_LOOK, stop or threading.Event()
         while True:
             update, left = self.read(self.store.newest()), remaining(deadline)
             if self.newest or left == 0.0 or stop.is_set():
@@ -94,75 +105,54 @@ class Reader:
             stop.wait(pause if left is None else min(pause, left))  # before there is a folder, nothing notifies
             pause = min(2 * pause, 0.25)
 
-    def _usable(self, manifest: Manifest) -> bool:
-        return manifest.version >= self.oldest and manifest.name != self._seen
-
-    def _take(self, manifest: Manifest, file: File) -> None:
-        """Read a version from its file; WeightSyncError, ValueError, OSError: it is damaged."""
-        if not self._usable(manifest):  # the manifest may have been read again
-            return
+    def _read_whole(self, manifest: Manifest) -> Update:
         layout = self._layout_of(manifest)
-        entries = read_entries(file, layout)  # so that no more memory is allocated than the file has bytes
-        buffer = self._pool.reserve(layout)
-        read_tensors(file, entries, layout, buffer.views)
-        self._accept(manifest, buffer)
+        with self.store.folder.open(manifest.file) as file:
+            names = tensor_file.read(file, layout)  # so that no more memory is allocated than the file has bytes
+            buffer = self._pool.reserve(layout)
+            tensor_file.read_tensors(file, names, layout, buffer.views)
+        return self._accept(manifest, buffer)
 
-    def _read_difference(self, manifest: Manifest) -> bool:
-        """Read a version that is stored as a difference to the one here; False: the whole version has to be read."""
+    def _read_difference(self, manifest: Manifest) -> Update | None:
+        """Read a version that is stored as a difference to the one here; None: the whole version has to be read."""
         newest, base = self._manifest, self._base
         if newest is None or base is None or (newest.version, newest.writer) != (manifest.base, manifest.writer):
-            return False
+            return None
         layout = self._layout_of(manifest)
         if layout is not base.layout:  # as it is for a trainer's difference
-            return False
+            return None
+        buffer = self._pool.reserve(layout)
         try:
             require_zstandard()
             content = self.store.folder.content(manifest.delta, layout.nbytes + 1)
-            buffer = self._pool.reserve(layout)
             apply_difference(base.memory, content, buffer.memory)
-            try:
-                self._accept(manifest, buffer)
-            except ValueError:
-                buffer.flat.zero_()  # also between the tensors, which reading a file leaves as it is
-                raise
-        except Exception as error:  # noqa: BLE001  of any library, or for want of memory: the whole version may do
+            return self._accept(manifest, buffer)
+        except Exception as error:  # noqa: BLE001  of any library: the whole version may do
+            buffer.flat.zero_()  # also between the tensors, which reading a file leaves as it is
             text = self.store.folder.explain(error)
             _log.warning("%s in the store %s: %s; the full version is read", manifest.delta, self.store.url, text)
-            return False
-        return True
+            return None
 
     def _layout_of(self, manifest: Manifest) -> Layout:
         """Return the layout of a version: the same object as before, if it is the same."""
         try:
             layout = Layout.decode(manifest.layout)
-            require_storable(layout, "stored")
+            tensor_file.require_storable(layout)
         except Exception as error:  # whatever decoding raises: any process may have written it
             raise self.store.damaged(ValueError(f"{error} - at `$.layout`")) from error
         return self._layout if self._layout is not None and self._layout == layout else layout
 
-    def _accept(self, manifest: Manifest, buffer: Buffer) -> None:
+    def _accept(self, manifest: Manifest, buffer: Buffer) -> Update:
         """Make a version that was read into ``buffer`` the newest one; ValueError: it is damaged."""
         checksum = checksum_of(buffer.memory, b"")
         if checksum != int(manifest.checksum, 16):
             raise ValueError(f"it is corrupt: its checksum is {checksum:016x}, not {manifest.checksum}")
         self._base = buffer if self.keeps or manifest.base else None
         self._layout, self._manifest = buffer.layout, manifest
-        self._read = Update(manifest.version, buffer, b"", checksum, manifest.requires, acknowledge=False)
+        return Update(manifest.version, buffer, b"", checksum, manifest.requires, acknowledge=False)
 
 
-class Owner(Protocol):
-    """The receiver of a model, as its store calls it."""
-
-    sender: str
-
-    def set_layout(self, layout: Layout) -> None:
-        """Use weights of this layout from now on. Called inside the gate. LayoutMismatch: they do not fit the model."""
-
-    def settle(self) -> None:
-        """Install what was read, if nobody holds the gate."""
-
-
-class FileInbox:
+class FileInbox(Inbox):
     """An ``Inbox`` that reads a store.
 
     A thread reads each version as it appears. ``connect`` and ``fetch`` read in the calling thread. A version that was
@@ -177,7 +167,7 @@ class FileInbox:
 
     binds = True
 
-    def __init__(self, reader: Reader, owner: Owner, *, waits: bool = True, watches: bool = True) -> None:
+    def __init__(self, reader: Reader, owner: Receiver, *, waits: bool = True, watches: bool = True) -> None:
         self._reader = reader
         self._owner = owner
         self._waits = waits
@@ -188,7 +178,7 @@ class FileInbox:
         self._thread: threading.Thread | None = None
 
     @property
-    def newest(self) -> int:
+    def newest(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The newest version that was read; 0 for none."""
         return self._reader.newest
 
@@ -204,7 +194,7 @@ class FileInbox:
         self._reader = Reader(old.store, old.oldest, keeps=old.keeps)  # also what an earlier connection has read
         self.fetch(deadline if self._waits else NOW)
         if self._staged is not None:
-            process_gate().call_without_forward(self._use_layout, self._staged.buffer.layout)
+            process_gate().call_without_forward(self._owner.set_layout, self._staged.buffer.layout)
         elif self._waits:
             url, oldest = self._reader.store.url, self._reader.oldest
             raise SyncTimeout(f"worker {worker_idx}: the store {url} has no version {oldest} yet")
@@ -226,7 +216,8 @@ class FileInbox:
 
     def _watch(self, stop: threading.Event) -> None:
         """Read each version as it appears; read one that cannot be read again, after growing pauses."""
-        store, watch = self._reader.store, Watch(self._reader.store.folder.local, stop)
+        store = self._reader.store
+        notify, look = _notifier(store.folder.local), _SHORTEST_LOOK
         failed, retry_at, pause, logged = "", 0.0, _SHORTEST_RETRY, set[str]()
         while not stop.is_set():
             found, name = False, ""
@@ -243,12 +234,17 @@ class FileInbox:
                 failed, retry_at = name, time.monotonic() + pause
             if found:
                 self._owner.settle()
-            watch.wait(found=found)
-        watch.close()
+            look = _SHORTEST_LOOK if found else min(2 * look, _LONGEST_LOOK)
+            if notify is None:
+                stop.wait(look)
+            else:
+                notify.watch(_STEP, _STEP, int(1000 * _LONGEST_LOOK), stop)
+        if notify is not None:
+            notify.close()
 
     # --- called by the receiver ---
 
-    def hook(self, receiver: Owner) -> Owner:
+    def hook(self, receiver: Receiver) -> Receiver:
         """Return the gate's hook: the receiver."""
         return receiver
 
@@ -263,14 +259,10 @@ class FileInbox:
             return ()
         if update.buffer.layout is not self._used:
             try:
-                self._use_layout(update.buffer.layout)
+                self._owner.set_layout(update.buffer.layout)
             except LayoutMismatch as error:
                 update.damage = f"LayoutMismatch: {error}"
         return (update,)
-
-    def _use_layout(self, layout: Layout) -> None:
-        self._owner.set_layout(layout)
-        self._used = layout
 
     def settled(self, update: Update, error: str) -> None:
         """Forget a version that was installed; log why it was not. The trainer is not told."""
@@ -280,21 +272,19 @@ class FileInbox:
             url = self._reader.store.url
             _log.warning("version %d of the store %s was not installed:\n%s", update.version, url, error)
 
-    def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
-        """Tell nobody."""
-
-    def leave(self) -> None:
-        """Do nothing: the memory of a version is its own."""
-
-    def release(self) -> None:
-        """Do nothing: the memory of a version is its own."""
-
-    def set_wakeups(self, wanted: bool) -> None:
-        """Do nothing: versions are read as they appear."""
-
     def close(self) -> None:
         """End the thread; from here on nothing is staged, although it may still be reading."""
         self._stop.set()
         self._staged, thread, self._thread = None, self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(_CLOSING)
+
+
+def _notifier(folder: Path | None) -> Any:
+    """Return what reports changes in a local folder; None elsewhere, where one looks again and again."""
+    if folder is not None and folder.is_dir():
+        with suppress(ModuleNotFoundError):  # of the extra ``store``
+            from watchfiles._rust_notify import RustNotify  # documented; ``watchfiles.watch`` would begin later
+
+            return RustNotify([str(folder)], False, False, 0, False, False)
+    return None

@@ -11,20 +11,17 @@ names of a version's files follow from its number and its writer, and are in the
 
 from __future__ import annotations
 
-import errno
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-from torch import Tensor
 
 from wsync.errors import WeightSyncError
-from wsync.store.files import File, Folder
+from wsync.store.files import Folder
 from wsync.update import LAST_VERSION
 
 _log = logging.getLogger(__name__)
@@ -32,9 +29,6 @@ MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 << 20
 """The largest manifest that is read: it has the layout."""
 _VERSION_FILE = re.compile(r"v(\d+)-\w+\.(safetensors|delta)")
-_READ_ATTEMPTS = 5
-
-
 _Version = Annotated[int, Meta(ge=0, lt=LAST_VERSION)]
 
 
@@ -72,23 +66,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The name of the file with the difference to ``base``."""
         return f"{self.name}.delta"
 
-    @classmethod
-    def load(cls, content: bytes) -> Manifest:
-        """Return the manifest that is encoded as JSON in ``content``; the layout is not decoded yet.
-
-        Raises:
-            ValueError: it is malformed; names the field.
-        """
-        if len(content) > MANIFEST_BYTES:
-            raise ValueError(f"it has more than {MANIFEST_BYTES} bytes")
-        try:
-            manifest = msgspec.json.decode(content, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(str(error)) from error
-        if manifest.base >= manifest.version:
-            raise ValueError(f"base is {manifest.base}, and version {manifest.version} - at `$.base`")
-        return manifest
-
 
 def require_keep(keep: int) -> None:
     """Check how many versions are kept. Raises ValueError: none."""
@@ -121,8 +98,6 @@ class Versions:
         self._keep = keep
         self._wrote = False
 
-    # --- reading ---
-
     def newest(self) -> Manifest | None:
         """Return the manifest; None if nothing has been published.
 
@@ -134,60 +109,30 @@ class Versions:
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise self._unreadable(error) from error
+            raise self._error("cannot be read", error) from error
         try:
-            return Manifest.load(content)
-        except ValueError as error:
+            if len(content) > MANIFEST_BYTES:
+                raise ValueError(f"it has more than {MANIFEST_BYTES} bytes")
+            manifest = msgspec.json.decode(content, type=Manifest)
+            if manifest.base >= manifest.version:
+                raise ValueError(f"base is {manifest.base}, and version {manifest.version} - at `$.base`")
+        except (ValueError, RecursionError) as error:
             raise self.damaged(error) from error
+        return manifest
 
-    def damaged(self, error: ValueError) -> WeightSyncError:
+    def damaged(self, error: Exception) -> WeightSyncError:
         """Return the error for a manifest in which ``error`` was found."""
         return WeightSyncError(f"the manifest {MANIFEST} of the store {self.url} is damaged: {error}")
 
-    def _unreadable(self, error: Exception) -> WeightSyncError:
-        return WeightSyncError(f"the store {self.url} cannot be read: {self.folder.explain(error)}")
+    def _error(self, what: str, error: Exception) -> WeightSyncError:
+        return WeightSyncError(f"the store {self.url} {what}: {self.folder.explain(error)}")
 
     def has(self, manifest: Manifest) -> bool:
-        """Return whether a version has not been deleted.
-
-        Raises:
-            WeightSyncError: the store cannot be read.
-        """
+        """Return whether a version has not been deleted; WeightSyncError: the store cannot be read."""
         try:
             return manifest.file in self.folder.names()
         except Exception as error:
-            raise self._unreadable(error) from error
-
-    def read(self, newest: Manifest | None, take: Callable[[Manifest, File], None]) -> None:
-        """Have ``take`` read the newest version, if there is one.
-
-        Args:
-            newest: the manifest, as it was read last.
-            take: called with the manifest and the version's file; again if the file was deleted meanwhile, because
-                newer versions have been published. Raises ValueError or OSError if the file is damaged.
-
-        Raises:
-            WeightSyncError: the store cannot be read, or the file is damaged or missing; names it.
-        """
-        missing, manifest = "", newest
-        for _ in range(_READ_ATTEMPTS):
-            if manifest is None:
-                return
-            named = f"version {manifest.version} of the store {self.url} cannot be read: {manifest.file}"
-            if manifest.file == missing:
-                raise WeightSyncError(f"{named}: the file is missing, and the manifest {MANIFEST} names it")
-            try:
-                with self.folder.open(manifest.file) as file:
-                    take(manifest, file)
-                return
-            except WeightSyncError:
-                raise
-            except Exception as error:
-                # NFS: ESTALE, if the file is deleted while it is being read
-                if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) != errno.ESTALE:
-                    raise WeightSyncError(f"{named}: {self.folder.explain(error)}") from error
-                missing, manifest = manifest.file, self.newest()
-        raise WeightSyncError(f"the store {self.url} deletes versions faster than they can be read: raise keep")
+            raise self._error("cannot be read", error) from error
 
     # --- writing ---
 
@@ -200,30 +145,35 @@ class Versions:
         try:
             self.folder.make()
         except Exception as error:
-            raise WeightSyncError(f"the store {self.url} cannot be written: {self.folder.explain(error)}") from error
+            raise self._error("cannot be written", error) from error
         manifest = self.newest()
         if manifest is None:
             return 0
         self._delete_old(manifest.version)  # ``keep`` may be smaller than before, because the disk is full
         return manifest.version
 
-    def write(self, manifest: Manifest, tensors: Mapping[str, Tensor], difference: bytes | None = None) -> None:
+    def write(self, manifest: Manifest, weights: bytes, difference: bytes | None = None) -> None:
         """Write the files of a version, which the manifest does not name yet.
 
         Args:
             manifest: what ``commit`` will write.
-            tensors: the weights, tied ones once.
+            weights: the content of its file.
             difference: to an older version, for readers that have that one: see ``wsync.transforms.delta``.
 
         Raises:
             WeightSyncError: they cannot be written (the disk is full), or another trainer writes to this store.
         """
-        with self._all_or_nothing(manifest):
-            self._require_newest(manifest.version)
-            self.folder.write_tensors(manifest.file, tensors)
+        self._require_newest(manifest.version)
+        try:
+            self.folder.write(manifest.file, weights)
             if difference is not None:
                 self.folder.write(manifest.delta, difference)
             self.folder.flush()
+        except BaseException as error:
+            self.discard(manifest)
+            if not isinstance(error, Exception):
+                raise
+            raise self._not_stored(manifest, error) from error
 
     def commit(self, manifest: Manifest) -> None:
         """Name a version that was written as the newest one; the oldest versions are deleted.
@@ -232,64 +182,48 @@ class Versions:
             WeightSyncError: see ``write``. Readers keep the version that they have. An old version that cannot be
                 deleted is only logged.
         """
-        with self._all_or_nothing(manifest):
-            self._require_newest(manifest.version)  # writing may have taken minutes
-            self.folder.write(MANIFEST, msgspec.json.encode(manifest))
-        self._wrote = True
+        self._require_newest(manifest.version)  # writing may have taken minutes
         try:
+            self.folder.write(MANIFEST, msgspec.json.encode(manifest))
+            self._wrote = True
             self.folder.flush()
-        except OSError as error:  # readers see the version already, so it has to count as stored
-            _log.warning("the newest version of the store %s may be lost if this machine fails: %s", self.url, error)
+        except Exception as error:
+            raise self._not_stored(manifest, error) from error
         self._delete_old(manifest.version)
 
-    @contextmanager
-    def _all_or_nothing(self, manifest: Manifest) -> Iterator[None]:
-        """At an error, delete the files of the version: without a manifest they would count among the newest."""
-        undo = True
-        try:
-            yield
-            undo = False
-        except WeightSyncError:
-            raise
-        except Exception as error:
-            undo = self.folder.local is not None  # elsewhere a manifest may yet appear, in spite of an error
-            text = self.folder.explain(error)
-            raise WeightSyncError(f"version {manifest.version} was not stored in {self.url}: {text}") from error
-        finally:
-            if undo:
-                self.discard(manifest)
+    def _not_stored(self, manifest: Manifest, error: Exception) -> WeightSyncError:
+        text = self.folder.explain(error)
+        return WeightSyncError(f"version {manifest.version} was not stored in {self.url}: {text}")
 
     def _require_newest(self, version: int) -> None:
         newest = self.newest()
-        if newest is not None and newest.writer == self.writer and newest.version >= version:
-            raise WeightSyncError(f"the store {self.url} has version {newest.version} of this trainer already")
-        if newest is not None and newest.writer != self.writer and (self._wrote or newest.version >= version):
+        if newest is not None and (newest.version >= version or (self._wrote and newest.writer != self.writer)):
             raise WeightSyncError(
                 f"another trainer has published version {newest.version} in the store {self.url}: give each its own url"
             )
 
     def discard(self, manifest: Manifest) -> None:
-        """Delete the files of a version, unless the manifest names it."""
-        try:
-            newest = self.newest()
-            if newest is None or newest.name != manifest.name:
-                for file in {manifest.file, manifest.delta} & {*self.folder.names()}:
-                    self.folder.delete(file)
-        except Exception as error:  # noqa: BLE001  the caller raises why it was not stored; a later version deletes it
-            text = self.folder.explain(error)
-            _log.debug("version %d of the store %s cannot be deleted: %s", manifest.version, self.url, text)
+        """Delete the files of a version that was not committed."""
+        self._delete([manifest.file, manifest.delta])
 
     def _delete_old(self, newest: int) -> None:
-        """Delete the files of all but the newest versions up to ``newest``; log what cannot be deleted."""
-        file = "its folder"
+        """Delete the files of all but the newest versions up to ``newest``."""
         try:
-            found = [(match, int(match[1])) for name in self.folder.names() if (match := _VERSION_FILE.fullmatch(name))]
-            kept = sorted({number for _, number in found if number <= newest})[-self._keep :]
-            for match, number in found:
-                if kept and number < kept[0]:
-                    file = match[0]
-                    with suppress(FileNotFoundError):
-                        self.folder.delete(file)
+            found = [
+                (match[0], int(match[1])) for name in self.folder.names() if (match := _VERSION_FILE.fullmatch(name))
+            ]
         except Exception as error:  # noqa: BLE001  readers see the new version already, so it has to count as stored
-            text = self.folder.explain(error)
-            _log.warning("old versions of the store %s cannot be deleted: %s: %s", self.url, file, text)
+            _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self.folder.explain(error))
+            return
+        kept = sorted({int(match[1]) for match in found if int(match[1]) <= newest})[-self._keep :]
+        self._delete([match[0] for match in found if kept and int(match[1]) < kept[0]])
+
+    def _delete(self, files: list[str]) -> None:
+        for file in files:
+            try:
+                with suppress(FileNotFoundError):
+                    self.folder.delete(file)
+            except Exception as error:  # noqa: BLE001  a later version deletes it
+                text = self.folder.explain(error)
+                _log.warning("old versions of the store %s cannot be deleted: %s: %s", self.url, file, text)
+                return

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wsync.control.session import checksum_of
+from wsync.store.tensor_file import dump, require_storable
 from wsync.store.versions import Manifest, Versions
 from wsync.transforms.delta import Delta
 from wsync.update import Cause, Stage, Update
 from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
-from wsync.weights.tensor_file import require_storable
 
 SAME_WEIGHTS = "all readers of a store get the same weights"
 
@@ -67,7 +67,7 @@ class Files:
 
     def set_layout(self, layout: Layout) -> None:
         """Define what is stored; LayoutMismatch: files cannot have it."""
-        require_storable(layout, "stored")
+        require_storable(layout)
         self._layout = layout
 
     def reserve(self, deadline: float | None) -> Buffer:
@@ -76,11 +76,7 @@ class Files:
         return self._pool.reserve(self._layout)
 
     def publish(self, update: Update, workers: Sequence[int]) -> None:
-        """Store a version: readers see it, and it is durable unless ``durable=False``.
-
-        Raises:
-            LayoutMismatch, WeightSyncError: it could not be stored. ValueError: it is for some workers.
-        """
+        """Store a version; LayoutMismatch, WeightSyncError: that failed. ValueError: it is for some workers."""
         self.prepare(update, workers)
         self.commit(update, workers)
 
@@ -102,7 +98,7 @@ class Files:
             dict(update.requires),
         )
         tensors = {buffer.layout.names[index]: update.views[index] for index in buffer.layout.leaders}
-        self._store.write(self._prepared, tensors, difference)
+        self._store.write(self._prepared, dump(tensors), difference)
         self._carried = buffer.layout.nbytes if difference is None else len(difference)
 
     def announce_commit(self, update: Update, workers: Sequence[int]) -> None:
