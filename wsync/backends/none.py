@@ -15,7 +15,7 @@ from wsync.weights.strategy import Format
 class NoTransport(TransportBackend):
     """Carries nothing (a ``TransportBackend``)."""
 
-    def send_weights(self, *weights: Any) -> None:
+    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
         """Send nothing."""
 
     def receive_weights(self, timeout: float | None = None, **_: Any) -> None:
