@@ -300,6 +300,7 @@ class Workers:
         self._rejected.clear()
         for worker, fd in sentinels.items():
             loop.add_reader(fd, lambda worker=worker, fd=fd: (dead.add(worker), loop.remove_reader(fd), self._news.set()))
+        missing = list(workers)
         try:
             async with asyncio.timeout(remaining(deadline)):
                 while missing := [worker for worker in workers if worker not in self._members]:
@@ -369,7 +370,7 @@ class Workers:
         alive, blocks = True, ()
         with self._lock:
             if len(workers) == self._num_workers:
-                self._newest, given = [update] * self._num_workers, self._members
+                self._newest[:], given = [update] * self._num_workers, self._members
                 if not (update.acknowledge or update.extra or update.requires or self._checksum):
                     blocks = self._all_blocks
             else:
@@ -451,6 +452,8 @@ class Workers:
                     causes[worker] = Cause("failed", session.refusals[version])
                 elif arena.installed(member.block) >= version:
                     pass
+                elif session.failed > version:
+                    causes[worker] = Cause("failed", session.refusals.get(session.failed, "it has refused a newer one"))
                 elif session.cause is not None:
                     causes[worker] = Cause("died", session.cause)
                 elif stage == "installed":

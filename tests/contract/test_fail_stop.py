@@ -6,17 +6,15 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from backends import BuiltIn, SharedMemory, SharedMemoryPublished
-from file_backend import FileScheme, FileTransport
+from backends import BuiltIn, DistributedGloo, SharedMemory, SharedMemoryPublished
 from small_models import TwoWeights
 from tensordict import TensorDict
 from torch import nn
@@ -24,9 +22,7 @@ from torch import nn
 import wsync
 from wsync.testing import WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.hooks import BackendHooks
 from wsync.testing.models import Small, fill
-
 
 # --- Ctrl-C, or any exception of a signal handler, in a call ---
 
@@ -235,42 +231,34 @@ def test_a_worker_whose_model_changed_its_structure_fails_at_each_forward_until_
         assert session.outputs() == [6, 6]
 
 
-# --- a medium that loses or repeats messages; a receive that failed half-way ---
+# --- a receive that failed half-way ---
 
 
-class Breaking(FileTransport):
-    """Its receiving end fails once, half-way, when a file says so."""
-
-    def receive_weights(self, timeout: float | None = None, **places: Any) -> Any:
-        breaks = self.path.with_suffix(".breaks")
-        if breaks.exists() and self.path.exists() and self.path.stat().st_mtime_ns != self.seen:
-            breaks.unlink()
-            raise ConnectionResetError("the stream is cut half-way")
-        return super().receive_weights(timeout, **places)
+def cut_group(state: WorkerState) -> None:
+    """End the TCP connections of this worker, which are gloo's: its session has a Unix socket."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.family == socket.AF_INET:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
-class BreakingScheme(FileScheme):
-    def create_transport(self, worker_idx: int | None = None) -> FileTransport:
-        return Breaking(self.folder / f"{worker_idx}.pt")
-
-
-class TestBrokenConnection(BackendHooks):
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path) -> None:
-        self.folder = tmp_path
-
-    def make_scheme(self, **options: Any) -> FileScheme:
-        return BreakingScheme(str(self.folder), **options)
-
-    def test_a_receive_that_failed_half_way_ends_the_session_and_the_worker_comes_back_by_itself(self) -> None:
-        with self.connected(timeout=20.0) as session:
-            (self.folder / "1.breaks").touch()
-            with pytest.raises(wsync.WeightSyncError, match=r"(?s)worker 1.*half-way"):
-                session.update(2)
-            session.scheme.readmit(1)
-            assert session.outputs() == [2, 2]
+def test_a_receive_that_failed_half_way_ends_the_session_and_the_worker_connects_again(pool: WorkerPool) -> None:
+    DistributedGloo.pool = pool
+    with DistributedGloo().connected(timeout=20.0) as session:
+        session.update(2)
+        session.workers[1].call(cut_group)
+        with pytest.raises(wsync.WorkerDied, match="worker 1"):
             session.update(3)
-            assert session.outputs() == [3, 3]
+        assert session.workers[0].call(commands.output)[0] == 3
+        with pytest.raises(WorkerError, match="NotConnected"):
+            session.workers[1].call(commands.receive, 20.0)
+        assert session.workers[1].call(commands.output)[0] == 2
+        session.workers[1].start(commands.connect)
+        session.scheme.readmit(1)
+        session.workers[1].result()
+        assert session.outputs() == [3, 3]
+        session.update(4)
+        assert session.outputs() == [4, 4]
 
 
 # --- shared-memory weights given by the user ---

@@ -18,7 +18,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import xxhash
 
@@ -33,8 +33,8 @@ from wsync.control.wire import (
     Leaving,
     Link,
     Message,
-    NewLayout,
     Newest,
+    NewLayout,
     Offer,
     OfferSlot,
     Ready,
@@ -114,6 +114,7 @@ class WorkerSession:
         wait, apply: seconds that the newest installation took.
         sent_bytes: what the newest update took.
         refusals: why a version was refused, by version.
+        failed: the newest version that could not be installed: an older one will not be, either.
         fits: the answer to the last layout; None while there is none.
         cause: why the connection has ended; None while it has not.
     """
@@ -133,6 +134,7 @@ class WorkerSession:
         self.wait = self.apply = 0.0
         self.sent_bytes = 0
         self.refusals: dict[int, str] = {}
+        self.failed = 0
         self.fits: str | None = None
         self.cause: str | None = None
         self._link, self._medium, self._difference = link, medium, difference
@@ -183,6 +185,8 @@ class WorkerSession:
             return Cause("failed", self.refusals[version])
         if getattr(self, stage) >= version:
             return True
+        if self.failed > version:
+            return Cause("failed", self.refusals.get(self.failed, "it has refused a newer one"))
         return False if self.cause is None else Cause("died", self.cause)
 
     def watch(self, event: asyncio.Event) -> None:
@@ -302,7 +306,7 @@ class WorkerSession:
                     self.installed = max(self.installed, version)
                     self.wait, self.apply = max(0.0, wait), max(0.0, apply)
                 case Refused(version, error):
-                    self.received = max(self.received, version)
+                    self.received, self.failed = max(self.received, version), max(self.failed, version)
                     self._refuse(version, error)
                 case Fits(error):
                     self.fits = error
@@ -367,15 +371,25 @@ LATE = Cause("late", "did not answer before the deadline")
 class Candidate(Protocol):
     """One model of a process, as the rule for updates that belong together sees it."""
 
-    sender: str
-    version: int
+    @property
+    def sender(self) -> str:
+        """The name of the sender of its updates."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """What is installed."""
+        ...
 
     def candidates(self) -> Sequence[Update]:
         """Return the updates that may be installed, and are newer than what is installed; the oldest first."""
         ...
 
 
-def choose(models: Iterable[Candidate]) -> dict[Candidate, Update]:
+C = TypeVar("C", bound=Candidate)
+
+
+def choose(models: Iterable[C]) -> dict[C, Update]:
     """Return the newest update of each model such that all models then have what each requires of the others.
 
     It is the only place that knows what makes the parts of a transaction arrive together: each update names the
