@@ -167,7 +167,7 @@ class Receiver:
             return False
         behind = f"more than max_staleness={self._max_staleness} behind: the model has version {self.version}"
         if newest <= self._failed_version:
-            raise WeightSyncError(f"version {self._failed_version} was not installed, and the forward would be {behind}")
+            raise WeightSyncError(f"version {self._failed_version} was not installed; the forward would be {behind}")
         try:
             self.inbox.fetch(deadline_in(self._timeout))
         except TimeoutError:
@@ -224,7 +224,7 @@ class Receiver:
                 self._notify()
 
         if self._passing is update:  # else a newer one is installed, and is passed on instead
-            asyncio.ensure_future(pass_on())
+            self._pass_on_task = asyncio.ensure_future(pass_on())  # kept: the loop has weak references to tasks
 
     # --- the owner of a connection: called in the control thread ---
 
@@ -527,7 +527,7 @@ class Receiver:
         )
 
     def _wait(self, deadline: float | None, attempt: Callable[[], Any]) -> Any | None:
-        """Call ``attempt`` inside the gate at each change until it returns a result; None at the deadline or the end."""
+        """Call ``attempt`` inside the gate at each change until it returns a result; None at the deadline or end."""
         changes = queue.SimpleQueue[None]()
         self._waiters.add(changes)
         self.inbox.set_wakeups(True)

@@ -108,7 +108,8 @@ class SyncReport:
 
         ``wait`` and ``apply`` are those of the slowest worker.
         """
-        left, result = self.seconds, dict.fromkeys(PHASES, 0.0)
+        left = self.seconds
+        result: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         for phase, cost in zip(PHASES, self._costs, strict=False):
             result[phase] = min(max(cost, 0.0), left)
             left -= result[phase]
@@ -131,8 +132,11 @@ class Outlet(Protocol):
 
     name: str
     """Identifies the sender, in what updates require of one another."""
-    workers: Sequence[int]
-    """The workers that are present, in order. Another object whenever that has changed."""
+    @property
+    def workers(self) -> Sequence[int]:
+        """The workers that are present, in order. Another object whenever that has changed."""
+        ...
+
     transactional: bool
     """Whether an update can be prepared first, and committed or aborted later (``Transactional``)."""
 
@@ -140,8 +144,9 @@ class Outlet(Protocol):
         """Why a worker that was connected is absent, by worker."""
         ...
 
-    def connect(self, processes: Any, deadline: float | None) -> None:
+    def connect(self, processes: Any, deadline: float | None, /) -> object:
         """Wait until all workers are connected; WorkerDied, SyncTimeout: names those that are not."""
+        return None  # an outlet without connections
 
     def set_layout(self, layout: Layout) -> None:
         """Define what a buffer contains. Called once, before the first ``reserve``."""
@@ -200,14 +205,17 @@ class Inbox(Protocol):
     """What a receiver polls: its end of a connection, a store, or a sender in the same process.
 
     Attributes:
-        newest: the newest version that there is, as far as is known; for receivers that fetch.
         binds: whether a model may be bound to the memory of an update.
     """
 
-    newest: int
     binds: bool
 
-    def connect(self, worker_idx: int, deadline: float | None) -> int:
+    @property
+    def newest(self) -> int:
+        """The newest version that there is, as far as is known; for receivers that fetch."""
+        ...
+
+    def connect(self, worker_idx: int, deadline: float | None, /) -> int:
         """Connect; return the version that is to be waited for, 0 if there is none yet."""
         ...
 

@@ -97,7 +97,7 @@ class RayWorker(WorkerHandle):
         super().__init__(worker_idx, secrets.token_hex(16).encode(), name="(a Ray actor)")
         self.actor, self.place_until = actor, math.inf
         self._cluster, self._reason = cluster, ""
-        self._done = actor.work.remote(tuple(address), worker_idx, self.key)
+        self._done = actor.work.remote(address, worker_idx, self.key)
         self._done.future().add_done_callback(self._on_done)
 
     def _on_done(self, future: Any) -> None:

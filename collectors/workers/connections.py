@@ -49,7 +49,7 @@ class Connection:
         self._sentinel: select.epoll | None = None
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when ``receive`` has something to return."""
+        """Readable when ``receive`` has something to return."""
         return self._channel.fileno()
 
     @property
@@ -62,7 +62,7 @@ class Connection:
                 self._sentinel.register(self._channel.process, select.EPOLLIN)
         return self._sentinel.fileno()
 
-    def send(self, kind: str, value: Any = None, *, wait: bool = False) -> None:
+    def send(self, kind: str, value: Any = None) -> None:
         """Send a message of one of the ``KINDS`` with a picklable value.
 
         Raises:
@@ -95,7 +95,7 @@ class Connection:
             raise Disconnected(str(error)) from error
         kind = KINDS[frame.kind]
         self.told_to_end = kind == "end"
-        return kind, (frame.index, frame.payload) if kind == "batch" else pickle.loads(frame.payload)
+        return kind, (frame.number, frame.payload) if kind == "batch" else pickle.loads(frame.payload)
 
     def close(self) -> None:
         """Close this end. Idempotent."""
@@ -121,7 +121,7 @@ class Listener:
         self.address = self._listener.address
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when ``accept`` has something to return."""
+        """Readable when ``accept`` has something to return."""
         return self._listener.fileno()
 
     def accept(self, deadline: float | None = 0.0) -> tuple[Connection, Greeting] | None:

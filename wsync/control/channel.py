@@ -31,7 +31,7 @@ class Frame(NamedTuple):
     """What one end sends to the other: two numbers, whose meaning is theirs, and bytes."""
 
     kind: int
-    index: int
+    number: int
     payload: bytes | bytearray | memoryview = b""
 
 
@@ -65,7 +65,7 @@ class Channel:
             ConnectionError: the other end is gone.
         """
         self._sent += 1
-        head, payload = _BODY.pack(frame.kind, frame.index), memoryview(frame.payload).cast("B")
+        head, payload = _BODY.pack(frame.kind, frame.number), memoryview(frame.payload).cast("B")
         mac = frame_mac(self._send_key, self._sent, head, payload)
         try:
             self._socket.sendall(_HEAD.pack(len(payload), mac) + head)
@@ -87,7 +87,8 @@ class Channel:
         self._received += 1
         if not hmac.compare_digest(mac, frame_mac(self._receive_key, self._received, head, payload)):
             raise ConnectionError("a message without the key of this connection")
-        return Frame(*_BODY.unpack(head), payload)
+        kind, number = _BODY.unpack(head)
+        return Frame(kind, number, payload)
 
     def _read(self, size: int) -> bytearray:
         data = bytearray(size)
@@ -177,9 +178,10 @@ def connect_channel(
 
     Args:
         address: of the listener.
-        purpose, name: as there.
+        purpose: as there.
         worker: this end's index; may be -1.
         deadline: on ``time.monotonic``'s clock; None for none.
+        name: as there.
         payload: up to about a kilobyte that ``accept`` returns in the ``Hello``.
 
     Raises:

@@ -176,7 +176,8 @@ class Listener:
             if isinstance(error, (OSError, TimeoutError, ValueError, msgspec.MsgspecError)):
                 return  # a stranger, or a worker that has gone
             raise
-        self._strangers.pop(asyncio.current_task(), None)  # pyright: ignore[reportArgumentType]
+        if (task := asyncio.current_task()) is not None:
+            self._strangers.pop(task, None)
         try:
             await welcome(visitor)
         except (OSError, ConnectionError):  # it has gone meanwhile

@@ -16,13 +16,17 @@ import queue
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from uvloop import new_event_loop
-
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, forked_child_error
+
+try:
+    from uvloop import new_event_loop
+except ModuleNotFoundError:  # an extra: the loop of the standard library takes half as long again for a small update
+    from asyncio import new_event_loop
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -165,10 +169,8 @@ async def run_blocking(name: str, function: Callable[P, T], *args: P.args, **kwa
             result = function(*args, **kwargs)
         except BaseException as raised:  # noqa: BLE001  raised again where it is awaited
             error = raised
-        try:
+        with suppress(RuntimeError):  # the loop has ended: nothing awaits the result
             loop.call_soon_threadsafe(settle, result, error)
-        except RuntimeError:  # the loop has ended: nothing awaits the result
-            pass
 
     thread = threading.Thread(target=work, name=f"wsync-{name}", daemon=True)
     thread.start()

@@ -414,7 +414,15 @@ def choose(models: Iterable[C]) -> dict[C, Update]:
 class Owner(Protocol):
     """The receiver of a model, as its connection calls it. All methods are called in the control thread."""
 
-    passed_version: int  # installed, and passed on where this worker has workers of its own
+    @property
+    def version(self) -> int:
+        """What is installed."""
+        ...
+
+    @property
+    def passed_version(self) -> int:
+        """What is installed, and passed on where this worker has workers of its own."""
+        ...
 
     async def use_layout(self, layout: bytes, *, try_only: bool) -> str:
         """Use weights of this layout from now on, or only try it; return why they do not fit, or an empty string."""

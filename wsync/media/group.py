@@ -262,15 +262,16 @@ class DistributedTransport:
         return None
 
     def _set_up(self, rank: int) -> Pair:
-        if self._pair is None and self._store is None:
+        if self._pair is not None:
+            return self._pair
+        if self._store is None:
             group = distributed.distributed_c10d._get_default_group()
             self._pair = Pair(group, self._rank if rank == 0 else 0)
-        elif self._pair is None:
+        else:
             store = PrefixStore(f"wsync/{self._rank}", self._store)
             self._pair = form_pair(
                 store, rank, backend=self._backend, group=self._users_group, worker=self._worker, host=self._host
             )
-        assert self._pair is not None
         return self._pair
 
     def check_connection(self) -> bool:

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +118,7 @@ class Stream:
     """One end of a connection. Bytes arrive late and in pieces, in order; a cut one loses them from any byte on."""
 
     CAPACITY = 300
+    host = ""
 
     def __init__(self, process: Process) -> None:
         self.process, self.world = process, process.world
@@ -372,10 +374,8 @@ class World:
         return here
 
     async def _welcome(self, name: str, visitor: Visitor) -> None:
-        try:
+        with suppress(ConnectionError):
             await self.outlets[name]._welcome(visitor)  # pyright: ignore[reportArgumentType]
-        except ConnectionError:
-            pass
 
     def _index_of(self, process: Process) -> int:
         return process.index if isinstance(process, SimulatedWorker) else -1
@@ -513,17 +513,23 @@ class World:
         await asyncio.sleep(0)
         if not refused and self.random.random() < 0.7:
             for name, update in updates.items():
-                await workers.wait_for(self.sessions(name, update.version), update.version, "installed",
-                                       deadline_in(TIMEOUT))
+                await workers.wait_for(
+                    self.sessions(name, update.version), update.version, "installed", deadline_in(TIMEOUT)
+                )
 
     async def history(self) -> None:
         """The whole history."""
         self.trainer = Process(self)
         for name in MODELS:
-            listener = SimpleNamespace(start=lambda welcome: None, close=lambda: None)
+            listener: Any = SimpleNamespace(start=lambda welcome: None, close=lambda: None)
             outlet = Workers(
-                listener, len(INDICES), lambda index: InlineMedium(), arena=False, checksum=None,  # type: ignore[arg-type]
-                on_request=False, loop=DirectLoop(),  # type: ignore[arg-type]
+                listener,
+                len(INDICES),
+                lambda index: InlineMedium(),
+                arena=False,
+                checksum=None,  # type: ignore[arg-type]
+                on_request=False,
+                loop=DirectLoop(),  # type: ignore[arg-type]
             )
             outlet._layout = FakeLayout()  # type: ignore[assignment]
             outlet._opened.set()
@@ -598,8 +604,10 @@ class World:
 
 def _received_taken_for_ready() -> Any:
     original = WorkerSession.state
-    return WorkerSession, "state", lambda self, version, stage: original(
-        self, version, "received" if stage == "ready" else stage
+    return (
+        WorkerSession,
+        "state",
+        lambda self, version, stage: original(self, version, "received" if stage == "ready" else stage),
     )
 
 

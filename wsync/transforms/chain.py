@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class ByName:
 
     takes_parts = False
     selects = False
-    _kept: Mapping[str, Any] = {"_like": None, "_buffers": None}
+    _kept: ClassVar[Mapping[str, Any]] = {"_like": None, "_buffers": None}
     """What it keeps of the weights that it was given; a copy begins with these values."""
 
     def __init__(self) -> None:
@@ -165,7 +165,8 @@ class Chain:
 
     def copy(self) -> Chain:
         """Return a copy for other weights: the library's transforms without the tensors and names that they keep."""
-        return Chain([copy.copy(one) if isinstance(one, ByName) else one for one in self.transforms], self._side)
+        copied: list[Any] = [copy.copy(one) if isinstance(one, ByName) else one for one in self.transforms]
+        return Chain(copied, self._side)
 
     @property
     def selects(self) -> bool:

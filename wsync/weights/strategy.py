@@ -89,7 +89,7 @@ class WeightStrategy:
                 result.set_non_tensor(path, value)
         return result
 
-    def apply_weights(self, destination: object, weights: object, inplace: bool = True) -> None:
+    def apply_weights(self, destination: Any, weights: object, inplace: bool = True) -> None:
         """Put ``weights`` (any format) into ``destination`` (module, TensorDict or state dict).
 
         Extra state that ``weights`` and the destination have is replaced, too, except in a locked TensorDict.
