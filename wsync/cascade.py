@@ -16,9 +16,7 @@ from wsync.weights.strategy import WeightStrategy
 Call = tuple[tuple[object, ...], dict[str, object]]
 
 
-def pass_on_of(
-    context: object, model_id: str, model: object, strategy: WeightStrategy
-) -> Callable[[], object] | None:
+def pass_on_of(context: object, model_id: str, model: object, strategy: WeightStrategy) -> Callable[[], object] | None:
     """Return what passes an update of ``model`` on to the workers of ``context``; None if that has no such method.
 
     ``cascade_weights(model_id)`` is preferred. Otherwise ``update_policy_weights_`` is called in the first of these

@@ -71,9 +71,7 @@ class Gate:
         """Call ``function`` inside the gate."""
         return self.call_model(None, function, args, kwargs)
 
-    def call_model(
-        self, model: object, function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> R:
+    def call_model(self, model: object, function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Call ``function`` inside the gate, as a forward of ``model`` (None: of any model)."""
         try:
             with self._lock:

@@ -83,9 +83,7 @@ class WorkerInbox:
         raise NotConnected(f"worker {worker_idx}: no sender of '{self._model_id}' was found")
 
     async def _join(self, address: Any, worker: int, deadline: float | None) -> int:
-        link, pid, fds = await dial(
-            address, "weights", self._model_id, worker, deadline, native=native is not None
-        )
+        link, pid, fds = await dial(address, "weights", self._model_id, worker, deadline, native=native is not None)
         try:
             async with asyncio.timeout(remaining(deadline)):
                 settings = await link.receive()
@@ -115,8 +113,12 @@ class WorkerInbox:
         post = self._loop.post if self._loop is not None else loop.call_soon_threadsafe
         slots = None if self._arena is None else self._arena.update_in
         self._session = SessionInbox(
-            link, InlineMedium() if slots else self._make_medium(worker), owner, post,
-            apply_difference=apply_difference if settings.differences else None, slots=slots,
+            link,
+            InlineMedium() if slots else self._make_medium(worker),
+            owner,
+            post,
+            apply_difference=apply_difference if settings.differences else None,
+            slots=slots,
         )
         if settings.layout:
             error = await owner.use_layout(settings.layout, try_only=False)

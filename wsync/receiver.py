@@ -325,8 +325,10 @@ class Receiver:
             if first and self._failed_version >= first > self.version:
                 raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{self._failure}")
             if self.version < first:
-                raise self._ended_error() if self.closed else SyncTimeout(
-                    f"worker {worker_idx}: the first weights did not come in time"
+                raise (
+                    self._ended_error()
+                    if self.closed
+                    else SyncTimeout(f"worker {worker_idx}: the first weights did not come in time")
                 )
             self._returned = self.version
         except BaseException:

@@ -132,6 +132,7 @@ class Outlet(Protocol):
 
     name: str
     """Identifies the sender, in what updates require of one another."""
+
     @property
     def workers(self) -> Sequence[int]:
         """The workers that are present, in order. Another object whenever that has changed."""
@@ -165,9 +166,7 @@ class Outlet(Protocol):
         Returns whether all that is promised holds already, so that ``wait`` need not be called.
         """
 
-    def wait(
-        self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None
-    ) -> Mapping[int, Cause]:
+    def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
         """Wait until ``workers`` have the version; return why those that do not have it lack it."""
         ...
 

@@ -125,7 +125,9 @@ class Workers:
         try:
             worker = visitor.hello.worker
             if not 0 <= worker < self._num_workers:
-                return await visitor.refuse(f"index {worker} is out of range: there are workers 0 to {self._num_workers - 1}")
+                return await visitor.refuse(
+                    f"index {worker} is out of range: there are workers 0 to {self._num_workers - 1}"
+                )
             await self._wait_until_open(visitor)
             if worker in self._members:
                 return await visitor.refuse(f"index {worker} is taken by a worker that is connected")
@@ -138,7 +140,11 @@ class Workers:
             link = await visitor.accept(fds)
             medium = None if block >= 0 else self._make_medium(worker)
             session = WorkerSession(
-                worker, link, medium, on_request=self._on_request, difference=self._difference,
+                worker,
+                link,
+                medium,
+                on_request=self._on_request,
+                difference=self._difference,
                 on_change=partial(self._note_change, worker, block),
             )
             await self._attend(Member(session, block, wake), pidfd)
@@ -299,7 +305,9 @@ class Workers:
         self._opened.set()
         self._rejected.clear()
         for worker, fd in sentinels.items():
-            loop.add_reader(fd, lambda worker=worker, fd=fd: (dead.add(worker), loop.remove_reader(fd), self._news.set()))
+            loop.add_reader(
+                fd, lambda worker=worker, fd=fd: (dead.add(worker), loop.remove_reader(fd), self._news.set())
+            )
         missing = list(workers)
         try:
             async with asyncio.timeout(remaining(deadline)):
@@ -315,7 +323,8 @@ class Workers:
             causes = dict.fromkeys(missing, "did not connect in time")
             raise SyncTimeout(
                 f"worker(s) {join_indices(missing)} did not connect in time (connected: "
-                f"{join_indices(self._members) or 'none'})", causes
+                f"{join_indices(self._members) or 'none'})",
+                causes,
             ) from None
         finally:
             for fd in sentinels.values():
@@ -444,7 +453,9 @@ class Workers:
         arena, causes, pending = self._arena, {}, dict(members)
         assert arena is not None
         while pending:
-            if stage == "installed" and arena.wait(tuple(m.block for m in pending.values()), version, remaining(deadline)):
+            if stage == "installed" and arena.wait(
+                tuple(m.block for m in pending.values()), version, remaining(deadline)
+            ):
                 return causes
             for worker, member in list(pending.items()):
                 session = member.session
@@ -580,7 +591,9 @@ def _pidfd(pid: int) -> int:
 
 
 def raise_causes(
-    causes: Mapping[int, Cause], what: str = "version {} is missing", version: int | None = None,
+    causes: Mapping[int, Cause],
+    what: str = "version {} is missing",
+    version: int | None = None,
     have: Sequence[int] | None = None,
 ) -> None:
     """Raise one error that names each worker, its cause and the survivors; if there is no cause, do nothing.
@@ -603,6 +616,8 @@ def raise_causes(
     kinds = {cause.kind for cause in causes.values()}
     kind = WorkerDied if "died" in kinds else WorkerFailed if "failed" in kinds else SyncTimeout
     if kind is SyncTimeout:
-        message += "\nA silent worker stays connected. To replace it: disconnect(index), kill it, readmit(index, process)"
+        message += (
+            "\nA silent worker stays connected. To replace it: disconnect(index), kill it, readmit(index, process)"
+        )
     texts = {worker: cause.text for worker, cause in causes.items()}
     raise kind(message, texts, version, [w for w, cause in causes.items() if cause.kind == "failed"])

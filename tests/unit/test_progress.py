@@ -100,7 +100,9 @@ def test_a_row_has_the_cost_of_its_own_update() -> None:
     row = progress.synchronised({"loss": 0.5}, metrics, 1)
     assert row.weight_sync is not None
     assert (row.weight_sync.latency_us, row.weight_sync.bytes) == (pytest.approx(1000), 1000)
-    assert row.weight_sync.phases_us == pytest.approx({**dict.fromkeys(PHASES, 0.0), "pack": 100.0, "acknowledge": 900.0})
+    assert row.weight_sync.phases_us == pytest.approx(
+        {**dict.fromkeys(PHASES, 0.0), "pack": 100.0, "acknowledge": 900.0}
+    )
     assert progress.synchronised({}, metrics, 1).weight_sync is None  # nothing new was reported
     metrics.record(report(3))
     after = progress.synchronised({}, metrics, 3).weight_sync

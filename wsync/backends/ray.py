@@ -263,7 +263,9 @@ class Actors:
         import ray
 
         if self.reachable:
-            calls: list[Any] = [one.__ray_call__.remote(_leave, key, worker) for worker, one in enumerate(self._handles)]
+            calls: list[Any] = [
+                one.__ray_call__.remote(_leave, key, worker) for worker, one in enumerate(self._handles)
+            ]
             ray.wait(calls, num_returns=len(calls), timeout=_GRACE)
 
 

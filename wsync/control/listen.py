@@ -72,9 +72,7 @@ class Visitor:
         text = why.encode()[:4096]
         proof = mac_of(self._key, "trainer", self._challenge, self._body + text)
         with suppress(OSError):
-            await asyncio.get_running_loop().sock_sendall(
-                self._socket, _REFUSED + proof + _HEAD.pack(len(text)) + text
-            )
+            await asyncio.get_running_loop().sock_sendall(self._socket, _REFUSED + proof + _HEAD.pack(len(text)) + text)
         self._socket.close()
 
     def drop(self) -> None:
@@ -157,8 +155,12 @@ class Listener:
         except OSError as error:
             if error.errno in _EXHAUSTED:  # try again a little later, when a descriptor may be free
                 loop.remove_reader(listening)
-                loop.call_later(0.1, lambda: listening.fileno() >= 0 and loop.add_reader(
-                    listening, self._on_connection, listening, welcome))
+                loop.call_later(
+                    0.1,
+                    lambda: (
+                        listening.fileno() >= 0 and loop.add_reader(listening, self._on_connection, listening, welcome)
+                    ),
+                )
             return
         sock.setblocking(False)
         if len(self._strangers) == _MAX_STRANGERS:
@@ -236,8 +238,14 @@ async def dial(
 
 
 async def dial_socket(
-    address: Address, purpose: str, name: str, worker: int, deadline: float | None, *,
-    native: bool = False, payload: bytes = b"",
+    address: Address,
+    purpose: str,
+    name: str,
+    worker: int,
+    deadline: float | None,
+    *,
+    native: bool = False,
+    payload: bytes = b"",
 ) -> tuple[socket.socket, tuple[bytes, bytes], list[int]]:
     """Connect to a listener, and wait until it accepts this worker.
 
@@ -265,9 +273,7 @@ async def dial_socket(
             if refused:
                 (size,) = _HEAD.unpack(await _receive(sock, _HEAD.size))
                 text = await _receive(sock, size)
-            if not hmac.compare_digest(
-                status[1:], mac_of(address.key, "trainer", challenge, body + public + text)
-            ):
+            if not hmac.compare_digest(status[1:], mac_of(address.key, "trainer", challenge, body + public + text)):
                 raise NotConnected(f"worker {worker}: what listens{where} does not have the sender's key")
             if refused:
                 raise NotConnected(f"worker {worker}: the sender has rejected it: {text.decode(errors='replace')}")

@@ -172,5 +172,3 @@ def _agents_store(deadline: float | None) -> Store:
         raise NotConnected(f"torchrun's store at {host} port {port} cannot be reached: {error}") from error
     # The store outlives the workers: those of a second attempt must not find the trainer of the first.
     return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-

@@ -270,7 +270,12 @@ class WorkerSession:
         payload = update.buffer if difference is None else difference
         self.sent_bytes = len(update.buffer.memory) if difference is None else len(difference)
         offer = Offer(
-            update.version, self.sent_bytes, update.checksum, update.extra, dict(update.requires), update.undecided,
+            update.version,
+            self.sent_bytes,
+            update.checksum,
+            update.extra,
+            dict(update.requires),
+            update.undecided,
             0 if difference is None or base is None else base.version,
         )
         try:
