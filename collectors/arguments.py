@@ -27,11 +27,7 @@ _ENVIRONMENTS = GymEnv | _GYMNASIUM
 
 
 def make_env(create_env_fn: Any) -> GymEnv:
-    """Return the environment that is given, or that ``create_env_fn`` makes; a Gymnasium environment is wrapped.
-
-    Raises:
-        TypeError: the argument is neither an environment nor a function that makes one.
-    """
+    """Return the environment that is given, or that ``create_env_fn`` makes; a Gymnasium environment is wrapped."""
     _check_maker(create_env_fn)
     env = create_env_fn if isinstance(create_env_fn, _ENVIRONMENTS) else create_env_fn()
     if isinstance(env, _GYMNASIUM):
@@ -44,12 +40,8 @@ def make_env(create_env_fn: Any) -> GymEnv:
 def env_makers(create_env_fn: Any) -> list[EnvMaker]:
     """Return the environment functions, one per worker.
 
-    Of an environment that occurs several times, each but the first is a copy with a new seed: the copies that workers
-    get would continue the same streams of random numbers.
-
-    Raises:
-        TypeError: neither a function nor a list of functions (or environments).
-        ValueError: there is none.
+    Of an environment that occurs several times, each but the first gets a new seed: copies of it would continue the
+    same streams of random numbers.
     """
     if callable(create_env_fn):
         return [create_env_fn]
@@ -82,7 +74,7 @@ def _seeded_anew(given: Any) -> GymEnv:
 
 
 def check_frames(frames_per_batch: Any, total_frames: Any) -> None:
-    """Check the numbers of frames; raise TypeError or ValueError."""
+    """Check the numbers of frames."""
     check_count("frames_per_batch", frames_per_batch, least=1)
     if total_frames != -1:
         check_count("total_frames", total_frames, least=1, otherwise=", or -1 for no end")
@@ -128,13 +120,7 @@ def device_of_each(device: Any, workers: int) -> list[str | None]:
 
 
 def check_schemes(schemes: Any) -> None:
-    """Check ``weight_sync_schemes``.
-
-    Raises:
-        TypeError: not ``{model_id: scheme}``.
-        ValueError: one scheme is for two models.
-        RuntimeError: a scheme is initialised already, which a collector does itself.
-    """
+    """Check ``weight_sync_schemes``; raise TypeError, ValueError, or (a scheme is initialised already) RuntimeError."""
     if not isinstance(schemes, Mapping | None):
         what = type(schemes).__name__
         raise TypeError(f"weight_sync_schemes is {{model_id: scheme}}, {{'policy': …}} for instance, not a {what}")
@@ -176,9 +162,6 @@ def addressed_workers(updates: Collection[Any], worker_ids: Any, workers: int) -
     """Return the ``worker_ids`` of updates that belong together: by default those that ``{worker: weights}`` names.
 
     None for all workers, however they were named: the schemes keep such an update for workers that are restarted.
-
-    Raises:
-        ValueError: they are not for the same workers.
     """
     named = [set(own) for weights in updates if (own := wsync.per_worker(weights)) is not None]
     everyone = set(range(workers))

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ import wsync
 from collectors import arguments
 from collectors.batch_layout import frames_of
 from collectors.exploration import warn_if_greedy
-from collectors.rollouts.acting import find_in, policy_scheme
+from collectors.rollouts.rollout import find_in, policy_scheme
 from collectors.rollouts.sampled import check_policy
 from collectors.staleness import Staleness, check_count
 from collectors.updaters import WeightUpdaterBase, make_updater
@@ -28,13 +28,6 @@ from collectors.workers.records import Failures
 T = TypeVar("T")
 UpdaterOrFactory = WeightUpdaterBase | Callable[[], WeightUpdaterBase]
 WorkerIds = int | Sequence[int] | None
-
-
-class _Versions(NamedTuple):
-    """The newest version that was sent, and the newest number that was used, also by an update that failed."""
-
-    sent: int = 0
-    used: int = 0
 
 
 class BaseCollector(ABC):
@@ -56,7 +49,7 @@ class BaseCollector(ABC):
 
     num_workers: int = 1
     _acts_here: ClassVar[bool] = False  # whether the policy acts in this process
-    _last_versions = _Versions()  # ``_versions`` before the shutdown
+    _last_versions = (0, 0)  # ``_versions`` before the shutdown
 
     def __init__(
         self,
@@ -148,8 +141,8 @@ class BaseCollector(ABC):
         """Return plain values, for a log.
 
         ``frames``, including those of an earlier run; ``batches`` returned; ``seconds`` spent in waiting for them;
-        ``num_workers``; ``policy_version``; ``failures``, as ``Failures.as_dict``; ``staleness``, as
-        ``Staleness.as_dict``; ``weight_sync``, by model id the cost of updates, as ``SyncMetrics.summary``.
+        ``num_workers``; ``policy_version``; ``failures``; ``staleness``; ``weight_sync``, by model id the cost of
+        updates.
         """
         return {
             "frames": self.frames,
@@ -177,10 +170,9 @@ class BaseCollector(ABC):
     def set_seed(self, seed: int) -> int:
         """Seed the environments, the random actions and the workers' global generators; return another seed to use.
 
-        Environment ``i`` of all gets ``first + i``, with a `first` of 31 bits that ``numpy.random.SeedSequence`` makes
-        of ``seed``: with ``first = seed``, runs with neighbouring seeds would share most of their random numbers. A
-        worker's global generators have the number of its first environment. A restarted worker gets the next free
-        numbers (random ones, if this method was never called).
+        Environment ``i`` of all gets ``first + i``, where ``first`` is made of ``seed`` so that runs with neighbouring
+        seeds share no random numbers. A worker's global generators have the number of its first environment. A
+        restarted worker gets the next free numbers (random ones, if this method was never called).
 
         Raises:
             TypeError: the seed is not a whole number.
@@ -203,12 +195,13 @@ class BaseCollector(ABC):
 
         Without a scheme for ``"policy"``, it is the version of the first scheme that sends weights to the workers.
         """
-        return self._versions.sent
+        return self._versions[0]
 
     @property
-    def _versions(self) -> _Versions:
+    def _versions(self) -> tuple[int, int]:
+        """The newest version that was sent, and the newest number that was used, also by an update that failed."""
         scheme = policy_scheme(self._worker_schemes)
-        return self._last_versions if self.closed or scheme is None else _Versions(scheme.sent_version, scheme.version)
+        return self._last_versions if self.closed or scheme is None else (scheme.sent_version, scheme.version)
 
     def update_policy_weights_(
         self,
@@ -266,16 +259,7 @@ class BaseCollector(ABC):
     ) -> wsync.SyncReport | None:
         """Deliver weights as ``update_policy_weights_`` does, without the ``weight_updater``, which calls this method.
 
-        Args:
-            weights: as for ``WeightSyncScheme.send``.
-            worker_ids: one, several, or (None) all workers.
-            model_id: the model; by default ``"policy"``, or the model of the only scheme.
-            wait: whether to wait for the acknowledgements; else None is returned.
-
-        Raises:
-            KeyError: the model has no scheme; names the models that have one.
-            wsync.NotConnected: as ``update_policy_weights_``.
-            wsync.WeightSyncError: as ``WeightSyncScheme.send``.
+        Without ``wait``, nothing waits for the acknowledgements, and None is returned.
         """
         if self.closed:  # called only to raise: its ``getpid`` costs 1 µs, and in a forked child ``send`` raises
             self._require_open()
@@ -291,9 +275,7 @@ class BaseCollector(ABC):
         """Return ``send(weights, worker_ids)``; overridden where a worker may fail."""
         return send(weights, worker_ids)
 
-    def _update_together(
-        self, weights_dict: Mapping[str, Any], worker_ids: WorkerIds
-    ) -> dict[str, wsync.SyncReport] | None:
+    def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: WorkerIds) -> Any:
         self._require_open()
         arguments.check_weights_dict(weights_dict)
         if self.weight_updater is not None and self.default_model_id in weights_dict:
@@ -308,9 +290,7 @@ class BaseCollector(ABC):
         workers = arguments.addressed_workers(weights_dict.values(), worker_ids, self.num_workers)
         return self._deliver(wsync.synchronize, schemes, workers)
 
-    def _update_mixed(
-        self, schemes: Mapping[wsync.WeightSyncScheme, Any], worker_ids: object
-    ) -> dict[str, wsync.SyncReport]:
+    def _update_mixed(self, schemes: Mapping[wsync.WeightSyncScheme, Any], worker_ids: object) -> Any:
         """Update models of workers and of actors outside them together."""
         if worker_ids is not None:
             raise ValueError("worker_ids would mean workers of one model, and actors of another: leave it out")
@@ -343,11 +323,9 @@ class BaseCollector(ABC):
         return find_in(roots, model_id, wsync.find_model)
 
     def cascade_weights(self, model_id: str) -> None:
-        """Deliver to all workers an update of this collector's own model, which another scheme has installed.
+        """Deliver to all workers an update of this collector's own model, which another scheme has installed here.
 
-        This collector's process is a worker of that scheme's trainer.
-        Not by way of a ``weight_updater``, which may leave workers out. A copy is sent: a thread that acts may install
-        the next update meanwhile.
+        A copy is sent: a thread that acts may install the next update meanwhile.
         """
         with wsync.gate():
             weights = wsync.WeightStrategy().extract_weights(self.get_model(model_id))
@@ -385,13 +363,12 @@ class BaseCollector(ABC):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the counters, the policy's version and its weights. The state of environments is not saved.
+        """Return ``frames``, ``policy_version`` (the newest number that was used), and ``policy_state_dict``.
 
-        ``frames``; ``policy_version``, the newest number that was used, also by an update that failed; and, if the
-        scheme for ``"policy"`` carries weights and this process has the policy, ``policy_state_dict``: its weights now,
-        whether they have been sent or not.
+        The last one is a copy of the weights now, if the scheme for ``"policy"`` carries them and this process has the
+        policy. The state of environments is not saved.
         """
-        state: dict[str, Any] = {"frames": self.frames, "policy_version": self._versions.used}
+        state: dict[str, Any] = {"frames": self.frames, "policy_version": self._versions[1]}
         policy = self._policy_with_scheme()
         if policy is not None:
             with wsync.gate():  # of one version, if it is the one that acts

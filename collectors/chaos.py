@@ -20,17 +20,11 @@ _log = logging.getLogger(__name__)
 
 
 class Fault(NamedTuple):
-    """One fault of the schedule.
+    """One fault of the schedule."""
 
-    Attributes:
-        gap: seconds since the fault before.
-        kind: ``kill`` or ``stop``.
-        position: a number in [0, 1); selects one of the workers at that time.
-    """
-
-    gap: float
+    gap: float  # seconds since the fault before
     kind: str
-    position: float
+    position: float  # in [0, 1): selects one of the workers at that time
 
 
 def schedule(faults: Sequence[str], rate: float, seed: int) -> Iterator[Fault]:

@@ -76,12 +76,6 @@ def env_config(env: Any) -> EnvConfig:
     return EnvConfig(**({"id": env["_target_"]} | own), make=make)
 
 
-def task_of(env: EnvConfig) -> dict[str, Any]:
-    """Return what defines the environment and its returns, as plain values; not how its copies are stepped."""
-    task = {name: getattr(env, name) for name in ("id", "max_episode_steps", "kwargs", "wrappers", "make")}
-    return task | {"kwargs": {name: value for name, value in env.kwargs.items() if name != "vectorization_mode"}}
-
-
 def env_factory(env: EnvConfig, num_envs: int | None) -> Callable[[], GymEnv]:
     """Return what makes `num_envs` environments that are stepped together; picklable."""
     source: Any = env.id

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from collectors.environments.specs import Spec, to_numpy
+from collectors.environments.specs import ArrayTree, Spec, as_tensors, to_numpy
 from collectors.environments.stepper import RESULTS, Stepper
 from collectors.environments.transforms import Transform
-from collectors.environments.trees import ArrayTree, as_tensors
 from collectors.environments.vector import EnvSource, ScalarDriver, make_driver
 from collectors.rollouts.rollout import Policy, Rollout
 

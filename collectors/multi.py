@@ -14,14 +14,8 @@ class MultiCollector(WorkerCollector):
     ``MultiCollector(sync=True)`` is a ``MultiSyncCollector``: a batch has a share of every worker, and all wait for new
     weights. ``sync=False`` is a ``MultiAsyncCollector``: a batch is one worker's.
 
-    Args:
-        create_env_fn: one function per worker; each makes an environment (lambdas work).
-        policy: see ``WorkerCollector``.
-        sync: see above.
-        options: see ``WorkerCollector``.
-
-    Raises:
-        TypeError: ``sync`` is missing, or contradicts the class; else as ``WorkerCollector``.
+    The other arguments, and the errors, are those of ``WorkerCollector``. TypeError: ``sync`` is missing, or
+    contradicts the class.
     """
 
     _sync: ClassVar[bool]

@@ -18,8 +18,8 @@ except ModuleNotFoundError as error:
     raise missing_extra(error, "ray") from error
 
 from collectors.distributed.ray_cluster import Cluster, connection
+from collectors.environments.specs import Array
 from collectors.environments.transforms import Key, Transform, call, call_without_trace
-from collectors.environments.trees import Array
 
 _NAMESPACE = "wsync"
 

@@ -17,7 +17,7 @@ from collectors.base import BaseCollector, UpdaterOrFactory
 from collectors.batch_layout import warn_if_rounded
 from collectors.envs import GymEnv
 from collectors.exploration import warn_if_greedy
-from collectors.rollouts.acting import Actor, policy_scheme
+from collectors.rollouts.rollout import Actor, policy_scheme
 from collectors.rollouts.sampled import check_policy
 from collectors.staleness import Staleness
 
@@ -30,23 +30,10 @@ class Collector(BaseCollector):
 
     Args:
         create_env_fn: a function that makes the environment, or the environment (or a list of one of these).
-        policy: a module that reads "observation" and writes "action", or any function of a TensorDict, or a module that
-            maps the tensor of the one to that of the other (it acts by a ``TensorDictModule`` around it); None: random
-            actions. The policy's other outputs are stored; those under "next" are its inputs in the next step, see
-            ``collectors.rollouts.rollout``.
-        policy_factory: makes the acting policy, instead of a copy of ``policy``; or a list of one such function.
         frames_per_batch: rows of a batch (frames, and rows that "mask" excludes), rounded up to a multiple of the
             number of environments.
-        total_frames: frames after which iteration ends; -1: no end.
-        device: the device of the acting policy.
-        storing_device: the device that batches are stored on.
-        weight_sync_schemes: ``{model_id: scheme}``, not initialised; by default one scheme for the policy, if that is a
-            module with weights. With only a ``policy_factory``, the policy keeps its weights until others are sent.
-        weight_updater: a weight updater of the older API (deprecated), or a function that makes one.
-        max_frames_per_traj: episodes are truncated after this number of steps.
-        init_random_frames: number of first frames with random actions.
-        track_policy_version: whether batches have ``policy_version``.
-        max_staleness: as ``WorkerCollector``; of use if another thread updates the weights.
+        policy, policy_factory, weight_sync_schemes, …: as ``WorkerCollector``, for one worker; ``max_staleness`` is of
+            use if another thread updates the weights.
 
     Raises:
         TypeError: the policy cannot be copied, or is not usable as a policy.

@@ -18,13 +18,10 @@ _PATIENCE = 10  # batches of a worker that may be dropped in a row, beyond those
 class Staleness:
     """The limit of a collector, and what was dropped because of it.
 
-    A frame's staleness: the newest version sent minus the version that acted in it. Frames with random actions are
-    never stale.
+    A frame's staleness is the newest version sent minus the version that acted in it; 0 for random actions.
 
     Attributes:
-        max_staleness: how many versions any frame of a batch may be behind when the batch is delivered; an older
-            batch is dropped, and its worker collects another one. None: no limit.
-        run_ahead: how many further batches a worker may begin while a finished one waits for the trainer.
+        max_staleness, run_ahead: as ``WorkerCollector``.
         dropped_batches: number of workers' batches that were dropped.
         dropped_frames: number of frames of these.
     """

@@ -15,9 +15,7 @@ from collectors.errors import ConfigError, lines_of_user
 
 
 def instantiate_setting(setting: str, config: Any, *args: Any, **options: Any) -> Any:
-    """Return ``hydra.utils.instantiate(config, *args, **options)``, with lists and dictionaries as arguments.
-
-    (Those of OmegaConf are passed only if `config` itself has ``_convert_``.)
+    """Return ``hydra.utils.instantiate(config, *args, **options)``, with plain lists and dictionaries as arguments.
 
     Raises:
         ConfigError: there is no such class or function, or it raised an error. The message begins with `setting`; the

@@ -28,9 +28,9 @@ class WeightUpdaterBase:
     delivers is one update: one version, one wait, and one error that names all workers without it.
     """
 
-    _collector: weakref.ref[Any] | None
-    _outboxes: dict[int, dict[int, Any]]  # by thread with a push in progress: the weights of each worker
-    post_hooks: list[Callable[[], object]]
+    backends: ClassVar[Sequence[str]] = ()  # names of the schemes that it is for; empty: all that carry weights
+    _num_workers: int | None = None
+    _source: Callable[[], Any] | None = None  # of a push without weights
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Warn; here, because a subclass need not call ``super().__init__()``."""
@@ -41,7 +41,9 @@ class WeightUpdaterBase:
             stacklevel=level_of_caller(),
         )
         self = super().__new__(cls)
-        self._collector, self._outboxes, self.post_hooks = None, {}, []
+        self._collector: weakref.ref[BaseCollector] | None = None
+        self._outboxes: dict[int, dict[int, Any]] = {}  # by thread with a push in progress: the weights of each worker
+        self.post_hooks: list[Callable[[], object]] = []
         return self
 
     @classmethod
@@ -54,16 +56,26 @@ class WeightUpdaterBase:
 
         Raises:
             RuntimeError: the updater belongs to another collector.
-            ValueError: the collector's scheme contradicts having an updater.
+            ValueError: it is for other schemes, or another number of workers, than the collector has.
         """
-        if self._collector is not None and self._collector() not in (None, collector):
-            raise RuntimeError(f"this {type(self).__name__} is another collector's already: make one for each")
-        model_id = collector.default_model_id
-        if isinstance(collector.weight_sync_schemes.get(model_id), wsync.NoWeightSyncScheme):
+        name, model_id = type(self).__name__, collector.default_model_id
+        if self.collector not in (None, collector):
+            raise RuntimeError(f"this {name} is another collector's already: make one for each")
+        scheme = collector.weight_sync_schemes.get(model_id)
+        if self.backends and (scheme is None or scheme.name not in self.backends):
+            there = "none at all" if scheme is None else f"a {type(scheme).__name__}"
             raise ValueError(
-                f"{type(self).__name__} and the NoWeightSyncScheme of '{model_id}' contradict each other: that scheme "
-                "carries nothing; leave one of weight_updater and weight_sync_schemes out"
+                f"weight_updater and weight_sync_schemes contradict each other: {name} updates workers by "
+                f"{' or '.join(self.backends)}, and the scheme of '{model_id}' is {there}; "
+                "leave weight_updater out, and that scheme does it"
             )
+        if isinstance(scheme, wsync.NoWeightSyncScheme):
+            raise ValueError(
+                f"{name} and the NoWeightSyncScheme of '{model_id}' contradict each other: that scheme carries "
+                "nothing; leave one of weight_updater and weight_sync_schemes out"
+            )
+        if self._num_workers not in (None, collector.num_workers):
+            raise ValueError(f"{name} is for {self._num_workers} worker(s); the collector has {collector.num_workers}")
         self._collector = weakref.ref(collector)
 
     def register_post_hook(self, hook: Callable[[], object]) -> None:
@@ -120,6 +132,8 @@ class WeightUpdaterBase:
 
     def _get_server_weights(self) -> Any:
         """Hook: return the weights of a push without any; by default the current ones of the collector's policy."""
+        if self._source is not None:
+            return self._source()
         collector = self._registered()
         return _TENSORDICT.extract_weights(collector.get_model(collector.default_model_id))
 
@@ -129,7 +143,7 @@ class WeightUpdaterBase:
 
     def all_worker_ids(self) -> Sequence[int] | None:
         """Hook: return the workers of a push without ``worker_ids``. None, the default: all, as one."""
-        return None
+        return range(self._registered().num_workers) if self.backends else None
 
     def _skip_update(self, worker_id: int | None) -> bool:
         """Hook: return whether this push leaves out a worker (None: all, as one); by default False."""
@@ -165,7 +179,7 @@ def make_updater(weight_updater: Any, collector: BaseCollector, policy: Any) -> 
 
     Raises:
         TypeError: it is no updater.
-        RuntimeError, ValueError: see ``WeightUpdaterBase.register_collector``.
+        RuntimeError, ValueError: as ``register_collector``.
     """
     updater = weight_updater
     if isinstance(weight_updater, type) and issubclass(weight_updater, WeightUpdaterBase):
@@ -178,57 +192,11 @@ def make_updater(weight_updater: Any, collector: BaseCollector, policy: Any) -> 
     return updater
 
 
-class SchemeUpdater(WeightUpdaterBase):
-    """An updater for collectors with some schemes, and perhaps a number of workers.
-
-    ``source`` returns the weights of a push without any; None: those of the collector's policy.
-    """
-
-    backends: ClassVar[frozenset[str]]  # names of the schemes
-
-    def __init__(self, source: Callable[[], Any] | None = None, num_workers: int | None = None) -> None:
-        self._source, self._num_workers = source, num_workers
-
-    def register_collector(self, collector: BaseCollector) -> None:
-        """Become the updater; refuse a collector with another backend or another number of workers."""
-        name, model_id = type(self).__name__, collector.default_model_id
-        scheme = collector.weight_sync_schemes.get(model_id)
-        if scheme is None or scheme.name not in self.backends:
-            there = "none at all" if scheme is None else f"a {type(scheme).__name__}"
-            raise ValueError(
-                f"weight_updater and weight_sync_schemes contradict each other: {name} updates workers by "
-                f"{' or '.join(sorted(self.backends))}, and the scheme of '{model_id}' is {there}; "
-                "leave weight_updater out, and that scheme does it"
-            )
-        if self._num_workers not in (None, collector.num_workers):
-            raise ValueError(f"{name} is for {self._num_workers} worker(s); the collector has {collector.num_workers}")
-        super().register_collector(collector)
-
-    def all_worker_ids(self) -> Sequence[int] | None:
-        """Return every worker's index."""
-        return range(self._registered().num_workers)
-
-    def _get_server_weights(self) -> Any:
-        return super()._get_server_weights() if self._source is None else self._source()
-
-
-def _source_of(weights: Any) -> Callable[[], Any] | None:
+def _constant(weights: Any) -> Callable[[], Any] | None:
     return None if weights is None else lambda: weights
 
 
-def _only_count(**counts: int | None) -> int | None:
-    """Return the number of workers that was given, perhaps in several ways; raise ValueError if they differ."""
-    given = {name: count for name, count in counts.items() if count is not None}
-    if len(set(given.values())) > 1:
-        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in given.items()))
-    return next(iter(given.values()), None)
-
-
-def _len(items: Sized | None) -> int | None:
-    return None if items is None else len(items)
-
-
-class VanillaWeightUpdater(SchemeUpdater):
+class VanillaWeightUpdater(WeightUpdaterBase):
     """Deprecated. Updates the policy that acts in a collector, by any scheme that carries weights.
 
     Args:
@@ -236,11 +204,10 @@ class VanillaWeightUpdater(SchemeUpdater):
         policy_weights: a TensorDict that is updated in place with what a push has delivered.
     """
 
-    backends = frozenset({"shared_mem", "multiprocess", "distributed", "rpc", "ray"})
+    backends = ("distributed", "multiprocess", "ray", "rpc", "shared_mem")
 
     def __init__(self, *, weight_getter: Callable[[], Any] | None = None, policy_weights: Any = None) -> None:
-        super().__init__(weight_getter)
-        self.policy_weights = policy_weights
+        self._source, self.policy_weights = weight_getter, policy_weights
 
     @classmethod
     def from_policy(cls, policy: Any) -> WeightUpdaterBase | None:
@@ -253,7 +220,7 @@ class VanillaWeightUpdater(SchemeUpdater):
             _TENSORDICT.apply_weights(self.policy_weights, next(iter(outbox.values())))
 
 
-class MultiProcessedWeightUpdater(SchemeUpdater):
+class MultiProcessedWeightUpdater(WeightUpdaterBase):
     """Deprecated. Updates the workers of a collector with processes on this machine.
 
     Args:
@@ -262,13 +229,12 @@ class MultiProcessedWeightUpdater(SchemeUpdater):
             worker).
     """
 
-    backends = frozenset({"shared_mem", "multiprocess"})
+    backends = ("multiprocess", "shared_mem")
 
     def __init__(
         self, *, get_server_weights: Callable[[], Any] | None = None, policy_weights: Mapping[Any, Any] | None = None
     ) -> None:
-        super().__init__(get_server_weights)
-        self.policy_weights = dict(policy_weights or {})
+        self._source, self.policy_weights = get_server_weights, dict(policy_weights or {})
 
     def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
         super()._deliver(outbox, wait=wait)
@@ -277,14 +243,14 @@ class MultiProcessedWeightUpdater(SchemeUpdater):
                 _TENSORDICT.apply_weights(weights, outbox.get(key, next(iter(outbox.values()))))
 
 
-class RPCWeightUpdater(SchemeUpdater):
+class RPCWeightUpdater(WeightUpdaterBase):
     """Deprecated. Updates the workers of an ``RPCCollector``.
 
-    Of ``collector_infos`` and ``collector_rrefs`` only the number is used, and ``collector_class`` not at all;
-    ``policy_weights`` are those of a push without any (None: those of the collector's policy).
+    ``policy_weights`` are those of a push without any (None: those of the collector's policy); ``num_workers``, or the
+    length of ``collector_infos`` or ``collector_rrefs``, has to be the collector's number of workers.
     """
 
-    backends = frozenset({"rpc", "distributed"})
+    backends = ("distributed", "rpc")
 
     def __init__(
         self,
@@ -294,46 +260,45 @@ class RPCWeightUpdater(SchemeUpdater):
         policy_weights: Any = None,
         num_workers: int | None = None,
     ) -> None:
-        infos, rrefs = _len(collector_infos), _len(collector_rrefs)
-        count = _only_count(collector_infos=infos, collector_rrefs=rrefs, num_workers=num_workers)
-        super().__init__(_source_of(policy_weights), count)
+        self._source, self._num_workers = _constant(policy_weights), num_workers
+        for given in (collector_infos, collector_rrefs):
+            self._num_workers = self._num_workers if given is None else len(given)
 
 
-class DistributedWeightUpdater(SchemeUpdater):
+class DistributedWeightUpdater(WeightUpdaterBase):
     """Deprecated. Updates the workers of a ``DistributedCollector``.
 
     ``store`` is not used: the scheme has its own rendezvous. ``policy_weights`` are those of a push without any (None:
     those of the collector's policy), and ``sync`` says whether a push waits for the workers' acknowledgements.
     """
 
-    backends = frozenset({"distributed"})
+    backends = ("distributed",)
 
     def __init__(
         self, store: Any = None, policy_weights: Any = None, num_workers: int | None = None, sync: bool = True
     ) -> None:
-        super().__init__(_source_of(policy_weights), num_workers)
-        self.sync = sync
+        self._source, self._num_workers, self.sync = _constant(policy_weights), num_workers, sync
 
     def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
         super()._deliver(outbox, wait=wait and self.sync)
 
 
-class RayWeightUpdater(SchemeUpdater):
+class RayWeightUpdater(WeightUpdaterBase):
     """Deprecated. Updates the workers of a ``RayCollector``, each time or only after some pushes.
 
     ``policy_weights`` are those of a push without any (None: those of the collector's policy); of
     ``remote_collectors`` only the number is used. ``max_interval``: pushes that leave a worker out between two updates.
     """
 
-    backends = frozenset({"ray", "distributed"})
+    backends = ("distributed", "ray")
 
     def __init__(
         self, policy_weights: Any = None, remote_collectors: Sized | None = None, max_interval: int = 0
     ) -> None:
         if max_interval < 0:
             raise ValueError(f"max_interval is at least 0, not {max_interval}")
-        super().__init__(_source_of(policy_weights), _len(remote_collectors))
-        self.max_interval = max_interval
+        self._source, self.max_interval = _constant(policy_weights), max_interval
+        self._num_workers = None if remote_collectors is None else len(remote_collectors)
         self._skipped: Counter[int | None] = Counter()
 
     def _skip_update(self, worker_id: int | None) -> bool:

@@ -17,7 +17,7 @@ import wsync
 from collectors.arguments import has_weights, make_env
 from collectors.batch_layout import BatchLayout
 from collectors.exploration import warn_if_greedy
-from collectors.rollouts.acting import Actor, policy_scheme
+from collectors.rollouts.rollout import Actor, policy_scheme
 from collectors.rollouts.sampled import UnusablePolicy, check_policy
 from collectors.workers.connections import Connection, Disconnected
 
@@ -100,12 +100,11 @@ class RolloutWorker:
         """Execute a command of the trainer.
 
         ``connect`` (the model ids to connect) comes before ``seed`` (the seed), ``resume`` (frames of an earlier
-        run) and ``collect`` (the index of a buffer) in any order. ``ask`` may come at any time, with one of
-        ``("has_weights", None)``, whether the policy is a module that has any, and ``("find", path)``, the pickled
-        object at ``path``.
+        run) and ``collect`` (the index of a buffer). ``ask`` has ``("has_weights", None)``, whether the policy is a
+        module that has any, or ``("find", path)``, the pickled object at ``path``.
 
         Returns:
-            ``("connected", None)``, ``("batch", index)``, ``("answer", answer)``, or ``("", None)``: no answer.
+            The kind and the value of the answer; ``("", None)``: no answer.
         """
         if command == "ask":
             question, path = argument
@@ -161,7 +160,7 @@ def _serve(connection: Connection, configure: Configure, opened: ExitStack) -> N
                 kind, value = worker.execute(command, argument)
         except (Exception, SystemExit) as error:  # noqa: BLE001  raised again in the trainer, with this traceback
             kind = "unusable" if isinstance(error, UnusablePolicy) else "error"
-            connection.send(kind, traceback.format_exc(), wait=True)
+            connection.send(kind, traceback.format_exc())
             return
         if kind == "batch" and worker is not None:
             connection.send_batch(value, worker.buffers[value])

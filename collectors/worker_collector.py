@@ -67,14 +67,12 @@ class WorkerCollector(BaseCollector):
             are raised.
         restart_window: see ``max_restarts``.
         run_ahead: asynchronous: how many further batches a worker may begin while a finished one waits for the trainer:
-            1 by default, with which it never waits unless the trainer is slower; with 0 it waits for each batch to be
-            taken. Of n workers, up to n × (run_ahead + 1) batches are begun and not taken. A worker uses
-            new weights from its next step on, also within a batch.
+            1 by default. Of n workers, up to n × (run_ahead + 1) batches are begun and not taken. A worker uses new
+            weights from its next step on, also within a batch.
         max_staleness: versions, at most, that the newest weights may be ahead of those that acted in any frame of a
             batch when the batch is delivered; None: no limit. A worker's batch that is older is dropped and counted
-            (``staleness``), and the worker collects another one, with the newest weights. No batch is dropped if
-            max_staleness is at least n × (run_ahead + 1), with one update for each batch and equally fast workers; a
-            lower ``run_ahead`` wastes less work than a lower limit alone.
+            (``staleness``), and the worker collects another one. No batch is dropped if max_staleness is at least
+            n × (run_ahead + 1), with one update for each batch and equally fast workers.
 
     Raises:
         TypeError: an object that a worker needs cannot be pickled; or the policy cannot be called with an observation
@@ -87,8 +85,7 @@ class WorkerCollector(BaseCollector):
         wsync.SyncTimeout: a worker did not answer within ``worker_timeout``.
 
     With ``max_staleness``, the next batch raises RuntimeError if one worker's batches are too old more than
-    10 + ``run_ahead`` times in a row: another thread sends more versions than that while a batch is collected, or none
-    go to this worker.
+    10 + ``run_ahead`` times in a row.
     """
 
     __signature__: ClassVar[Signature]
@@ -253,9 +250,7 @@ class WorkerCollector(BaseCollector):
     def _resume(self) -> None:
         self._group.resume(self.frames)
 
-    def _update_mixed(
-        self, schemes: Mapping[wsync.WeightSyncScheme, Any], worker_ids: object
-    ) -> dict[str, wsync.SyncReport]:
+    def _update_mixed(self, schemes: Mapping[wsync.WeightSyncScheme, Any], worker_ids: object) -> Any:
         if self._group.failure_policy.on_failure != "raise":
             how = self._group.failure_policy.on_failure
             raise ValueError(

@@ -16,9 +16,8 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from collectors.environments import specs
-from collectors.environments.probing import without_side_effects
-from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
-from collectors.environments.trees import as_tensors
+from collectors.environments.specs import ACTION_MASK, Spec, SpecTree, as_tensors
+from collectors.environments.transforms import without_side_effects
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 SMALLEST = 36  # height and width that `NatureCNN` needs

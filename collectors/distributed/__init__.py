@@ -3,8 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from collectors.distributed.tcp import DistributedCollector
-from collectors.distributed.tcp_worker import is_worker, join_trainer
+from collectors.distributed.tcp import DistributedCollector, is_worker, join_trainer
 from collectors.updaters import DistributedWeightUpdater, RPCWeightUpdater
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from torch.distributed import rpc
 
 from collectors.arguments import EnvMaker
-from collectors.distributed import rpc_worker
+from collectors.distributed import rpc_group
 from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
-from collectors.distributed.tcp_worker import resolved
+from collectors.distributed.tcp import resolved
 from collectors.worker_collector import WorkerCollector
 from collectors.workers import processes
 from collectors.workers.connections import Disconnected, Listener, milliseconds
@@ -99,7 +99,7 @@ class RpcPool(WorkerPool):
             worker = WorkerHandle(i, secrets.token_hex(16).encode(), name=f"('{name}' of the RPC group)")
             self.workers.append(worker)
             arguments = (tuple(self.listener.address), i, worker.key)
-            calls.append(rpc.rpc_async(name, rpc_worker.enlist, args=arguments, timeout=timeout))
+            calls.append(rpc.rpc_async(name, rpc_group.enlist, args=arguments, timeout=timeout))
         failed: dict[int, RuntimeError] = {}
         for i, call in enumerate(calls):
             try:
@@ -115,7 +115,7 @@ class RpcPool(WorkerPool):
         for i in range(count):
             key = secrets.token_hex(16).encode()
             process = processes.start(
-                rpc_worker.main, i, self.listener.address, i, key, count + 1, store_address, timeout
+                rpc_group.main, i, self.listener.address, i, key, count + 1, store_address, timeout
             )
             self.workers.append(WorkerHandle(i, key, process))
         dead = join_or_end(count + 1, store_address, [worker.sentinel for worker in self.workers], timeout)

@@ -7,10 +7,11 @@ which torch does not support: its per-process counters are reset for each group.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from multiprocessing.connection import wait
@@ -24,11 +25,13 @@ from torch.distributed import (
     rpc,
 )
 
-from collectors.workers.pool import WakeEvent
+from collectors.worker import serve
+from collectors.workers.connections import Address, Disconnected, Greeting, connect
+from collectors.workers.pool import WakeEvent, work
 from wsync import SyncTimeout, listen_on
 
 TRAINER = "trainer"
-Address = tuple[str, int]
+StoreAddress = tuple[str, int]
 _LOOPBACK = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 _stores: dict[str, Store] = {}  # by the name in the address that torch is given
 
@@ -43,10 +46,10 @@ def _existing_store(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
 register_rendezvous_handler("wsync", _existing_store)
 
 
-def host_store(host: str) -> tuple[Store, Address]:
+def host_store(host: str) -> tuple[Store, StoreAddress]:
     """Return a store that listens on a free port of ``host``, and its address."""
     with listen_on(host) as listening:
-        address: Address = listening.getsockname()[:2]
+        address: StoreAddress = listening.getsockname()[:2]
         store = TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     return store, address
 
@@ -60,7 +63,7 @@ def is_member() -> bool:
     return True
 
 
-def join_group(name: str, rank: int, size: int, address: Address, timeout: float) -> None:
+def join_group(name: str, rank: int, size: int, address: StoreAddress, timeout: float) -> None:
     """Join the group that has its store at ``address``; wait for all other members."""
     limit = timedelta(seconds=timeout)
     store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
@@ -87,7 +90,7 @@ def _reset_counters() -> Iterator[None]:
 
 
 @contextmanager
-def _loopback(address: Address) -> Iterator[None]:
+def _loopback(address: StoreAddress) -> Iterator[None]:
     """Make gloo and TensorPipe use the loopback interface if the store does, unless the environment sets another."""
     mine = {name: value for name, value in _LOOPBACK.items() if name not in os.environ}
     if not ip_address(address[0]).is_loopback:
@@ -100,7 +103,7 @@ def _loopback(address: Address) -> Iterator[None]:
             del os.environ[name]
 
 
-def join_or_end(size: int, address: Address, sentinels: Sequence[int], timeout: float) -> int | None:
+def join_or_end(size: int, address: StoreAddress, sentinels: Sequence[int], timeout: float) -> int | None:
     """Join as the trainer; return None, or the descriptor of ``sentinels`` that became readable first.
 
     torch's call cannot be interrupted: another thread makes it, and ends when the store is closed.
@@ -118,7 +121,6 @@ def join_or_end(size: int, address: Address, sentinels: Sequence[int], timeout: 
     threading.Thread(target=attempt, name="rpc-join", daemon=True).start()
     ready = wait([done.fileno(), *sentinels], timeout)
     joined = done.fileno() in ready
-    done.close()
     if errors:
         raise errors[0]
     if joined:
@@ -153,3 +155,31 @@ def _without_lines(word: str) -> Iterator[None]:
             lines = [line for line in file if word.encode() not in line]
         if lines:
             os.write(2, b"".join(lines))
+
+
+# --- a worker: a member of the group that connects to the trainer over TCP ---
+
+
+def enlist(address: tuple[str, int, bytes], worker_idx: int, key: bytes) -> None:
+    """Start a worker in a thread of this process. Called by the trainer, in a process that a user has started."""
+    arguments = (address, worker_idx, key, lambda _: None)
+    threading.Thread(target=work, args=arguments, name="collector-worker", daemon=True).start()
+
+
+def main(address: Address, worker_idx: int, key: bytes, size: int, store: StoreAddress, timeout: float) -> None:
+    """Run a worker in a process that the trainer has started: join the group, connect, execute commands.
+
+    The process ends once the trainer has left the group, and closes the connection.
+    """
+    join_group(f"worker{worker_idx}", worker_idx + 1, size, store, timeout)
+    with closing(connect(address, Greeting(worker_idx, key))) as connection:
+        serve(connection)
+        if connection.told_to_end:
+            sys.stderr.flush()
+            # torch logs errors when the trainer leaves the group first; this process has nothing more to log.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            with suppress(Disconnected):
+                connection.send("ended")
+                while True:
+                    connection.receive()
+    leave_group()

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from collectors.environments.specs import Spec, float_bounds
-from collectors.environments.trees import Array
+from collectors.environments.specs import Array, Spec, float_bounds
 
 
 def _has_rows(action: Array, num_envs: int) -> bool:

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from collectors.environments.actions import ActionCodec, action_codec
-from collectors.environments.specs import ACTION_MASK, Spec, SpecTree, observation_codec, zeros
+from collectors.environments.specs import ACTION_MASK, Array, ArrayTree, Spec, SpecTree, observation_codec, zeros
 from collectors.environments.transforms import ACTION, NEXT_OBSERVATION, OBSERVATION, REWARD, Transform
-from collectors.environments.trees import Array, ArrayTree
 from collectors.environments.vector import VectorDriver
 
 RESULTS = {

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 
 import wsync
-from collectors.environments.probing import without_side_effects
-from collectors.environments.specs import to_numpy
-from collectors.environments.trees import Array
+from collectors.environments.specs import Array, to_numpy
 
 Key = str | Sequence[str]
 """A key of a step's TensorDict: "observation", or ("next", "reward")."""
@@ -20,6 +21,24 @@ OBSERVATION, ACTION = "observation", "action"
 NEXT_OBSERVATION, REWARD = ("next", "observation"), ("next", "reward")
 _READABLE = (OBSERVATION, ACTION, NEXT_OBSERVATION, REWARD)
 _WRITABLE = (OBSERVATION, REWARD)
+
+
+@contextmanager
+def without_side_effects(function: object, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Restore the random number generators at the end; a module ``function`` is in evaluation mode inside."""
+    drawing = torch.device(device)
+    training = [part for part in function.modules() if part.training] if isinstance(function, nn.Module) else []
+    numpys, pythons = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng([drawing] if drawing.type == "cuda" else []):
+        try:
+            for part in training:
+                part.training = False
+            yield
+        finally:
+            for part in training:
+                part.training = True
+            np.random.set_state(numpys)
+            random.setstate(pythons)
 
 
 class Transform(ABC):

@@ -17,7 +17,7 @@ from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_i
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from collectors.environments.trees import Array, map_tree
+from collectors.environments.specs import Array, map_tree
 
 Raw = Any
 """Observations as Gymnasium gives them: an array, or dictionaries and tuples of arrays, each ``[E, *]``."""

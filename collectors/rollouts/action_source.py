@@ -11,10 +11,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 import wsync
-from collectors.environments.probing import without_side_effects
-from collectors.environments.specs import to_numpy
+from collectors.environments.specs import Array, ArrayTree, as_tensors, to_numpy
 from collectors.environments.stepper import RESULTS, Stepper
-from collectors.environments.trees import Array, ArrayTree, as_tensors
+from collectors.environments.transforms import without_side_effects
 from collectors.rollouts.sampled import SampledPolicy, UnusablePolicy, first_output, greedy
 
 Key = str | tuple[str, ...]

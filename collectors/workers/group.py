@@ -6,6 +6,7 @@ One thread gathers batches while other threads deliver weights. Both handle the 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -63,10 +64,9 @@ class WorkerGroup:
 
     @contextmanager
     def _locked(self, timeout: float = -1.0) -> Iterator[None]:
-        """Hold the lock; a thread that waits for events under it is woken, and lets it go.
+        """Hold the lock, which is re-entrant; a thread that waits for events under it is woken, and lets it go.
 
-        The lock is re-entrant. Threads get it in turns: one that lets it go and asks again at once stands behind the
-        one that waits. After ``timeout`` seconds the block runs without the lock: its owner may be stuck.
+        Threads get it in turns. After ``timeout`` seconds the block runs without it: its owner may be stuck.
         """
         if self._owner == threading.get_ident():
             yield
@@ -162,8 +162,7 @@ class WorkerGroup:
     def next_batch(self, awaited: Collection[WorkerHandle]) -> tuple[WorkerHandle, int] | None:
         """Return the next batch: its worker, which may have failed since, and the buffer.
 
-        None if another event came, or if none of ``awaited`` is active (any more): an update in another thread may have
-        failed them since the caller looked.
+        None if another event came, or if none of ``awaited`` is active any more.
         """
         with self._locked():
             if not self._batches and any(worker in awaited for worker in self.active_workers):
@@ -253,10 +252,7 @@ class WorkerGroup:
         return bool(unreached)
 
     def raise_worker_error(self, error: wsync.WorkerDied | wsync.SyncTimeout) -> None:
-        """Raise the error of a worker that an update did not reach, if the worker has reported one.
-
-        For the policy ``raise``; returns if no worker has reported an error. A death ends the collector.
-        """
+        """For the policy ``raise``: raise what a worker that an update did not reach has reported, if it has."""
         died = isinstance(error, wsync.WorkerDied)
         if died or error.version is not None:
             self.failures.failed |= Counter(error.workers.keys() - error.failed)  # each once
@@ -273,7 +269,7 @@ class WorkerGroup:
     # --- for any thread ---
 
     def interrupt(self) -> None:
-        """Limit the wait for the current batch, or the next one, to two seconds. A signal handler may call this."""
+        """Limit the wait for the current batch, or the next one, to two seconds."""
         self._stop_at = time.monotonic() + _STOP_GRACE
         self._wakeup.set()
 
@@ -289,7 +285,6 @@ class WorkerGroup:
                     self.pool.discard(record.worker)
                     record.worker = None
             self.pool.close()
-            self._wakeup.close()
 
     # --- events; the lock is held ---
 
@@ -328,16 +323,15 @@ class WorkerGroup:
 
     def _time_left(self) -> float | None:
         """Seconds until the next deadline or restart; None if there is none."""
-        limit = self.failure_policy.worker_timeout
-        times = [record.waiting_since + limit for record in self._records if record.answers_owed and limit is not None]
+        times = [record.deadline for record in self._records if record.answers_owed]
         times += [record.restart_at for record in self._records if record.state is WorkerState.RESTART_DUE]
         times += [] if self._stop_at is None else [self._stop_at]
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        first = min(times, default=math.inf)
+        return None if first == math.inf else max(0.0, first - time.monotonic())
 
     def _late(self) -> list[WorkerRecord]:
-        now, limit = time.monotonic(), self.failure_policy.worker_timeout
-        waiting = [record for record in self._records if record.answers_owed]
-        return [] if limit is None else [record for record in waiting if now >= record.waiting_since + limit]
+        now = time.monotonic()
+        return [record for record in self._records if record.answers_owed and now >= record.deadline]
 
     def _poll(self, timeout: float | None) -> list[Event]:
         """Receive events, to be handled later; none of a worker that has ended and is not handled yet."""

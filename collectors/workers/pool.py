@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import select
-import threading
 import time
 from collections.abc import Collection
 from contextlib import closing, suppress
@@ -33,36 +32,26 @@ from wsync import NotConnected, SyncTimeout, WorkerDied
 
 
 class WakeEvent:
-    """A descriptor that any thread, or a signal handler, makes readable; after ``close``, ``set`` does nothing."""
+    """A descriptor that any thread, or a signal handler, makes readable. It is closed when this object is garbage."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # re-entrant for a signal handler
-        self._file: Any = open(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", buffering=0)  # noqa: SIM115
+        self._descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
-        """Return the descriptor; raise ValueError after ``close``."""
-        return self._file.fileno()
+        """Return the descriptor."""
+        return self._descriptor
 
     def set(self) -> None:
         """Make the descriptor readable."""
-        with self._lock:
-            if not self._file.closed:
-                os.eventfd_write(self._file.fileno(), 1)
+        os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
         """Make the descriptor not readable."""
-        with self._lock, suppress(BlockingIOError):
-            if not self._file.closed:
-                os.eventfd_read(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the descriptor. Idempotent."""
-        with self._lock:
-            self._file.close()
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._descriptor)
 
     def __del__(self) -> None:
-        """Close the descriptor of a collector that was not shut down."""
-        self.close()
+        os.close(self._descriptor)
 
 
 class Event(NamedTuple):
@@ -70,12 +59,10 @@ class Event(NamedTuple):
 
     Attributes:
         worker: the worker.
-        kind: ``ready``, ``answer``, ``connected`` or ``batch``: the answer to a command; ``error``: the worker raised
-            and ends; ``unusable``: it raised ``UnusablePolicy``, and ends; ``accepted``: its connection was accepted;
-            ``died``: it, or its connection, ended without a message; ``unplaced``: a replacement has found no place in
-            time, and another one would not either.
-        value: the buffer's index for ``batch``, the answer for ``answer``, a traceback for ``error`` and ``unusable``,
-            the reason for ``died`` and ``unplaced``.
+        kind: ``ready``, ``answer``, ``connected`` or ``batch``: the answer to a command; ``error`` or ``unusable`` (the
+            policy): the worker raised, and ends; ``accepted``: its connection was accepted; ``died``: it, or its
+            connection, ended without a message; ``unplaced``: a replacement has found no place in time.
+        value: the buffer's index for ``batch``, the answer for ``answer``; else a traceback or a reason.
     """
 
     worker: WorkerHandle
@@ -156,7 +143,6 @@ class WorkerHandle:
         """Close the connection, which ends the worker. Idempotent."""
         if self.connection is not None:
             self.connection.close()
-        self.gave_up.close()
 
 
 class WorkerPool:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -121,11 +120,6 @@ def exit_when_readable(descriptor: int, status: Callable[[], int] = lambda: 1) -
         os.close(stopped)
 
     return stop
-
-
-def pipe() -> tuple[Connection, Connection]:
-    """Return the trainer's end and the worker's end of a pipe."""
-    return _context().Pipe()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def exit_reason(process: BaseProcess) -> str:

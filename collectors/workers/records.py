@@ -56,24 +56,18 @@ class FailurePolicy:
 
 @dataclass
 class Failures:
-    """How often workers have failed, by worker index.
+    """How often workers have failed, by worker index."""
 
-    Attributes:
-        failed: deaths, errors and missed deadlines.
-        dropped: 1 for a dropped worker.
-        restarted: replacements that have joined.
-    """
-
-    failed: Counter[int] = field(default_factory=Counter)
+    failed: Counter[int] = field(default_factory=Counter)  # deaths, errors and missed deadlines
     dropped: Counter[int] = field(default_factory=Counter)
-    restarted: Counter[int] = field(default_factory=Counter)
+    restarted: Counter[int] = field(default_factory=Counter)  # replacements that have joined
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Return the counts for a JSON file: ``{"failed": {"1": 2}, …}``."""
         return {name: {str(w): n for w, n in sorted(counts.items())} for name, counts in vars(self).items()}
 
     def including(self, earlier: Mapping[str, Mapping[str, int]]) -> Failures:
-        """Return these counts together with those of an earlier run, as its ``as_dict`` has given them."""
+        """Return these counts plus those of an earlier run's ``as_dict``."""
         before = {name: Counter({int(w): n for w, n in earlier.get(name, {}).items()}) for name in vars(self)}
         return Failures(**{name: before[name] + counts for name, counts in vars(self).items()})
 
@@ -162,6 +156,12 @@ class WorkerRecord:
     def index(self) -> int:
         """The worker index."""
         return self.options.worker_idx
+
+    @property
+    def deadline(self) -> float:
+        """When the worker has to have answered."""
+        limit = self.failure_policy.worker_timeout
+        return math.inf if limit is None else self.waiting_since + limit
 
     @property
     def active(self) -> bool:

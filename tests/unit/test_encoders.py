@@ -13,9 +13,8 @@ from tensordict import TensorDict
 
 from collectors import ActionMask, GymEnv, PartialObservation
 from collectors.environments.actions import action_codec
-from collectors.environments.specs import observation_codec
+from collectors.environments.specs import as_tensors, observation_codec
 from collectors.environments.stepper import sample_allowed
-from collectors.environments.trees import as_tensors
 from collectors.rollouts.rollout import Rollout
 from learning import CNN, IMPALA, MLP, PPO, RNN, make_actor_critic, make_policy
 from learning.encoders import feature_size
