@@ -272,7 +272,8 @@ class Sender:
                 self.outlet.publish(Update(version, buffer, extra, 0, requires, acknowledge=acknowledge), some)
         self._note(version, packed, workers)
         nbytes = packed[0][1].flat.numel()
-        return Sent(version, self._expected(workers), nbytes, acknowledge, began, deadline, (*costs, time.perf_counter() - at))
+        costs = (*costs, time.perf_counter() - at)
+        return Sent(version, self._expected(workers), nbytes, acknowledge, began, deadline, costs)
 
     def _pack(
         self, weights: object, workers: Sequence[int], rest: Sequence[Tensor] | None, deadline: float | None
@@ -288,6 +289,7 @@ class Sender:
                 buffer.pack(part.tensors)
                 packing += time.perf_counter() - at
                 packed.append((group, buffer, extra))
+            del part  # before the next one is made
         self._loop.require_own()  # a function of the user's may have forked, and this may be the child
         return packed, (time.perf_counter() - began - packing, packing)
 
@@ -325,7 +327,9 @@ class Sender:
             groups.setdefault(tuple(sorted(self._requires[worker].items())), []).append(worker)
         return [(some, dict(requires)) for requires, some in groups.items()]
 
-    def _note(self, version: int, packed: Sequence[tuple[Sequence[int], Buffer, bytes]], workers: Sequence[int]) -> None:
+    def _note(
+        self, version: int, packed: Sequence[tuple[Sequence[int], Buffer, bytes]], workers: Sequence[int]
+    ) -> None:
         self.sent_version = version
         for group, _, extra in packed:
             if extra or self._extra:
@@ -338,7 +342,7 @@ class Sender:
     def _rest_of_model(self, worker_ids: Any) -> Sequence[Tensor]:
         if worker_ids is not None or self._newest is None:
             raise ValueError(
-                "a partial update goes to all workers, and completes the weights that all of them were sent last; those "
+                "a partial update goes to all workers, and completes the weights that all of them were sent; those "
                 "are not known before the first update, or after one that went to some workers only: send the whole "
                 "model to all workers first"
             )
@@ -417,9 +421,7 @@ class Sender:
         wait, apply, nbytes = self.outlet.costs(sent.workers, sent.version)
         if not sent.acknowledge:  # not installed yet, as far as is known
             wait = apply = 0.0
-        report = SyncReport(
-            sent.version, nbytes or sent.nbytes, seconds, (*sent.costs, wait, apply), sent.workers
-        )
+        report = SyncReport(sent.version, nbytes or sent.nbytes, seconds, (*sent.costs, wait, apply), sent.workers)
         self._record(report)
         return report
 
@@ -462,7 +464,7 @@ class Sender:
         """Give workers an undecided update, and do not wait. The sender's lock is held until the decision."""
         outlet = self.outlet
         if not outlet.transactional:
-            raise WeightSyncError("here models are installed one by one: workers fetch them, or the backend cannot wait")
+            raise WeightSyncError("here models are installed singly: workers fetch them, or the backend cannot wait")
         if not self.connected:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) first")
         began, deadline = time.perf_counter(), deadline_in(self.timeout)
@@ -526,6 +528,7 @@ class Sender:
         """Close the outlet; a call in another thread ends with an error. Idempotent."""
         self.connected = False
         self.outlet.close(graceful=graceful)
+        self._newest = None  # its memory
 
 
 def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]:

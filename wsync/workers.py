@@ -4,7 +4,7 @@
     other workers  WorkerSession.offer, in the control thread → their answers
 
 Two threads use an outlet: the one that calls the scheme, under the sender's lock, and the control thread, which accepts
-workers and notices their ends. ``_lock`` guards what both change: who is connected, and the newest update of each index.
+workers and notices their ends. ``_lock`` guards what both change: the connections, and the newest update of each index.
 """
 
 from __future__ import annotations
