@@ -29,6 +29,9 @@ class WeightUpdaterBase:
     """
 
     backends: ClassVar[Sequence[str]] = ()  # names of the schemes that it is for; empty: all that carry weights
+    post_hooks: list[Callable[[], object]]
+    _collector: weakref.ref[Any] | None
+    _outboxes: dict[int, dict[int, Any]]  # by thread with a push in progress: the weights of each worker
     _num_workers: int | None = None
     _source: Callable[[], Any] | None = None  # of a push without weights
 
@@ -41,9 +44,7 @@ class WeightUpdaterBase:
             stacklevel=level_of_caller(),
         )
         self = super().__new__(cls)
-        self._collector: weakref.ref[BaseCollector] | None = None
-        self._outboxes: dict[int, dict[int, Any]] = {}  # by thread with a push in progress: the weights of each worker
-        self.post_hooks: list[Callable[[], object]] = []
+        self._collector, self._outboxes, self.post_hooks = None, {}, []
         return self
 
     @classmethod

@@ -98,7 +98,7 @@ class RpcPool(WorkerPool):
         for i, name in enumerate(names):
             worker = WorkerHandle(i, secrets.token_hex(16).encode(), name=f"('{name}' of the RPC group)")
             self.workers.append(worker)
-            arguments = (tuple(self.listener.address), i, worker.key)
+            arguments = (self.listener.address, i, worker.key)
             calls.append(rpc.rpc_async(name, rpc_group.enlist, args=arguments, timeout=timeout))
         failed: dict[int, RuntimeError] = {}
         for i, call in enumerate(calls):

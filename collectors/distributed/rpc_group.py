@@ -160,7 +160,7 @@ def _without_lines(word: str) -> Iterator[None]:
 # --- a worker: a member of the group that connects to the trainer over TCP ---
 
 
-def enlist(address: tuple[str, int, bytes], worker_idx: int, key: bytes) -> None:
+def enlist(address: Address, worker_idx: int, key: bytes) -> None:
     """Start a worker in a thread of this process. Called by the trainer, in a process that a user has started."""
     arguments = (address, worker_idx, key, lambda _: None)
     threading.Thread(target=work, args=arguments, name="collector-worker", daemon=True).start()
