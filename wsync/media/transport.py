@@ -28,7 +28,7 @@ from wsync.errors import WeightSyncError
 from wsync.media.inline import InlineMedium
 from wsync.transport import Closable, TransportBackend
 from wsync.weights.packing import Buffer
-from wsync.weights.snapshot import snapshot
+from wsync.weights.snapshot import Snapshot, snapshot
 from wsync.weights.strategy import WeightStrategy
 
 _log = logging.getLogger(__name__)
@@ -184,7 +184,8 @@ class TransportMedium(InlineMedium):
                 received = None
             if received is not None:
                 if received is not own:
-                    into.pack(into.layout.order(snapshot(received)))
+                    given = snapshot(received)  # extra state came with the offer
+                    into.pack(into.layout.order(Snapshot(given.tensors, optional=given.optional)))
                 found = checksum_of(into.memory, offer.extra)
                 if not offer.checksum or found == offer.checksum:
                     return
@@ -293,8 +294,9 @@ class TransportMedium(InlineMedium):
 
     async def wait_closed(self) -> None:
         """Return when ``close`` of the transport has returned, and the running calls, or two seconds later."""
-        if self._closing is not None:
-            await asyncio.shield(self._closing)
+        while self._closing is not None and not self._closing.done():
+            with suppress(asyncio.CancelledError):  # a shutdown meanwhile waits, too
+                await asyncio.wait([self._closing])
 
 
 def _text(error: BaseException) -> str:
