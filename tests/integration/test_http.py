@@ -15,7 +15,7 @@ from torch import Tensor
 import wsync
 from wsync.testing import WorkerPool
 from wsync.testing.asgi import serve
-from wsync.testing.models import EveryTensorKind, Small, fill, scramble
+from wsync.testing.models import Small, fill
 
 
 @pytest.mark.parametrize("pause", [None, "abort", "wait", "keep"])
@@ -32,23 +32,6 @@ def test_every_version_arrives(pool: WorkerPool, pause: Any) -> None:
         scheme.send_async(fill(Small(), 11))
         scheme.wait_async()
         assert workers.call(value) == [("7", [11.0] * 4)] * 2
-
-
-def test_every_kind_of_tensor_in_bounded_bodies() -> None:
-    given = scramble(EveryTensorKind(), 1).state_dict()
-    weights = {name: tensor for name, tensor in given.items() if isinstance(tensor, torch.Tensor)}
-    loaded, sizes = dict[str, Tensor](), list[int]()
-    app = wsync.engine_app(load=lambda pairs: loaded.update({name: one.clone() for name, one in pairs}), token=None)
-    limit = max(tensor.nbytes for tensor in weights.values())
-    with serve(count_bodies(app, sizes)) as url:
-        transport = wsync.HTTPWeightSyncScheme(url, chunk_bytes=limit).create_transport()
-        transport.setup_connection_and_weights_on_sender()
-        transport.send_weights(weights)
-        transport.close()
-    assert loaded.keys() == weights.keys() and len(sizes) > 2
-    assert max(sizes) < limit + 16_384  # with the header
-    for name, tensor in weights.items():
-        torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0, equal_nan=True)
 
 
 def count_bodies(app: Any, sizes: list[int]) -> Callable[..., Awaitable[None]]:
@@ -89,36 +72,6 @@ def test_no_forward_is_torn() -> None:
 
 
 # --- a transfer beside HTTP, as vLLM's own trainer engines are ---
-
-
-def test_a_transfer_of_ones_own_drives_the_documented_routes() -> None:
-    """A server with vLLM's routes and fields; the weights do not go through it."""
-    asked, passed = list[tuple[str, Any]](), list[dict[str, Tensor]]()
-
-    class Trainer:  # as vLLM's TrainerWeightTransferEngine, with its VLLMWeightSyncClient and WeightSource
-        def __init__(self, client: Any, source: Any) -> None:
-            self.client, self.source = client, source
-            client.init_weight_transfer_engine({"world_size": 1 + client.get_world_size()})
-
-        def send_weights(self) -> None:
-            self.client.start_weight_update()
-            meta = self.source.metadata()
-            passed.append({name: tensor.clone() for name, tensor in self.source})
-            self.client.update_weights({"names": [one.name for one in meta], "shapes": [one.shape for one in meta]})
-            self.client.finish_weight_update()
-
-    with serve(like_vllm(asked)) as url, trainer(url, transfer=Trainer, pause="keep") as scheme:
-        scheme.send(fill(Small(), 2))
-    update = [
-        ("POST /pause?mode=keep", None),
-        ("POST /start_weight_update", None),
-        ("POST /update_weights", {"update_info": {"names": ["weight"], "shapes": [[4]]}}),
-        ("POST /finish_weight_update", {"weight_version": "2"}),
-        ("POST /resume", None),
-    ]
-    assert asked[-5:] == update
-    assert ("POST /init_weight_transfer_engine", {"init_info": {"world_size": 3}}) in asked
-    assert [one["weight"].tolist() for one in passed] == [[1.0] * 4, [2.0] * 4]
 
 
 def like_vllm(asked: list[tuple[str, Any]]) -> Callable[..., Awaitable[None]]:

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from http_engines import TOKEN, engines, refuse_next, start_engine, stop_engine, trainer
+from http_engines import engines, refuse_next, start_engine, stop_engine, trainer
 from torch import Tensor, nn
 
 import wsync
-from wsync.engine import protocol
 from wsync.testing import WorkerPool
-from wsync.testing.asgi import serve
 from wsync.testing.commands import WorkerState
 from wsync.transforms import Cast, Delta
 from wsync.weights.layout import Layout
@@ -112,77 +110,3 @@ def test_an_engine_without_the_base_gets_the_full_version(pool: WorkerPool) -> N
         step(model)
         assert sent_bytes(scheme) < 1.5 * small
         assert workers.call(loaded) == [expected(model)] * 2
-
-
-def test_versions_for_some_engines(pool: WorkerPool) -> None:
-    """Each engine has a base of its own."""
-    model = Policy()
-    with engines(pool, 2) as (workers, urls), sender(urls, model) as scheme:
-        for worker_ids in ([0], [0], [1], [0, 1], [1]):
-            step(model)
-            scheme.send(worker_ids=worker_ids)
-            found = workers.call(loaded)
-            assert all(found[worker] == expected(model) for worker in worker_ids)
-        for _ in range(3):
-            step(model)
-            scheme.send_async()
-        scheme.wait_async()
-        assert workers.call(loaded) == [expected(model)] * 2
-
-
-def test_engines_that_have_different_weights_of_one_version(pool: WorkerPool) -> None:
-    first, second, both = Policy(), Policy(), Policy()
-    with engines(pool, 2) as (workers, urls), sender(urls, Policy()) as scheme:
-        for model in (first, second, both):
-            step(model)
-        scheme.send({0: first, 1: second})
-        assert workers.call(loaded) == [expected(first), expected(second)]
-        scheme.send(both)
-        assert workers.call(loaded) == [expected(both)] * 2
-
-
-def test_a_damaged_difference_is_refused_and_the_full_version_follows() -> None:
-    model, state, target = Policy(), dict[str, Any](), dict[str, Tensor]()
-    app = wsync.engine_app(load=lambda pairs: target.update({name: one.clone() for name, one in pairs}), token=TOKEN)
-
-    async def damaging(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        async def changed() -> Mapping[str, Any]:
-            message = await receive()
-            content = bytearray(message["body"])
-            content[-40] ^= 0x40
-            return {**message, "body": bytes(content)}
-
-        await app(scope, changed if state and scope.get("path") == protocol.UPDATE else receive, send)
-
-    with serve(damaging) as url, sender([url], model) as scheme:
-        before = digest(target)
-        state["damage"] = True
-        step(model)
-        with pytest.raises(wsync.WorkerFailed, match=r"phase (update|finish) .*(malformed|corrupt)"):
-            scheme.send()
-        assert digest(target) == before
-        state.clear()
-        scheme.send()
-        assert digest(target) == expected(model)
-
-
-def test_a_transfer_of_ones_own_and_delta() -> None:
-    """There it has no effect."""
-    sizes = list[int]()
-
-    class Own:
-        def __init__(self, client: Any, source: Any) -> None:
-            self.source = source
-
-        def send_weights(self) -> None:
-            sizes.append(sum(tensor.nbytes for _, tensor in self.source))
-
-    async def answering(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"17")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b'{"world_size": 1}'})
-
-    with serve(answering) as url, trainer(url, Policy(), transfer=Own, send_transform=Delta()) as scheme:
-        report = scheme.send()
-        assert report is not None and report.bytes > 0
-    assert len(sizes) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import threading
@@ -82,73 +81,6 @@ def test_an_engine_is_resumed_if_the_deadline_passes_after_finish() -> None:
     assert routes.count("/pause") == routes.count("/resume") == 2 and routes[-1] == "/resume"
 
 
-def test_a_transfer_that_exits_does_not_end_the_thread() -> None:
-    class Exiting(LikeVLLM):
-        def send_weights(self) -> None:
-            if self.client.version == 2:
-                raise SystemExit("the transfer exits")
-            super().send_weights()
-
-    with serve(engine([])) as url, trainer(url, transfer=Exiting, timeout=2.0) as scheme:
-        with pytest.raises(wsync.WorkerFailed, match="the transfer exits"):
-            scheme.send(fill(Small(), 2))
-        scheme.send(fill(Small(), 3))
-
-
-def test_a_resume_that_fails_is_made_again() -> None:
-    routes = list[str]()
-
-    async def fail_once(route: str) -> int:
-        return 500 if route == "/resume" and routes.count("/resume") == 2 else 200
-
-    with serve(engine(routes, fail_once)) as url, trainer(url, transfer=LikeVLLM, pause="keep") as scheme:
-        with pytest.raises(wsync.WorkerFailed, match="phase resume"):
-            scheme.send(fill(Small(), 2))
-        assert routes[-2:] == ["/resume", "/resume"]
-
-
-def test_a_transfer_is_made_again_for_an_engine_that_was_started_again() -> None:
-    routes, made = list[str](), "/init_weight_transfer_engine"
-    with serve(engine(routes)) as url:
-        context = trainer(url, transfer=LikeVLLM)
-        scheme = context.__enter__()
-    try:
-        with pytest.raises(wsync.WorkerDied):
-            scheme.send(fill(Small(), 2))
-        with serve(engine(routes), port=int(url.rsplit(":", 1)[1])):
-            scheme.readmit(0)
-            assert routes.count(made) == 2
-            scheme.send(fill(Small(), 3))
-            assert routes.count(made) == 2
-            scheme.readmit(0)  # the trainer has not noticed, and is told
-            assert routes.count(made) == 3
-    finally:
-        context.__exit__(None, None, None)
-
-
-def test_an_attempt_that_was_given_up_does_not_answer_for_the_next_one() -> None:
-    """The first attempt ends, with its timeout, after the second one has begun."""
-    routes, resumed, silent = list[str](), asyncio.Event(), [False]
-
-    async def handle(route: str) -> int:
-        if silent[0] and route == "/start_weight_update":
-            await asyncio.Event().wait()  # this attempt gets no answer
-        if silent[0] and route == "/resume":
-            await resumed.wait()
-        if silent[0] and route == "/get_world_size":  # the second attempt is about to begin
-            silent[0] = False
-            asyncio.get_running_loop().call_later(0.2, resumed.set)
-        return 200
-
-    with serve(engine(routes, handle)) as url, trainer(url, transfer=LikeVLLM, pause="keep") as scheme:
-        silent[0] = True
-        scheme.timeout = 0.3
-        with pytest.raises(wsync.SyncTimeout):
-            scheme.send(fill(Small(), 2))
-        scheme.readmit(0, timeout=30.0)
-        assert routes.count("/finish_weight_update") == 2
-
-
 def test_a_transport_that_is_not_connected_is_an_error_at_once() -> None:
     target = Small()
     app = wsync.engine_app(target, token=None)
@@ -210,12 +142,3 @@ def test_the_number_of_workers_is_that_of_the_urls() -> None:
             with pytest.raises(ValueError, match="urls"):
                 scheme.init_on_sender("policy", model=Small(), num_workers=count)
         scheme.init_on_sender("policy", model=Small(), num_workers=2)
-
-
-def test_a_port_that_is_in_use_is_an_error_of_the_test_server() -> None:
-    with serve(like_nothing) as url, pytest.raises(OSError, match="in use"):
-        serve(like_nothing, port=int(url.rsplit(":", 1)[1])).__enter__()
-
-
-async def like_nothing(scope: Any, receive: Any, send: Any) -> None:
-    raise AssertionError("there is no request")

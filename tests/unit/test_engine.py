@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -17,7 +17,6 @@ import torch
 import uvicorn
 from torch import Tensor
 
-from wsync.control.session import checksum_of
 from wsync.deadlines import deadline_in
 from wsync.engine import protocol
 from wsync.engine.app import engine_app
@@ -235,7 +234,7 @@ def test_a_transfer_of_ones_own_has_the_methods_of_vllm() -> None:
             self.client.start_weight_update()
             self.client.update_weights({"names": [name for name, _ in self.source]})
             if self.client.version == 2:
-                raise SystemExit("the transfer exits")
+                raise ArithmeticError("the transfer fails")
             self.client.finish_weight_update()
 
     asked = list[str]()
@@ -244,7 +243,7 @@ def test_a_transfer_of_ones_own_has_the_methods_of_vllm() -> None:
         assert asked[1:] == [protocol.WORLD_SIZE, protocol.INIT, protocol.PAUSE, protocol.START, protocol.UPDATE,
                              protocol.FINISH, protocol.RESUME]  # fmt: skip
         cause = trainer.send(weights(2))[0]
-        assert cause.kind == "failed" and "the transfer exits" in cause.text and asked[-1] == protocol.RESUME
+        assert cause.kind == "failed" and "the transfer fails" in cause.text and asked[-1] == protocol.RESUME
         assert not trainer.send(weights(3))
 
 
@@ -318,36 +317,6 @@ def test_requests_that_are_refused(engine: Any, route: str, sent: dict[str, Any]
     begin(client)
     assert client.post(protocol.UPDATE, content=bytes(FLAT), params=ALL, headers=KIND).status_code == 200
     assert client.post(protocol.FINISH, json={**TAGS, "checksum": "0" * 16}).status_code == 409 and not loaded.calls
-
-
-def test_a_new_session_ends_the_body_of_the_old_one(engine: Any) -> None:
-    loaded, client = engine
-    begin(client)
-    sent = threading.Event()
-
-    def endless() -> Iterator[bytes]:
-        yield b"some"
-        sent.set()
-        assert started.wait(10)
-
-    started = threading.Event()
-
-    def update() -> None:
-        with httpx.Client(base_url=client.base_url, timeout=20) as other, suppress(Exception):
-            other.post(protocol.UPDATE, content=endless(), params=ALL, headers={**KIND, "content-length": "4160"})
-
-    thread = threading.Thread(target=update)
-    thread.start()
-    assert sent.wait(10)
-    assert client.post(protocol.INIT, json=init("t")).status_code == 200
-    tags = {**TAGS, "session": "t"}
-    assert client.post(protocol.START, json=tags).status_code == 200
-    assert client.post(protocol.UPDATE, content=bytes(FLAT), params={**ALL, **tags}, headers=KIND).status_code == 200
-    checksum = f"{checksum_of(FLAT, b''):016x}"
-    assert client.post(protocol.FINISH, json={**tags, "checksum": checksum}).json()["weight_version"] == "1"
-    assert loaded.calls == 1 and same(loaded.weights, weights(1))
-    started.set()
-    thread.join()
 
 
 def test_many_pauses_do_not_keep_a_resume_out() -> None:

@@ -47,7 +47,7 @@ def engine_app(
             any process that reaches the port can change the weights.
         pause: called with the mode (``"abort"``, ``"wait"`` or ``"keep"``) for ``/pause``; returns, or is awaited, when
             generation has paused. By default ``app.generation()`` is paused.
-        resume: called for ``/resume``, and once more when a ``pause`` has returned after that. Goes with ``pause``.
+        resume: called for ``/resume``. Goes with ``pause``.
         version: the name of the weights that the engine has.
         chunk_bytes: see ``init_on_receiver``.
         receive_transform: see ``WeightSyncScheme``.

@@ -8,6 +8,7 @@ import math
 import re
 import ssl
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote, urlsplit
 
@@ -39,8 +40,7 @@ class EngineError(Exception):
     ) -> None:
         super().__init__(message)
         self.kind: Literal["died", "late", "failed"] = kind
-        self.status = status
-        self.reason = reason
+        self.status, self.reason = status, reason
 
 
 def checked_url(url: str) -> str:
@@ -61,11 +61,11 @@ def checked_url(url: str) -> str:
 
 
 class EngineClient:
-    """Calls one engine: a vLLM server (in development mode: ``VLLM_SERVER_DEV_MODE=1``), or ``wsync.engine_app``.
+    """Calls one engine: a vLLM server (with ``VLLM_SERVER_DEV_MODE=1``), or ``wsync.engine_app``.
 
     Has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines can use it. They block, and
-    are for a transfer's thread; ``request`` is for the control thread. Redirects are errors, and proxies are not used:
-    weights go to no other host than that of ``url``.
+    are for a transfer's thread; the coroutines are for the control thread. Redirects are errors, and proxies are not
+    used: weights go to no other host than that of ``url``.
 
     Args:
         url: the URL of the engine.
@@ -136,11 +136,11 @@ class EngineClient:
     # --- requests; in the control thread ---
 
     async def world_size(self) -> int:
-        """See ``get_world_size``."""
+        """Return the number of processes in the engine; EngineError: also if the answer does not say it."""
         answer = await self.request("connect", protocol.WORLD_SIZE, method="GET")
         size = answer.get("world_size")
         if type(size) is not int or size < 1:
-            raise self._misfit("GET", protocol.WORLD_SIZE, answer)
+            raise self._misfit(protocol.WORLD_SIZE, answer)
         return size
 
     async def finish(self, version: str, fields: Mapping[str, Any], *, named: bool = False) -> None:
@@ -151,15 +151,13 @@ class EngineClient:
         """
         answer = await self.request("finish", protocol.FINISH, {"weight_version": version, **fields})
         times = [answer.get(name, 0.0) for name in ("wait_seconds", "apply_seconds")]
-        sound = all(isinstance(one, int | float) and math.isfinite(one) and one >= 0 for one in times)
+        sound = all(isinstance(one, int | float) and 0 <= one < math.inf for one in times)
         if not sound or answer.get("weight_version", None if named else version) != version:
-            raise self._misfit("POST", protocol.FINISH, answer)
+            raise self._misfit(protocol.FINISH, answer)
         self.times = float(times[0]), float(times[1])
 
-    def _misfit(self, method: str, route: str, answer: Mapping[str, Any]) -> EngineError:
-        return EngineError(
-            f"{self.url}: {method} {route} answered {str(answer)[:_SHOWN]}, which does not fit", status=200
-        )
+    def _misfit(self, route: str, answer: Mapping[str, Any]) -> EngineError:
+        return EngineError(f"{self.url}: {route} answered {str(answer)[:_SHOWN]}, which does not fit", status=200)
 
     async def request(
         self,
@@ -180,8 +178,7 @@ class EngineClient:
             method: of HTTP.
 
         Raises:
-            EngineError: there is no answer, or not with status 200, or it is no JSON object; names the URL, the phase
-                and the answer.
+            EngineError: there is no answer, or not with status 200, or it is no JSON object.
         """
         self.phase = phase
         where = f"{self.url}: phase {phase} ({method} {route})"
@@ -195,20 +192,18 @@ class EngineClient:
             raise EngineError(f"{where}: no answer before the deadline", "late") from error
         except self._broken as error:
             raise EngineError(f"{where}: {_cause_of(error)}", "died") from error
-        try:
+        found: Any = None
+        with suppress(ValueError, RecursionError):
             found = json.loads(answer)
-        except (ValueError, RecursionError):
-            found = None
-        error = found.get("error") if isinstance(found, dict) else None
-        said = error if isinstance(error, str) else answer.decode(errors="replace").strip()[:_SHOWN]
-        status = response.status_code
+        status, fields = response.status_code, found if isinstance(found, dict) else {}
+        said = str(fields.get("error") or answer.decode(errors="replace").strip()[:_SHOWN])
         if status != 200:
             hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
-            reason = found.get("reason", "") if isinstance(found, dict) else ""
+            reason = fields.get("reason", "")
             raise EngineError(f"{where}: answered {status}{hint}: {said}", status=status, reason=reason)
-        if not isinstance(found, dict):
+        if fields is not found:
             raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=status)
-        return found
+        return fields
 
     async def close(self) -> None:
         """Close the connections."""
@@ -226,6 +221,5 @@ async def _read(response: httpx.Response) -> bytes:
 
 def _cause_of(error: BaseException) -> str:
     """Return the error that httpx has made another one of."""
-    while (inner := error.__cause__ or error.__context__) is not None:
-        error = inner
-    return f"{type(error).__name__}: {error}"
+    inner = error.__cause__ or error.__context__
+    return f"{type(error).__name__}: {error}" if inner is None else _cause_of(inner)

@@ -130,15 +130,12 @@ class Generations:
     def _change(self, mode: PauseMode | None) -> None:
         self._mode, self._limit = mode, deadline_in(self._pause_limit)
         self._pauses += 1
-        self._changed.notify_all()  # also steps that an older pause with "keep" has stopped, and its caller
+        self._changed.notify_all()
 
     def pause(self, mode: PauseMode) -> None:
         """Return when no step runs, and (``wait``) no generation either; none starts until ``resume``.
 
-        Blocks its thread: with ``wait`` for as long as the generations in flight last.
-
-        Raises:
-            WeightSyncError: the pause has ended meanwhile.
+        Blocks its thread. WeightSyncError: the pause has ended meanwhile.
         """
         with self._changed:
             for one in self._running if mode == "abort" else ():
@@ -147,10 +144,7 @@ class Generations:
             own = self._pauses
             self._wait_while(lambda: self._pauses == own and bool(self._running if mode == "wait" else self._steps))
             if self._pauses != own:
-                raise WeightSyncError(
-                    "the pause has ended before generation had paused: by /resume, by another /pause, or at its limit "
-                    f"(pause_limit, {self._pause_limit} s)"
-                )
+                raise WeightSyncError("by /resume, another /pause, or its limit the pause ended before all had paused")
 
     def resume(self) -> None:
         """End the pause, if there is one."""

@@ -19,7 +19,7 @@ from wsync.control.session import checksum_of
 from wsync.deadlines import NOW, deadline_in, earlier, remaining
 from wsync.engine.client import EngineClient, EngineError
 from wsync.engine.protocol import NOT_INITIALISED, PAUSE, RESUME, PauseMode
-from wsync.engine.transfers import BodyTransfer, Differences, EngineTransfer, MakeTransfer, VersionSource
+from wsync.engine.transfers import BodyTransfer, Differences, MakeTransfer, VersionSource
 from wsync.errors import LayoutMismatch, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.transforms.delta import Delta
 from wsync.update import Cause, Stage, Update
@@ -85,58 +85,56 @@ class Engine:
         self.connecting: asyncio.Task[str] | None = None
         self._make_transfer, self._chunk_bytes = make_transfer, chunk_bytes
         self._pause, self._delta = pause, delta
-        self._waiting: Job | None = None
+        self._result: asyncio.Future[Cause | None] | None = None  # of the newest version
+        self._waiting: tuple[Job, asyncio.Future[Cause | None]] | None = None
         self._attempt: asyncio.Task[Cause | None] | None = None
         self._running: asyncio.Task[None] | None = None
-        self._transfer: tuple[Layout, VersionSource, BodyTransfer | EngineTransfer] | None = None
+        self._transfer: tuple[Layout, VersionSource, Any] | None = None
         self._delivered: Update | None = None  # the version that it has; None: the next one is sent whole
-        self._submitted: Job | None = None  # whose outcome is waited for
-        self._outcome: Cause | None = None
-        self._answered = asyncio.Event()
 
     def submit(self, job: Job) -> None:
         """Send a version, once the one before has ended. An engine that is absent has died."""
-        self._answered.clear()
+        self._result = asyncio.get_running_loop().create_future()
         if not self.present:
-            return self._settle(Cause("died", self.cause))
-        self._waiting = self._submitted = job
+            return self._result.set_result(Cause("died", self.cause))
+        self._waiting = job, self._result
         if self._running is None:
             self._running = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
         while self._waiting is not None:
-            job, self._waiting = self._waiting, None
+            (job, result), self._waiting = self._waiting, None
             self._attempt = asyncio.ensure_future(self.attempt(job))
             await asyncio.wait([self._attempt])
-            cause = Cause("late", "it was given up") if self._attempt.cancelled() else self._attempt.result()
+            cause = self._late() if self._attempt.cancelled() else self._attempt.result()
             if cause is None and job.differences is not None:
                 self._delivered = job.update
             if cause is not None and cause.kind == "died":
                 self._forget(cause.text)
-            if self._submitted is job:  # else a newer one will answer
-                self._settle(cause)
+            if not result.done():
+                result.set_result(cause)
         self._running = self._attempt = None
 
-    def _settle(self, cause: Cause | None) -> None:
-        self._submitted, self._outcome = None, cause
-        self._answered.set()
+    def _late(self) -> Cause:
+        return Cause("late", f"{self.client.url}: phase {self.client.phase}: no answer before the deadline")
 
     async def outcome(self, deadline: float | None) -> Cause | None:
         """Wait for the outcome of the newest version; at the deadline, give it up (not at ``NOW``)."""
-        try:
+        if self._result is None:
+            return None
+        with suppress(TimeoutError):
             async with asyncio.timeout(remaining(deadline)):
-                await self._answered.wait()
-        except TimeoutError:
-            cause = Cause("late", f"{self.client.url}: phase {self.client.phase}: no answer before the deadline")
-            if deadline == NOW:
-                return cause
-            self._settle(cause)
-            self.give_up()
-        return self._outcome
+                return await asyncio.shield(self._result)
+        cause = self._late()
+        if deadline != NOW:
+            self._give_up(cause)
+        return cause
 
-    def give_up(self) -> None:
+    def _give_up(self, cause: Cause) -> None:
         """Give up the version that is being sent, and the one that waits."""
         self._waiting = None
+        if self._result is not None and not self._result.done():
+            self._result.set_result(cause)
         if self._attempt is not None:
             self._attempt.cancel()
 
@@ -149,13 +147,11 @@ class Engine:
         self._forget(cause)
         if self.connecting is not None:
             self.connecting.cancel("disconnect() was called before it had answered")
-        if self._submitted is not None:
-            self._settle(Cause("died", cause))
-        self.give_up()
+        self._give_up(Cause("died", cause))
 
     async def close(self) -> None:
         """End what is being sent; wait until it has ended, for some seconds."""
-        self.give_up()
+        self._give_up(Cause("died", "the sender was shut down"))
         if self._running is not None:
             await asyncio.wait([self._running], timeout=_RESUME_TIMEOUT)
         await self.client.close()
@@ -166,30 +162,25 @@ class Engine:
         Raises:
             WorkerFailed: its answer is an error. WorkerDied: this was cancelled, with a cause.
         """
+        pause, cause = _SHORTEST, ""
         try:
-            return await self._until_it_answers(worker, deadline)
+            while True:
+                self.client.deadline = earlier(deadline, deadline_in(_PROBE))
+                try:
+                    await self.client.world_size()
+                    return ""
+                except EngineError as error:
+                    if 0 < error.status < 500:
+                        raise WorkerFailed(f"worker {worker}: {error}", {worker: str(error)}, None, [worker]) from error
+                    cause = cause if error.kind == "late" and cause else str(error)
+                if remaining(deadline) == 0.0:
+                    return cause
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST)
         except asyncio.CancelledError as error:
             if not error.args:
                 raise
             raise WorkerDied(f"engine(s) [{worker}]: {error.args[0]}", {worker: error.args[0]}) from None
-
-    async def _until_it_answers(self, worker: int, deadline: float | None) -> str:
-        pause, cause = _SHORTEST, ""
-        while True:
-            self.client.deadline = earlier(deadline, deadline_in(_PROBE))
-            try:
-                await self.client.world_size()
-            except EngineError as error:
-                left = remaining(deadline)
-                if 0 < error.status < 500:
-                    raise WorkerFailed(f"worker {worker}: {error}", {worker: str(error)}, failed=(worker,)) from error
-                cause = cause if error.kind == "late" and cause else str(error)
-                if left == 0.0:
-                    return cause
-                await asyncio.sleep(pause if left is None else min(pause, left))
-                pause = min(2 * pause, _LONGEST)
-            else:
-                return ""
 
     # --- one attempt ---
 
@@ -209,7 +200,7 @@ class Engine:
         except EngineError as error:
             return Cause(error.kind, str(error))
         except TimeoutError:
-            return Cause("late", f"{client.url}: phase {client.phase}: no answer before the deadline")
+            return self._late()
         except Exception:  # noqa: BLE001  a user's transfer raises anything; the trainer raises WorkerFailed
             return Cause("failed", f"{client.url}: phase {client.phase}:\n{traceback.format_exc()}")
         return None
@@ -224,10 +215,10 @@ class Engine:
         try:
             if paused:
                 await self.client.request("pause", f"{PAUSE}?mode={self._pause}")
+            carried = job.layout.nbytes
             if isinstance(transfer, BodyTransfer):
                 carried = await transfer.send(job.update, base, job.differences)
             else:
-                carried = job.layout.nbytes
                 await self._in_thread(transfer.send_weights)
             if paused:
                 await self.client.request("resume", RESUME)
@@ -235,10 +226,13 @@ class Engine:
             self.costs = *self.client.times, carried
         finally:
             source.views = ()
-            if paused:
-                await self._resume()
+            if paused:  # the error that is being raised is the one to report
+                phase, self.client.deadline = self.client.phase, deadline_in(_RESUME_TIMEOUT)
+                with suppress(EngineError):
+                    await self.client.request("resume", RESUME)
+                self.client.phase = phase
 
-    async def _initialised(self, job: Job) -> tuple[VersionSource, BodyTransfer | EngineTransfer]:
+    async def _initialised(self, job: Job) -> tuple[VersionSource, Any]:
         """Phase 1, for a new layout."""
         if self._transfer is None or self._transfer[0] != job.layout:
             self._transfer = self._delivered = None
@@ -254,29 +248,13 @@ class Engine:
 
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         """Call a user's transfer. If it is given up, its requests fail; the next attempt begins when it has ended."""
-
-        def call() -> T:
-            try:
-                return function(*arguments)
-            except Exception:
-                raise
-            except BaseException as error:  # SystemExit would end the control thread
-                raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-        calling = asyncio.ensure_future(run_blocking("engine", call))
+        calling = asyncio.ensure_future(run_blocking("engine", function, *arguments))
         try:
             return await asyncio.shield(calling)
         finally:
             if not calling.done():
                 self.client.deadline = NOW
                 await asyncio.wait([calling])
-
-    async def _resume(self) -> None:
-        """Do not leave the engine paused. The error that is being raised is the one to report."""
-        phase, self.client.deadline = self.client.phase, deadline_in(_RESUME_TIMEOUT)
-        with suppress(EngineError):
-            await self.client.request("resume", RESUME)
-        self.client.phase = phase
 
 
 class Engines:
@@ -384,11 +362,7 @@ class Engines:
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
         """Phase init, for engines that have connected before there was a layout."""
-        return self._loop.call(self._check(Job(layout, deadline)))
-
-    async def _check(self, job: Job) -> Mapping[int, Cause]:
-        workers = self.workers
-        return _failed(workers, await asyncio.gather(*(self._engines[worker].attempt(job) for worker in workers)))
+        return self._loop.call(self._each(self.workers, lambda engine: engine.attempt(Job(layout, deadline))))
 
     def reserve(self, deadline: float | None) -> Buffer:
         """Return private memory."""
@@ -413,7 +387,12 @@ class Engines:
         return self._loop.call(self._outcomes(workers, deadline))
 
     async def _outcomes(self, workers: Sequence[int], deadline: float | None) -> Mapping[int, Cause]:
-        return _failed(workers, await asyncio.gather(*(self._engines[worker].outcome(deadline) for worker in workers)))
+        return await self._each(workers, lambda engine: engine.outcome(deadline))
+
+    async def _each(self, workers: Sequence[int], ask: Callable[[Engine], Any]) -> Mapping[int, Cause]:
+        """Ask engines side by side; return the causes that some have answered."""
+        causes = await asyncio.gather(*(ask(self._engines[worker]) for worker in workers))
+        return {worker: cause for worker, cause in zip(workers, causes, strict=True) if cause is not None}
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         """Return the slowest engine's seconds of waiting and of loading, and the most bytes that one was sent."""
@@ -435,7 +414,3 @@ class Engines:
 
     async def _end_all(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
-
-
-def _failed(workers: Sequence[int], causes: Sequence[Cause | None]) -> Mapping[int, Cause]:
-    return {worker: cause for worker, cause in zip(workers, causes, strict=True) if cause is not None}

@@ -1,10 +1,9 @@
 """What a trainer and an engine exchange over HTTP: routes, JSON fields, and bodies with weights.
 
 Routes, fields and modes are those of vLLM 0.32: "Weight Transfer" (docs.vllm.ai/en/v0.32.0/training/weight_transfer/)
-and "Async Reinforcement Learning" (docs.vllm.ai/en/v0.32.0/training/async_rl/), in its source
-``vllm/entrypoints/rl/online/api_router.py``. There the weights themselves travel by NCCL or CUDA IPC. The *body
-transfer* is an addition of this library: bodies of ``/update_weights`` have the packed weights, and
-``/start_weight_update`` has fields. vLLM does not have it.
+and "Async Reinforcement Learning" (docs.vllm.ai/en/v0.32.0/training/async_rl/). There the weights themselves travel by
+NCCL or CUDA IPC. The *body transfer* is an addition of this library: bodies of ``/update_weights`` have the packed
+weights, and ``/start_weight_update`` has fields.
 
 =====================================  =================================================================================
 request                                fields of the body transfer: of JSON; of *update*, in its query
@@ -25,9 +24,6 @@ now has, and the seconds that this took: ``wait_seconds`` for the gate, ``apply_
 With ``Delta`` (``delta`` is true) a version may come as differences to one that the engine has, which ``base`` names in
 *start*. A body of *update* that names it, too, is the difference of its range (``wsync/transforms/delta.py``). An
 engine that does not have the base answers *start* with the reason ``no_base``, and is sent the full version.
-
-``weight_version`` and ``GET /weight_info`` are as on vLLM's main branch (docs/training/weight_transfer/README.md at
-commit 0318007); servers that do not have them ignore the field.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import inspect
 import json
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from wsync.control.loop import run_blocking
 from wsync.engine import protocol
 from wsync.engine.generations import Generation, Generations
 from wsync.engine.weights import EngineWeights, Refused
@@ -57,17 +58,13 @@ class EngineApp:
         self._pause: Pause = pause or generations.pause
         self._resume: Resume = resume or generations.resume
         self._paused = False
-        self._pausing_for: object = None  # the request of the last /pause; None after a /resume
-        self._updating = asyncio.Lock()  # guards `_reading`: one body at a time is in memory
-        self._reading: asyncio.Task[memoryview] | None = None
-        # Not the event loop's own threads: an engine may keep all of those busy with generations that are paused.
-        self._loading, self._resuming = ThreadPoolExecutor(1, "wsync-load"), ThreadPoolExecutor(1, "wsync-resume")
-        self._pausing = ThreadPoolExecutor(thread_name_prefix="wsync-pause")
+        self._updating = asyncio.Lock()  # one body at a time is in memory
+        self._loading = ThreadPoolExecutor(1, "wsync-load")
         routes = [
-            self._route(protocol.INIT, self._initialise),
-            self._route(protocol.START, self._phase(weights.start, "Weight update started")),
+            self._phase(protocol.INIT, weights.initialise, "Weight transfer initialized", _LAYOUT_BYTES),
+            self._phase(protocol.START, weights.start, "Weight update started"),
             self._route(protocol.UPDATE, self._update),
-            self._route(protocol.FINISH, self._phase(weights.finish, "Weight update finished")),
+            self._phase(protocol.FINISH, weights.finish, "Weight update finished"),
             self._route(protocol.PAUSE, self._pause_generation),
             self._route(protocol.RESUME, self._resume_generation),
             self._question(protocol.IS_PAUSED, lambda: {"is_paused": self._paused if pause else generations.paused}),
@@ -100,10 +97,9 @@ class EngineApp:
         return self._generations.generation()
 
     def close(self) -> None:
-        """End a pause, and the threads that load weights and pause generation. The server's end calls it."""
-        for threads in (self._loading, self._pausing, self._resuming):
-            threads.shutdown(wait=False)
-        self._generations.resume()  # what waits in them, or in a generation, would keep the process from ending
+        """End a pause, and the thread that loads weights. The server's end calls it."""
+        self._loading.shutdown(wait=False)
+        self._generations.resume()  # what waits in a generation would keep the process from ending
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one request (an ASGI application); without the token nothing of it is looked at."""
@@ -145,20 +141,13 @@ class EngineApp:
 
         return self._route(path, ask, "GET")
 
-    def _phase(self, function: Callable[[Any], Mapping[str, Any] | None], message: str) -> Endpoint:
+    def _phase(self, path: str, function: Callable[[Any], Any], message: str, limit: int = _FIELDS_BYTES) -> Route:
         async def run(request: Request) -> Mapping[str, Any]:
-            fields = await _fields(request, _FIELDS_BYTES)
+            fields = await _fields(request, limit)
             async with self._updating:
                 return await self._load(message, function, fields)
 
-        return run
-
-    async def _initialise(self, request: Request) -> Mapping[str, Any]:
-        fields = await _fields(request, _LAYOUT_BYTES)
-        if self._reading is not None:
-            self._reading.cancel()  # the trainer before, whose body may never end
-        async with self._updating:
-            return await self._load("Weight transfer initialized", self._weights.initialise, fields)
+        return self._route(path, run)
 
     async def _update(self, request: Request) -> Mapping[str, Any]:
         kind = request.headers.get("content-type", "").split(";")[0].strip()
@@ -166,36 +155,24 @@ class EngineApp:
             raise Refused(415, f"{protocol.UPDATE} takes {protocol.WEIGHTS} here (transfer '{protocol.TRANSFER}')")
         async with self._updating:
             buffer = self._weights.body_buffer()
-            reading = self._reading = asyncio.ensure_future(_read(request, len(buffer), buffer))
-            try:
-                await asyncio.wait([reading])
-            finally:
-                self._reading = None
-                reading.cancel()
-            if reading.cancelled():
-                raise Refused(409, "another trainer has initialised this engine since: each engine has one trainer")
-            return await self._load("Weights updated", self._weights.add, dict(request.query_params), reading.result())
+            body = await _read(request, len(buffer), buffer)
+            return await self._load("Weights updated", self._weights.add, dict(request.query_params), body)
 
     async def _load(self, message: str, function: Callable[..., Mapping[str, Any] | None], *arguments: object) -> Any:
         """Take a phase of an update in the thread that loads weights, so that the server goes on answering."""
-        return {"message": message, **(await _in(self._loading, function, *arguments) or {})}
+        loop = asyncio.get_running_loop()
+        return {"message": message, **(await loop.run_in_executor(self._loading, function, *arguments) or {})}
 
     async def _pause_generation(self, request: Request) -> Mapping[str, Any]:
         mode = request.query_params.get("mode", "abort")
         if mode not in protocol.PAUSE_MODES:
             raise Refused(400, f"mode is one of {', '.join(protocol.PAUSE_MODES)}, not {mode!r}")
-        own = self._pausing_for = object()
-        await _call(self._pausing, self._pause, mode)
-        if self._pausing_for is not own:
-            if self._pausing_for is None:  # that /resume may have found nothing to end yet
-                await _call(self._resuming, self._resume)
-            raise Refused(409, "/resume, or another /pause, came before generation had paused")
+        await _call("pause", self._pause, mode)
         self._paused = True
         return {"status": "paused"}
 
     async def _resume_generation(self, request: Request) -> Mapping[str, Any]:
-        self._pausing_for = None
-        await _call(self._resuming, self._resume)
+        await _call("resume", self._resume)
         self._paused = False
         return {"status": "resumed"}
 
@@ -209,14 +186,10 @@ async def _no_route(request: Request, error: HTTPException) -> JSONResponse:
     return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
 
-def _in(threads: Executor, function: Callable[..., Any], *arguments: object) -> Awaitable[Any]:
-    return asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
-
-
-async def _call(threads: Executor, function: Callable[..., Any], *arguments: object) -> None:
-    """Call a function that may block in a thread; await one that is asynchronous."""
+async def _call(name: str, function: Callable[..., Any], *arguments: object) -> None:
+    """Call a function that may block in a thread of its own; await one that is asynchronous."""
     asynchronous = inspect.iscoroutinefunction(function)
-    result = function(*arguments) if asynchronous else await _in(threads, function, *arguments)
+    result = function(*arguments) if asynchronous else await run_blocking(name, function, *arguments)
     if inspect.isawaitable(result):
         await result
 

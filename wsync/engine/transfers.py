@@ -6,7 +6,7 @@ import asyncio
 import base64
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import torch
@@ -18,17 +18,6 @@ from wsync.engine.client import EngineClient, EngineError
 from wsync.transforms.delta import Delta
 from wsync.update import Update
 from wsync.weights.layout import ALIGNMENT, Layout
-
-
-class EngineTransfer(Protocol):
-    """Takes versions to one engine. vLLM's ``TrainerWeightTransferEngine`` has this method."""
-
-    def send_weights(self) -> None:
-        """Send what its source has now: phases start, update and finish.
-
-        Called once per update, in a thread of its own. Whatever it raises, the trainer raises as ``WorkerFailed``.
-        """
-        ...
 
 
 class ParamMeta(NamedTuple):
@@ -70,8 +59,10 @@ class VersionSource:
         """Return None. vLLM calls it for the tensors that this process holds; None means all."""
 
 
-MakeTransfer = Callable[[EngineClient, VersionSource], EngineTransfer]
-"""Makes the transfer to one engine. Called in a thread of its own before the first version, as phase 1 (init)."""
+MakeTransfer = Callable[[EngineClient, VersionSource], Any]
+"""Makes the transfer to one engine, as phase 1 (init). Its ``send_weights()`` sends what the source has now, by the
+phases start, update and finish, as vLLM's ``TrainerWeightTransferEngine`` does. Both are called in threads of their
+own. Exceptions that they raise, the trainer raises as ``WorkerFailed``."""
 
 
 class Differences:
@@ -130,12 +121,15 @@ class BodyTransfer:
             update: the version.
             base: the one that the engine has, as far as the trainer can tell; None if it is not known.
             differences: of ``update`` to others; None: whole tensors are sent.
-
-        Raises:
-            EngineError: a request failed.
         """
         named: dict[str, str | int] = {"session": self._session, "weight_version": str(update.version)}
-        if base is None or differences is None or not await self._begin(named | {"base": str(base.version)}):
+        base = base if differences is not None else None
+        try:
+            fields = named if base is None else named | {"base": str(base.version)}
+            await self._client.request("start", protocol.START, fields)
+        except EngineError as error:
+            if error.reason != protocol.NO_BASE:
+                raise
             base = None
             await self._client.request("start", protocol.START, named)
         carried = 0
@@ -152,13 +146,3 @@ class BodyTransfer:
         checksum = {"session": self._session, "checksum": f"{update.checksum:016x}"}
         await self._client.finish(str(update.version), checksum, named=True)
         return carried
-
-    async def _begin(self, fields: dict[str, str | int]) -> bool:
-        """Begin a version with a base; return whether the engine has the base."""
-        try:
-            await self._client.request("start", protocol.START, fields)
-        except EngineError as error:
-            if error.reason != protocol.NO_BASE:
-                raise
-            return False
-        return True

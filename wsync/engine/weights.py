@@ -14,8 +14,9 @@ from wsync.engine import protocol
 from wsync.errors import LayoutMismatch, WeightSyncError
 from wsync.gate import entered_for_forward_of, process_gate
 from wsync.transforms.delta import apply_difference, require_zstandard
+from wsync.weights.binding import Target
 from wsync.weights.layout import Layout
-from wsync.weights.targets import Destination, Target, mixed_weights
+from wsync.weights.targets import Destination, mixed_weights
 
 
 class Refused(Exception):
@@ -33,13 +34,7 @@ class Refused(Exception):
 
 
 class _Session:
-    """What one trainer has initialised.
-
-    Args:
-        name: the trainer's random name for it.
-        layout: the layout of the weights.
-        chunk_bytes: the most bytes of weights in a body.
-        target: takes the weights.
+    """What one trainer has initialised, under a random name.
 
     Attributes:
         body: each body is read into it.
@@ -82,19 +77,11 @@ class EngineWeights:
         self._session: _Session | None = None
 
     def body_buffer(self) -> bytearray:
-        """Return the memory into which a body with weights is read; its length is the largest size of one.
-
-        Raises:
-            Refused: no trainer has initialised this engine.
-        """
+        """Return the memory into which a body with weights is read; Refused: no trainer has initialised this engine."""
         return self._require_session().body
 
     def initialise(self, fields: Mapping[str, Any]) -> None:
-        """Phase 1: check that weights of a layout would fit, and make room for a version.
-
-        Raises:
-            Refused: a field is wrong, or the weights do not fit, or are too large.
-        """
+        """Phase 1: make room for a version; Refused: weights of this layout do not fit, or are too large."""
         info = fields.get("init_info")
         if not isinstance(info, dict) or info.get("transfer") != protocol.TRANSFER:
             raise Refused(400, f"init_info.transfer is '{protocol.TRANSFER}' here, not {str(info)[:99]}")
@@ -121,11 +108,7 @@ class EngineWeights:
         self._session = _Session(name, layout, chunk_bytes, target)
 
     def start(self, fields: Mapping[str, Any]) -> None:
-        """Phase 2: forget what has been received of another version.
-
-        Raises:
-            Refused: another trainer has initialised this engine, or none has; or the base is not here.
-        """
+        """Phase 2: forget what has been received of another version; Refused: the base is not here."""
         session = self._current(_text(fields, "session"))
         version, base = _text(fields, "weight_version"), _text(fields, "base") if "base" in fields else None
         if base is not None and base != session.held:
@@ -133,11 +116,7 @@ class EngineWeights:
         session.receiving, session.base, session.arrived = version, base, 0
 
     def add(self, fields: Mapping[str, Any], body: memoryview) -> None:
-        """Phase 3: keep the next bytes of the version.
-
-        Raises:
-            Refused: they are of another version, or not the next ones, or not as many as they are said to be.
-        """
+        """Phase 3: keep the next bytes of the version; Refused: they are others."""
         session, base = self._begun(fields), fields.get("base")
         begin, end = (int(text) if (text := _text(fields, name)).isdecimal() else -1 for name in ("begin", "end"))
         if begin != session.arrived or not begin < end <= session.layout.nbytes or end - begin > len(session.body):
@@ -179,13 +158,13 @@ class EngineWeights:
 
     def _install(self, session: _Session, version: str, asked: float) -> dict[str, Any]:
         began = time.perf_counter()
-        mixed = mixed_weights("this engine", f"version {version}")
         try:
             session.target.install(session.views)
-            mixed = ""
-        finally:
-            if not mixed or session.target.mixed:
-                self._set_mixed(mixed)
+        except BaseException:
+            if session.target.mixed:
+                self._set_mixed(mixed_weights("this engine", f"version {version}"))
+            raise
+        self._set_mixed("")
         self.version = version
         seconds = {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
         return {"weight_version": version, **seconds}
@@ -207,11 +186,7 @@ class EngineWeights:
         """Nothing is in use."""
 
     def require_whole(self) -> None:
-        """Check that no load has failed half-way since the last one that has succeeded.
-
-        Raises:
-            Refused: the weights may be of two versions.
-        """
+        """Raise ``Refused`` if the weights may be of two versions, because a load has failed half-way."""
         if self.mixed:
             raise Refused(503, self.mixed)
 
