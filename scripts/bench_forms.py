@@ -1,11 +1,14 @@
-"""What each way to call ``send`` costs, beside ``send()`` without an argument: shared memory, two workers.
+"""What each way to call ``send`` costs, beside ``send()`` without an argument: shared memory, 64 KiB to two workers.
 
 The time is that of the call; what the caller takes to make the argument is shown apart. Every form is called in blocks
 of its own, the blocks in turn; and call by call in turn with the others. *A byte and back* is what an acknowledgement
 costs at least: a byte to each of two processes by a pipe, and one from each, after the same writes to the parameters.
 
-    python scripts/bench_forms.py                       # 64 KiB in 4 tensors
-    python scripts/bench_forms.py --mib 1 --tensors 20
+    python scripts/bench_forms.py
+    python scripts/bench_forms.py --phases    # where the time of a published update of 18 KiB goes
+
+*warm*: updates one after another. *cold*: before each, 16 MiB and twenty thousand objects pass through the caches, as
+when a trainer learns or waits between two updates.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ from tensordict import TensorDict
 
 import wsync
 
-Form = Callable[[], Any]
 Times = dict[str, list[float]]
+MIB, TENSORS, ROUNDS = 0.0625, 4, 300
+SMALL, UPDATES = (0.018, 6), 1000  # of --phases
 BLOCK = 50  # calls of one form in a row
 SETTLE = 10  # first calls of a block, more than those, that do not count: there the form before is still prepared
 ROW = BLOCK + SETTLE
@@ -51,7 +55,7 @@ def parameters(model: RevealingModel) -> Any:
     return weights.data
 
 
-def forms(model: RevealingModel) -> dict[str, Form]:
+def forms(model: RevealingModel) -> dict[str, Callable[[], Any]]:
     """Return what makes the argument of ``send``, by the text of the call."""
     same = parameters(model)
     return {
@@ -63,26 +67,23 @@ def forms(model: RevealingModel) -> dict[str, Form]:
     }
 
 
-def measure(scheme: wsync.WeightSyncScheme, given: str, mib: float, tensors: int, rounds: int) -> list[Times]:
+def measure(scheme: wsync.WeightSyncScheme, given: str) -> list[Times]:
     """Return the seconds of each form's calls in blocks, those to make its argument, and those of its calls in turn.
 
     Args:
         scheme: a new one.
         given: what the scheme is initialised with, ``"model"`` or ``"weights"``.
-        mib: the size in MiB of the model.
-        tensors: their number.
-        rounds: calls of each form.
     """
-    model = RevealingModel(mib, tensors)
+    model = RevealingModel(MIB, TENSORS)
     source: Any = model if given == "model" else parameters(model)
     scheme.init_on_sender("policy", num_workers=2, **{given: source})
     make = forms(model)
     names = [*make, FLOOR]
-    blocks = [(name, place >= SETTLE) for _ in range(max(1, rounds // BLOCK)) for name in names for place in range(ROW)]
+    blocks = [(name, place >= SETTLE) for _ in range(ROUNDS // BLOCK) for name in names for place in range(ROW)]
     found: list[Times] = []
-    with worker_processes(echo, 2) as echoes, worker_processes(receive_updates, 2, scheme, mib, tensors), scheme:
+    with worker_processes(echo, 2) as echoes, worker_processes(receive_updates, 2, scheme, MIB, TENSORS), scheme:
         scheme.connect()
-        for order in (blocks, [(name, True) for name in names * rounds]):
+        for order in (blocks, [(name, True) for name in names * ROUNDS]):
             took, made = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
             for number, (name, counts) in enumerate(order):
                 fill(model, float(number))
@@ -100,21 +101,47 @@ def measure(scheme: wsync.WeightSyncScheme, given: str, mib: float, tensors: int
     return found[:3]
 
 
-def main(
-    mib: Annotated[float, typer.Option(help="MiB of all weights together.")] = 0.0625,
-    tensors: Annotated[int, typer.Option(min=1)] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Calls of each form.")] = 300,
-) -> None:
+def phases() -> Table:
+    """Return the table of the phases of a small update, with warm and with cold caches."""
+    scheme, large = wsync.SharedMemWeightSyncScheme(acknowledge="published"), torch.zeros(4 << 20)
+    scheme.init_on_sender("policy", model=RevealingModel(*SMALL), num_workers=2)
+
+    def stir() -> None:
+        large.add_(1.0)
+        sum({str(number): number for number in range(20_000)}.values())
+
+    columns = list[dict[str, float]]()
+    with worker_processes(receive_updates, 2, scheme, *SMALL), scheme:
+        scheme.connect()
+        for between, rounds in ((lambda: None, UPDATES), (stir, UPDATES // 10)):
+            costs = defaultdict[str, list[float]](list)
+            for _ in range(rounds):
+                between()
+                report = scheme.send()
+                assert report is not None
+                for name, seconds in {**report.phases, "all": report.seconds}.items():
+                    costs[name].append(seconds * 1e6)
+            columns.append({name: statistics.median(times) for name, times in costs.items()})
+    table = Table("µs, p50", "warm", "cold", box=None)
+    for name in columns[0]:
+        table.add_row(name, *(f"{column[name]:.1f}" for column in columns))
+    return table
+
+
+def main(show_phases: Annotated[bool, typer.Option("--phases", help="Of one small update, instead.")] = False) -> None:
     """Measure, and show a table."""
     torch.set_num_threads(1)
-    title = f"{mib:g} MiB in {tensors} tensors to 2 workers; p50 in µs"
+    if show_phases:
+        Console().print(phases())
+        return
+    title = f"{MIB:g} MiB in {TENSORS} tensors to 2 workers; p50 in µs"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("", "call", "in blocks", "beside send()", "in turn", "to make the argument"):
         table.add_column(heading, justify="left" if heading in ("", "call") else "right", no_wrap=True)
     cases = [(acknowledge, given) for acknowledge in ("installed", "published") for given in ("model", "weights")]
     for acknowledge, given in track(cases, transient=True):
         scheme = wsync.WeightSyncScheme.from_backend("shared_mem", acknowledge=acknowledge)
-        blocks, made, turns = measure(scheme, given, mib, tensors, rounds)
+        blocks, made, turns = measure(scheme, given)
         label, base = f"{acknowledge}, {given}=", statistics.median(blocks["send()"])
         for name, times in blocks.items():
             p50, turn, own = (statistics.median(one) for one in (times, turns[name], made[name]))

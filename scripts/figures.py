@@ -5,7 +5,7 @@ docs/figures.md, the pictures beside it. A benchmark that fails is on the page a
 the exit status is 1.
 
     python scripts/figures.py                       # needs pip install -e '.[bench,mujoco,atari,delta]'
-    python scripts/figures.py --only forms --only start
+    python scripts/figures.py --only forms --only phases
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ BENCHMARKS = (
         "phases",
         "Where the time of a small update goes",
         "18 KiB in 6 tensors to two workers. *Warm*: one update after another. *Cold*: other work between two updates.",
-        "scripts/profile_sync.py",
+        "scripts/bench_forms.py --phases",
     ),
     Benchmark(
         "transforms",
@@ -122,19 +122,13 @@ BENCHMARKS = (
         "Training: CartPole until it is solved, beside Stable-Baselines3",
         "Seconds count from the first step of an environment. Ours steps all environments at once and has two "
         "workers; Stable-Baselines3 has its tuned settings.",
-        "scripts/bench_train.py",
+        "scripts/bench_returns.py --solve --seeds 5",
     ),
     Benchmark(
         "returns",
         "Training: HalfCheetah, beside Stable-Baselines3",
         "The same settings on both sides, 100,000 frames.",
         "scripts/bench_returns.py --seeds 2",
-    ),
-    Benchmark(
-        "start",
-        "Until a process can begin",
-        "A process that imports, and ends.",
-        "scripts/bench_start.py --rounds 5",
     ),
 )
 _PROGRESS = re.compile(r"→|(send|update) .*: p50 |.*, seed \d+: |A\.L\.E|\[Powered")  # or known from the table

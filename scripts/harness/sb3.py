@@ -2,7 +2,7 @@
 
     python scripts/harness/sb3.py '{"env": {...}, "algorithm": {...}, ...}'
 
-A process of its own, which ``bench_returns.py`` and ``bench_train.py`` start. Environments, wrappers and PPO's settings
+A process of its own, which ``bench_returns.py`` starts. Environments, wrappers and PPO's settings
 are those of the run; the networks are ``MlpPolicy``, ``CnnPolicy`` or ``MlpLstmPolicy``. It has no ``reward_scale`` and
 ``epochs_final``. With ``stop_when_solved`` it ends when the mean of the last 100 returns reaches ``env.solved_at``.
 Seconds count from the first step of an environment.

@@ -42,7 +42,7 @@ def options(folder: Path, *overrides: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "nothing",
-    ["check_torn.py --forwards=0", "check_kills.py --kills=0", "check_kills.py --pause=0", "bench_start.py --rounds=0",
+    ["check_torn.py --forwards=0", "check_kills.py --kills=0", "check_kills.py --pause=0",
      "bench_collect.py --seconds=0", "bench_transforms.py --rounds=0"],
 )  # fmt: skip
 def test_a_script_refuses_to_measure_nothing(
