@@ -152,7 +152,6 @@ class WorkerInbox:
         loop = asyncio.get_running_loop()
         if self._session is not None and self._running is not None and not self._running.done():
             await self._session.leave()
-            self._running.cancel()
             await asyncio.wait([self._running])
         if self._arena is not None:
             loop.remove_reader(self._arena.wake)

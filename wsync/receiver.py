@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
 
@@ -277,6 +278,11 @@ class Receiver:
         self.announced_at = time.perf_counter()
         process_gate().settle()
 
+    def missed(self, version: int, error: str) -> None:
+        """A version has not arrived, and will not."""
+        self._failure, self._failed_version = error, version
+        self._notify()
+
     def ended(self, cause: str, *, finished: bool) -> None:
         """The connection has ended."""
         if self._phase is Phase.OPEN:
@@ -306,7 +312,8 @@ class Receiver:
             process_gate().attach(self._hook)
             if first and self.on_request:
                 self._pulling += 1
-                self.inbox.fetch(deadline)
+                with suppress(TimeoutError):
+                    self.inbox.fetch(deadline)
             process_gate().call_without_forward(bool)
             self._wait(deadline, lambda: max(self.version, self._failed_version) >= first or None)
             if first and self._failed_version >= first > self.version:
