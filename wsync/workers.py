@@ -417,9 +417,19 @@ class Workers:
         if by_words:
             causes |= self._wait_for_words(by_words, version, stage, deadline)
         if others:
-            causes |= self._loop.call(wait_for(others, version, stage, deadline))
+            causes |= self._loop.call(self._wait_for_answers(others, version, stage, deadline))
         if not causes and stage != "received":
             self._given.pop(version, None)
+        return causes
+
+    async def _wait_for_answers(
+        self, sessions: Mapping[int, WorkerSession], version: int, stage: Stage, deadline: float | None
+    ) -> dict[int, Cause]:
+        """Wait; at a deadline, end the connections whose medium does not return otherwise (0.0 is no deadline)."""
+        causes = await wait_for(sessions, version, stage, deadline)
+        for worker, session in sessions.items():
+            if causes.get(worker) is LATE and deadline and session.waits_for_close:
+                session.end("its transport was still in a call at the deadline: it was disconnected")
         return causes
 
     def _wait_for_words(

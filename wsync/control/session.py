@@ -189,6 +189,11 @@ class WorkerSession:
         else:
             self.post(Decide(version, commit))
 
+    @property
+    def waits_for_close(self) -> bool:
+        """Whether the medium is in code that only its ``close`` ends."""
+        return self._medium is not None and self._medium.waits_for_close
+
     # --- what the worker has ---
 
     def state(self, version: int, stage: Stage) -> bool | Cause:
