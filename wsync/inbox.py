@@ -153,10 +153,7 @@ class WorkerInbox:
     async def _close(self) -> None:
         loop = asyncio.get_running_loop()
         if self._session is not None and self._running is not None and not self._running.done():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._session.leave()
-            self._running.cancel()
+            await self._session.leave()
             await asyncio.wait([self._running])
         if self._arena is not None:
             loop.remove_reader(self._arena.wake)

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
 
@@ -285,6 +286,11 @@ class Receiver:
         self.announced_at = time.perf_counter()
         process_gate().settle()
 
+    def missed(self, version: int, error: str) -> None:
+        """A version has not arrived, and will not."""
+        self._failure, self._failed_version = error, version
+        self._notify()
+
     def ended(self, cause: str, *, finished: bool) -> None:
         """The connection has ended."""
         if self._phase is Phase.OPEN:
@@ -315,7 +321,8 @@ class Receiver:
             process_gate().attach(self._hook)
             if first and self.on_request:
                 self._pulling += 1
-                self.inbox.fetch(deadline)
+                with suppress(TimeoutError):
+                    self.inbox.fetch(deadline)
             process_gate().call_without_forward(bool)
             # Where updates are passed on, the first one has been when this returns.
             self._wait(

@@ -165,7 +165,7 @@ class WeightSyncScheme:
 
     def make_medium(self, worker_idx: int) -> Medium:
         """Return what carries the weights of one connection, at either end, where the arena does not."""
-        if getattr(self.create_transport, "__func__", None) is WeightSyncScheme.create_transport:
+        if type(self).create_transport is WeightSyncScheme.create_transport:
             return InlineMedium()
         create = _method(self.create_transport)
         return TransportMedium(

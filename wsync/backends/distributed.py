@@ -58,7 +58,7 @@ class GroupScheme(WeightSyncScheme):
 
     def make_medium(self, worker_idx: int) -> Medium:
         """Return what carries the weights of one connection; a transport, if a subclass makes one."""
-        if getattr(self.create_transport, "__func__", None) is not GroupScheme.create_transport:
+        if type(self).create_transport is not GroupScheme.create_transport:
             return super().make_medium(worker_idx)
         return GroupMedium(self.backend, self._group, worker_idx, self.inline_bytes, self.timeout)
 

@@ -169,6 +169,8 @@ async def run_blocking(name: str, function: Callable[P, T], *args: P.args, **kwa
             result = function(*args, **kwargs)
         except BaseException as raised:  # noqa: BLE001  raised again where it is awaited
             error = raised
+            if not isinstance(raised, Exception) or isinstance(raised, StopIteration):  # these would end the loop
+                error = RuntimeError(f"{type(raised).__name__}: {raised}")
         with suppress(RuntimeError):  # the loop has ended: nothing awaits the result
             loop.call_soon_threadsafe(settle, result, error)
 

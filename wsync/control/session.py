@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from wsync.weights.packing import Buffer
 
 _KEPT_REFUSALS = 1000
+_FAREWELL = 1.0  # seconds for a worker to say that it has shut down
+_CLOSING = 4.0  # seconds for a medium to end what it does, once its connection has ended
 
 
 class Medium(Protocol):
@@ -84,7 +86,16 @@ class Medium(Protocol):
         """Make ``send`` and ``receive`` raise, at once. Idempotent."""
 
     async def wait_closed(self) -> None:
-        """After ``close``: return when nothing of the medium is left, or a little later."""
+        """Wait until the threads that carry something have ended, after ``close``."""
+
+
+async def _closed(medium: Medium | None) -> None:
+    """Wait until a medium has ended what it does."""
+    if medium is not None:
+        medium.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSING):
+                await medium.wait_closed()
 
 
 def checksum_of(memory: memoryview | bytes, extra: bytes) -> int:
@@ -142,7 +153,8 @@ class WorkerSession:
         self._messages: deque[Message] = deque()
         self._waiting: deque[Update] = deque()  # they have not begun to travel
         self._newest: Update | None = None  # what the worker may ask for
-        self._asked = False  # whether it has asked while there was nothing
+        self._unanswered = 0  # requests that came before there was a version
+        self._fetched = 0  # the newest version for which it has asked
         self._base: Update | None = None  # what the worker has received whole
         self._wake = asyncio.Event()
         self._changes: set[asyncio.Event] = set()
@@ -161,7 +173,8 @@ class WorkerSession:
         if self._on_request and not update.undecided:
             self._newest = update
             self.post(Newest(update.version))
-            if self._asked:
+            unanswered, self._unanswered = self._unanswered, 0
+            for _ in range(unanswered):
                 self._fetch()
             return
         if not update.undecided:
@@ -225,8 +238,7 @@ class WorkerSession:
             for task in (reading, writing):
                 task.cancel()
             await asyncio.wait([reading, writing])
-            if self._medium is not None:
-                await self._medium.wait_closed()
+            await _closed(self._medium)
 
     def end_if_stuck(self) -> bool:
         """At a deadline: end the connection if only that ends a call of the medium; return whether it is so."""
@@ -327,14 +339,16 @@ class WorkerSession:
             self._changed()
 
     def _fetch(self) -> None:
+        """Say which version is the newest, as soon as there is one, and send it, unless the worker has been sent it."""
         newest = self._newest
-        self._asked = newest is None
-        if newest is None or newest.version <= self.installed:
-            self.post(Newest(0 if newest is None else newest.version))
-        else:
+        if newest is None:
+            self._unanswered += 1
+            return
+        self.post(Newest(newest.version, asked=True))
+        if newest.version > self._fetched:
+            self._fetched = newest.version
             self._waiting.clear()
             self._waiting.append(newest)
-            self._wake.set()
 
 
 async def wait_for(
@@ -448,6 +462,9 @@ class Owner(Protocol):
         """Return the version that a forward that starts now would use."""
         ...
 
+    def missed(self, version: int, error: str) -> None:
+        """A version has not arrived, and will not: why."""
+
     def ended(self, cause: str, *, finished: bool) -> None:
         """The connection has ended; ``finished``: the sender has shut down in order."""
 
@@ -484,7 +501,9 @@ class SessionInbox:
         self._refusals: deque[Refused] = deque()
         self._times = (0.0, 0.0)
         self._wake = asyncio.Event()
-        self._fetching: list[asyncio.Future[None]] = []
+        self._fetching: deque[asyncio.Future[int]] = deque()  # each gets the version that is the newest one
+        self._arrived, self._arrival = 0, asyncio.Event()  # the newest version that is here, or will not be
+        self._ended = False
         self._busy: asyncio.Task[None] | None = None  # receives an update through the medium
         self._later = deque[tuple[Any, Any]]()  # messages that have come meanwhile
 
@@ -528,36 +547,45 @@ class SessionInbox:
             if error is not None and not isinstance(error, ConnectionError):
                 cause = f"{type(error).__name__}: {error}"
         finally:
-            for task in (reading, telling, self._busy):
-                if task is not None:
-                    task.cancel()
+            self._ended = True
+            tasks = [task for task in (reading, telling, self._busy) if task is not None]
+            for task in tasks:
+                task.cancel()
             self._medium.close()
             self._link.close(ConnectionError(cause))
             self._prepared.clear()
-            for future in self._fetching:
-                future.done() or future.set_result(None)
+            self._answer_fetch(*[0] * len(self._fetching))
+            self._arrival.set()
             self._owner.ended(cause, finished=finished)
-            await asyncio.wait([reading, telling])
-            await self._medium.wait_closed()
+            await asyncio.wait(tasks)
+            await _closed(self._medium)
 
     async def leave(self) -> None:
-        """Tell the sender that this worker has shut down in order."""
-        with suppress(ConnectionError):
-            await self._link.send(Leaving())
+        """Tell the sender that this worker has shut down in order, and end the connection."""
+        with suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(_FAREWELL):
+                await self._link.send(Leaving())
+        self._link.close(ConnectionError("this end was shut down"))
 
     async def fetch(self) -> None:
-        """Ask for the newest version; return when it is staged or refused, or there is no newer one."""
-        future = asyncio.get_running_loop().create_future()
-        self._fetching.append(future)
-        try:
+        """Ask for the newest version; return when it, or the first, is staged or refused, or the connection has ended."""
+        answer = asyncio.get_running_loop().create_future()
+        with suppress(ConnectionError):
+            self._fetching.append(answer)
             await self._link.send(Fetch())
-            await future
-        finally:
-            self._fetching.remove(future)
+            newest = await answer
+            while self._arrived < newest and not self._ended:
+                self._arrival.clear()
+                await self._arrival.wait()
 
-    def _fetched(self) -> None:
-        for future in self._fetching:
-            future.done() or future.set_result(None)
+    def _answer_fetch(self, *versions: int) -> None:
+        for version in versions:
+            answer = self._fetching.popleft()
+            answer.done() or answer.set_result(version)
+
+    def _note_arrival(self, version: int) -> None:
+        self._arrived = max(self._arrived, version)
+        self._arrival.set()
 
     async def _take(self) -> None:
         while True:
@@ -602,10 +630,10 @@ class SessionInbox:
                     self._stage(prepared)
                 elif commit:
                     self._owner.settle()
-            case Newest(version):
+            case Newest(version, asked):
                 self.newest = max(self.newest, version)
-                if version <= self._owner.version:  # else it is announced only, or an offer follows
-                    self._fetched()
+                if asked and self._fetching:
+                    self._answer_fetch(version)
             case CheckLayout(layout):
                 error = await self._owner.use_layout(layout, try_only=True)
                 await self._link.send(Fits(error[-MAX_TEXT:]))
@@ -645,7 +673,9 @@ class SessionInbox:
         if error:
             self._base = None
             await self._link.send(Received(offer.version, error[-MAX_TEXT:]))
-            self._fetched()
+            if not offer.undecided:
+                self._owner.missed(offer.version, error)
+            self._note_arrival(offer.version)
             return
         update = Update(offer.version, buffer, offer.extra, offer.checksum, offer.requires, undecided=offer.undecided)
         self._base = update if self._apply_difference is not None else None
@@ -664,7 +694,7 @@ class SessionInbox:
         self._staged.append(update)
         self._owner.settle()
         self._wake.set()
-        self._fetched()
+        self._note_arrival(update.version)
 
     async def _report(self) -> None:
         """Say what has become ready and installed, once for each version. With an arena, its words say so."""

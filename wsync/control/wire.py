@@ -111,9 +111,10 @@ class Decide(Message, frozen=True, tag=True):
 
 
 class Newest(Message, frozen=True, tag=True):
-    """The newest version that can be fetched."""
+    """The newest version that can be fetched; ``asked``: as the answer to a ``Fetch``, after which it is sent."""
 
     version: int
+    asked: bool = False
 
 
 class Finished(Message, frozen=True, tag=True):

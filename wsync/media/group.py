@@ -131,7 +131,7 @@ class GroupMedium(InlineMedium):
         self._pair: Pair | None = None
         self._work: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._closed = False
+        self._closed = asyncio.Event()
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
         """Send a small update inline, a large one through the group."""
@@ -159,7 +159,7 @@ class GroupMedium(InlineMedium):
                 self._store, rank, backend=self._backend, group=self._users_group, worker=self._worker,
                 host=link.host, deadline=deadline,
             )  # fmt: skip
-            if self._closed:  # meanwhile: nobody else closes it
+            if self._closed.is_set():  # meanwhile: nobody else closes it
                 pair.close()
             return pair
 
@@ -169,15 +169,16 @@ class GroupMedium(InlineMedium):
 
     async def _call(self, name: str, function: Callable[..., T], *args: Any) -> T:
         """Call a function in a thread. ``close`` ends the wait; the buffer is kept until the function has returned."""
-        if self._closed:
+        work = asyncio.ensure_future(run_blocking(name, function, *args))
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
+        closed = asyncio.ensure_future(self._closed.wait())
+        self._work = work
+        await asyncio.wait([work, closed], return_when=asyncio.FIRST_COMPLETED)
+        closed.cancel()
+        if self._closed.is_set():
             raise ConnectionError("the connection has ended")
-        self._work = asyncio.ensure_future(run_blocking(name, function, *args))
         try:
-            return await self._work
-        except asyncio.CancelledError:
-            if self._closed:
-                raise ConnectionError("the connection has ended") from None
-            raise
+            return work.result()
         except (RuntimeError, OSError, TimeoutError) as error:
             raise ConnectionError(f"the process group has broken: {error}") from error
 
@@ -189,20 +190,18 @@ class GroupMedium(InlineMedium):
             raise ConnectionError(f"the other end has sent something unknown: {error}") from error
 
     def close(self) -> None:
-        """End a transfer, and the forming of the group. A thread that gloo holds is left behind: it ends with gloo."""
-        if self._closed:
+        """End a transfer, and the forming of the group."""
+        if self._closed.is_set():
             return
-        self._closed = True
+        self._closed.set()
         self._store.abandon()
-        if self._work is not None:
-            self._work.cancel()
         if self._pair is not None:
             self._closing = asyncio.ensure_future(run_blocking("group-close", self._pair.close))
 
     async def wait_closed(self) -> None:
-        """Return when the group has ended, or two seconds later."""
-        if self._closing is not None:
-            await asyncio.wait([self._closing], timeout=_PATIENCE)
+        """Wait until no thread is in the group."""
+        if ending := [task for task in (self._work, self._closing) if task is not None]:
+            await asyncio.wait(ending)
 
 
 # --- without a scheme ---

@@ -196,9 +196,11 @@ def _listening_device(host: str) -> tuple[Any, socket.socket]:
         while True:
             before = {inode for inode, _ in _inet_sockets()}
             device = ProcessGroupGloo.create_device(hostname=host)
-            new = [sock for inode, sock in _inet_sockets() if inode not in before and _listens(sock)]
+            new = [_kept(sock) for inode, sock in _inet_sockets() if inode not in before and _listens(sock)]
             if len(new) == 1:
                 return device, new[0]
+            for sock in new:
+                sock.close()
             time.sleep(0.001)  # another thread has opened one in this moment: make another device
 
 
@@ -208,7 +210,7 @@ def _connections_of(own_port: int, other_port: int) -> list[socket.socket]:
     for _, sock in _inet_sockets():
         with suppress(OSError):  # not connected
             if sock.getpeername()[1] == other_port or sock.getsockname()[1] == own_port:
-                found.append(sock)
+                found.append(_kept(sock))
     return found
 
 
@@ -216,8 +218,13 @@ def _listens(sock: socket.socket) -> bool:
     return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
+def _kept(sock: socket.socket) -> socket.socket:
+    """Keep what ``_inet_sockets`` yields. (``socket.dup`` would make it block, and gloo's descriptor with it.)"""
+    return socket.socket(fileno=sock.detach())
+
+
 def _inet_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Return each TCP socket of this process: its inode, and a duplicate, which is closed unless it is kept."""
+    """Return each TCP socket of this process: its inode, and a duplicate, which is closed before the next one."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -228,8 +235,9 @@ def _inet_sockets() -> Iterator[tuple[int, socket.socket]]:
             except OSError:
                 os.close(fd)
                 continue
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                yield os.fstat(fd).st_ino, sock
+            with sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                    yield os.fstat(fd).st_ino, sock
 
 
 def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float | None) -> None:
