@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from wsync.gate import process_gate
-from wsync.paths import CascadingContext, UpdatableContext
+from wsync.paths import CascadingContext
 from wsync.weights.strategy import WeightStrategy
 
 Call = tuple[tuple[object, ...], dict[str, object]]
@@ -35,9 +35,9 @@ def pass_on_of(context: object, model_id: str, model: object, strategy: WeightSt
     """
     if isinstance(context, CascadingContext):
         return lambda: context.cascade_weights(model_id)
-    if not isinstance(context, UpdatableContext):
+    update: Callable[..., object] | None = getattr(context, "update_policy_weights_", None)
+    if update is None:
         return None
-    update: Callable[..., object] = context.update_policy_weights_
     signature = inspect.signature(update)
     forms: list[Callable[[object], Call]] = [
         lambda weights: ((weights,), {"model_id": model_id}),

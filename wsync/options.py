@@ -48,11 +48,7 @@ def full_signature(scheme: type) -> inspect.Signature:
 
 
 def check_option_names(scheme: type, options: Iterable[str]) -> None:
-    """Check that ``scheme`` has arguments of these names.
-
-    Raises:
-        TypeError: it has no such argument; names the class, and a similar argument, or all of them.
-    """
+    """Raise TypeError if ``scheme`` lacks one of these arguments; names a similar one, or all of them."""
     known = inspect.signature(scheme).parameters
     unknown = [name for name in options if name not in known]
     if unknown and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
@@ -62,7 +58,7 @@ def check_option_names(scheme: type, options: Iterable[str]) -> None:
 
 
 def check_pull_options(initiator: str, max_staleness: int | None) -> None:
-    """Check ``initiator`` and ``max_staleness``; ValueError if one is wrong, or they do not go together."""
+    """Raise ValueError if ``initiator`` or ``max_staleness`` is wrong, or they do not go together."""
     if initiator not in ("sender", "receiver"):
         raise ValueError(f"initiator is 'sender' or 'receiver', not {initiator!r}")
     if max_staleness is not None and (initiator == "sender" or max_staleness < 0):
@@ -76,14 +72,9 @@ def agreed_count(
     workers: Sequence[Any],
     options: Mapping[str, int],
 ) -> int:
-    """Return the number of workers on which all given arguments agree; 1 if none names it.
+    """Return the number of workers on which all given arguments of ``init_on_sender`` agree; 1 if none names it.
 
-    Args:
-        num_workers: the number itself.
-        devices: one for each worker.
-        params_map: weights for each worker, by index.
-        workers: the workers of the context.
-        options: the options of the scheme, those that have one entry for each worker: their names and lengths.
+    ``workers`` are those of the context; ``options`` are further numbers, by name.
 
     Raises:
         TypeError: one is no number, or no list.
@@ -101,7 +92,7 @@ def agreed_count(
         **options,
     }
     count = single_count(counts)
-    count = 1 if count is None else count
+    count = 1 if count is None else int(count)
     if count < 1:
         raise ValueError(f"num_workers is at least 1, not {count}")
     indices = sorted(worker.worker_idx for worker in workers)
@@ -111,15 +102,11 @@ def agreed_count(
         raise ValueError(
             f"params_map is {{worker_idx: weights}} for workers 0 to {count - 1}, not for {list(params_map)}"
         )
-    return int(count)
+    return count
 
 
 def single_count(counts: Mapping[str, int | None]) -> int | None:
-    """Return the number on which all of ``counts``, by the name of the argument, agree; None if all are None.
-
-    Raises:
-        ValueError: they contradict one another.
-    """
+    """Return the number on which all of ``counts`` agree; None if all are None; ValueError: they do not."""
     given = {name: count for name, count in counts.items() if count is not None}
     if len(set(given.values())) > 1:
         raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in given.items()))

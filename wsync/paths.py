@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
@@ -50,38 +49,6 @@ class CascadingContext(Protocol):
         ...
 
 
-@runtime_checkable
-class UpdatableContext(Protocol):
-    """A receiver's context that has workers of its own, and only a collector's method to update them."""
-
-    def update_policy_weights_(self, weights: object, /, *, model_id: str) -> object:
-        """Send ``weights`` to the workers below. Called as ``CascadingContext.cascade_weights``."""
-        ...
-
-
-@runtime_checkable
-class ModelContext(Protocol):
-    """A context that finds models by their ids."""
-
-    def get_model(self, model_id: str) -> object:
-        """Return the model called ``model_id``."""
-        ...
-
-
-@runtime_checkable
-class NumberedContext(Protocol):
-    """A context with the worker's index."""
-
-    worker_idx: int
-
-
-@runtime_checkable
-class ModelHolder(Protocol):
-    """A context with one model, whatever its name."""
-
-    model: object
-
-
 class NoSuchPath(LookupError):
     """A path leads nowhere.
 
@@ -98,15 +65,15 @@ class NoSuchPath(LookupError):
 def find_model(context: object, model_id: str) -> nn.Module:
     """The model that ``model_id`` names in ``context``.
 
-    The context's own ``get_model(model_id)`` is asked first, if it has one; else the id is a path of attributes and
-    indices.
+    The context's own ``get_model(model_id)`` is asked, if it has one; else the id is a path of attributes and indices.
 
     Raises:
         LookupError: there is no such thing; names the part of the path that was found, and what there is.
         TypeError: it is not a module.
         ValueError: the id is not a path.
     """
-    found: Any = context.get_model(model_id) if isinstance(context, ModelContext) else find_object(context, model_id)
+    own: Any = getattr(context, "get_model", None)
+    found = find_object(context, model_id) if own is None else own(model_id)
     if not isinstance(found, nn.Module):
         raise TypeError(f"'{model_id}' in {type(context).__name__} is a {type(found).__name__}, not a torch.nn.Module")
     return found
@@ -137,23 +104,17 @@ def find_object(context: object, path: str) -> Any:
 
 
 def _listed(found: object) -> str:
-    names = list(islice(_names(found), _MOST_NAMES + 1))
-    return ", ".join([*names[:_MOST_NAMES], *(["…"] if len(names) > _MOST_NAMES else [])]) or "nothing"
-
-
-def _names(found: object) -> Iterator[str]:
     """The steps that can be taken from ``found``: indices, keys, or public attributes of its own."""
     if isinstance(found, Mapping):
-        yield from (f"[{key!r}]" for key in found)
+        names = [f"[{key!r}]" for key in found]
     elif isinstance(found, Sequence):
-        yield from (f"[{index}]" for index in range(len(found)))
+        names = [f"[{index}]" for index in range(len(found))]
     elif isinstance(found, nn.Module):
-        for name in (*found._modules, *found._parameters, *found._buffers):
-            yield f"[{name}]" if name.isdigit() else name
+        children = (*found._modules, *found._parameters, *found._buffers)
+        names = [f"[{name}]" if name.isdigit() else name for name in children]
     else:
-        own = set(vars(found)) if hasattr(found, "__dict__") else set()
-        inherited = set(dir(type(found))) - own
-        yield from (name for name in dir(found) if not name.startswith("_") and name not in inherited)
+        names = sorted(name for name in getattr(found, "__dict__", ()) if not name.startswith("_"))
+    return ", ".join([*names[:_MOST_NAMES], *(["…"] if len(names) > _MOST_NAMES else [])]) or "nothing"
 
 
 def find_or_none(context: object, model_id: str) -> nn.Module | None:

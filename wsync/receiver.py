@@ -109,6 +109,7 @@ class Receiver:
         self._hook: Any = self  # of the gate: this object, or compiled code that calls it
         self._connecting: threading.Thread | None = None
         self._connect_error: BaseException | None = None
+        self._end_cause = ""
         self._loop = control_loop()
 
     # --- the gate's hook: called inside the gate ---
@@ -294,7 +295,7 @@ class Receiver:
     def ended(self, cause: str, *, finished: bool) -> None:
         """The connection has ended."""
         if self._phase is Phase.OPEN:
-            self._phase = Phase.FINISHED if finished else Phase.LOST
+            self._phase, self._end_cause = Phase.FINISHED if finished else Phase.LOST, cause
         self._notify()
 
     # --- connect and close ---
@@ -533,6 +534,7 @@ class Receiver:
             return NotConnected("the sender (or this end) has shut down: there will be no more weights")
         return NotConnected(
             "the sender died, ended without shutdown(), or has disconnected this worker: there will be no more weights"
+            f" ({self._end_cause})"
         )
 
     def _wait(self, deadline: float | None, attempt: Callable[[], Any]) -> Any | None:

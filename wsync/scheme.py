@@ -699,23 +699,19 @@ class WeightSyncScheme:
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
         """On the sender, ``{worker_idx: transport}``; a transport's ``send_weights`` calls ``send`` for its worker."""
-        sender = self._sender
-        if sender is None:
-            return {}
-        return {i: SenderTransport(sender, self.connect, [i], self._model_id) for i in range(sender.num_workers)}
+        return {worker: SenderTransport(self, [worker]) for worker in range(self.num_workers)}
 
     @property
     def shared_transport(self) -> TransportBackend | None:
         """On the sender, one transport to all workers: see ``sender_transports``; None on a receiver."""
-        sender = self._sender
-        return None if sender is None else SenderTransport(sender, self.connect, None, self._model_id)
+        return None if self._sender is None else SenderTransport(self)
 
     @property
     def receiver_transport(self) -> TransportBackend | None:
         """On a receiver, the transport from the sender; None on a sender."""
         if self._receiver is None or self._sender is not None:
             return None
-        return ReceiverTransport(self._receiver, self.connect)
+        return ReceiverTransport(self)
 
     @property
     def sender(self) -> Sender:

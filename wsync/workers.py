@@ -108,7 +108,7 @@ class Workers:
         self._rejected: dict[int, str] = {}  # workers whose models do not fit, since `connect` was called
         self._opened = asyncio.Event()  # set by the first `connect`: workers wait for it
         self._news = asyncio.Event()  # a worker has connected, was rejected, or has ended
-        self._leftovers: set[Callable[[], None]] = set()  # of connections whose processes live on
+        self._leftovers: dict[Member, int] = {}  # disconnected ones whose processes live on, with their pidfds
         self._greeting: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._loop = (loop or control_loop()).acquire()
@@ -150,6 +150,7 @@ class Workers:
             await self._attend(Member(session, block, wake), pidfd)
         finally:
             self._greeting.discard(task)
+            del task  # else it and this frame keep each other, and with them the memory of the arena
 
     def _note_change(self, worker: int, block: int) -> None:
         """A session has an answer, or has ended: a worker that has ended is absent before anything else is told."""
@@ -251,23 +252,21 @@ class Workers:
 
     def _release_when_dead(self, member: Member, pidfd: int) -> None:
         """A process that was disconnected may still read its slot: its words are its own until it ends."""
-        loop = asyncio.get_running_loop()
-
-        def release() -> None:
-            self._leftovers.discard(release)
-            with suppress(ValueError, OSError):
-                loop.remove_reader(pidfd)
-            if member.block >= 0 and self._arena is not None:
-                self._arena.close_block(member.block)
-            for fd in (pidfd, member.wake):
-                if fd >= 0:
-                    os.close(fd)
-
         if member.block < 0 or self._closed:
-            release()
+            self._release(member, pidfd)
         else:
-            self._leftovers.add(release)
-            loop.add_reader(pidfd, release)
+            self._leftovers[member] = pidfd
+            asyncio.get_running_loop().add_reader(pidfd, self._release, member, pidfd)
+
+    def _release(self, member: Member, pidfd: int) -> None:
+        self._leftovers.pop(member, None)
+        with suppress(ValueError, OSError):
+            asyncio.get_running_loop().remove_reader(pidfd)
+        if member.block >= 0 and self._arena is not None:
+            self._arena.close_block(member.block)
+        for fd in (pidfd, member.wake):
+            if fd >= 0:
+                os.close(fd)
 
     # --- Outlet: called under the sender's lock ---
 
@@ -569,8 +568,8 @@ class Workers:
             task.cancel()
         if self._greeting:
             await asyncio.wait([*self._greeting], timeout=_FAREWELL)
-        for release in [*self._leftovers]:
-            release()
+        for member, pidfd in [*self._leftovers.items()]:
+            self._release(member, pidfd)
 
 
 def _difference(delta: Delta, known: dict[tuple[int, int], bytes | None], base: Buffer, new: Buffer) -> bytes | None:

@@ -18,6 +18,15 @@ class NoTransport(TransportBackend):
     def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
         """Send nothing."""
 
+    send_weights_async = send_weights
+
+    def wait_ack(self) -> None:
+        """Return at once. Of the older API."""
+
+    def check_connection(self) -> bool:
+        """Return True: nothing has to be connected. Of the older API."""
+        return True
+
     def receive_weights(self, timeout: float | None = None, **_: Any) -> None:
         """Return None at once: nothing ever arrives."""
 

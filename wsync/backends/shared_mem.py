@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, Unpack, runtime_checkable
+from typing import Any, Literal, Unpack
 
 from tensordict import TensorDict, TensorDictBase
 
@@ -42,20 +42,13 @@ class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
         """
         if self.registered is not None:
             return [self.registered]
-        outlet = self._sender.outlet
+        outlet = self._scheme.sender.outlet
         return [
             TensorDict({
                 tuple(name.split(".")): view for name, view in zip(one.layout.names, one.views, strict=True)
             })
             for one in (outlet.published() if isinstance(outlet, Workers) else ())
         ]  # fmt: skip
-
-
-@runtime_checkable
-class CachingContext(Protocol):
-    """A context that has shared buffers already."""
-
-    cached_weights: TensorDictBase
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
@@ -146,8 +139,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             cached_weights: the older API's way to ``register_shared_weights``.
             given: as there.
         """
-        if cached_weights is None and isinstance(context, CachingContext):
-            cached_weights = context.cached_weights
+        cached_weights = getattr(context, "cached_weights", None) if cached_weights is None else cached_weights
         if cached_weights is not None and self._registered.get(model_id) is not cached_weights:
             self.register_shared_weights(model_id, cached_weights)
         super().init_on_sender(model_id, context, **given)
@@ -189,7 +181,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         sender = self._sender
         if sender is None or not isinstance(sender.outlet, Workers):
             return None
-        transport = SharedMemSenderTransport(sender, self.connect, None, self.model_id)
+        transport = SharedMemSenderTransport(self)
         transport.registered = self._registered.get(str(self.model_id))
         return transport
 

@@ -180,6 +180,7 @@ class Listener:
             raise
         if (task := asyncio.current_task()) is not None:
             self._strangers.pop(task, None)
+        del task  # else it and its frame keep each other, and what the connection has
         try:
             await welcome(visitor)
         except (OSError, ConnectionError):  # it has gone meanwhile

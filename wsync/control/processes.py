@@ -9,22 +9,12 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol, runtime_checkable
+from typing import IO, Any
 
 from wsync.deadlines import NOW, wait_readable
 from wsync.errors import WorkerDied
 
-
-@runtime_checkable
-class HasFileno(Protocol):
-    """An object with a descriptor that becomes readable when a process ends."""
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
-        ...
-
-
-Process = BaseProcess | subprocess.Popen[Any] | HasFileno | int
+Process = BaseProcess | subprocess.Popen[Any] | IO[Any] | int
 """A process of ``multiprocessing`` or ``subprocess``; or a sentinel, a descriptor that is readable when the process has
 ended (``Process.sentinel``, a pidfd), as an integer or as an object with ``fileno()``."""
 Processes = Sequence[Process] | Mapping[int, Process]
@@ -79,7 +69,7 @@ def _checked(worker: int, process: Process) -> Process:
     """Return what is watched: for the sentinel of a ``multiprocessing.Process``, the ``Process``."""
     if isinstance(process, BaseProcess) and process.pid is None:
         raise ValueError(f"the process of worker {worker} has not been started: call its start() before connect()")
-    if isinstance(process, BaseProcess | subprocess.Popen | HasFileno):
+    if isinstance(process, BaseProcess | subprocess.Popen) or hasattr(process, "fileno"):
         return process
     if not isinstance(process, int):
         raise TypeError(

@@ -257,6 +257,7 @@ class WorkerSession:
             self._waiting.clear()
             self._newest = self._base = None
             self._changed()
+            self._on_change = lambda: None  # this object may live on for a while, in the traceback of an error
 
     async def finish(self) -> None:
         """Tell the worker that the sender has shut down in order, and end the connection."""
@@ -543,7 +544,7 @@ class SessionInbox:
         try:
             done, _ = await asyncio.wait([reading, telling], return_when=asyncio.FIRST_COMPLETED)
             error = next((task.exception() for task in done), None)
-            finished, cause = error is None, str(error or "the sender has shut down")
+            finished, cause = error is None, str(self._link.cause or error or "the sender has shut down")
             if error is not None and not isinstance(error, ConnectionError):
                 cause = f"{type(error).__name__}: {error}"
         finally:

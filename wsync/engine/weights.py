@@ -160,11 +160,10 @@ class EngineWeights:
         began = time.perf_counter()
         try:
             session.target.install(session.views)
-        except BaseException:
+            self._set_mixed("")
+        finally:
             if session.target.mixed:
                 self._set_mixed(mixed_weights("this engine", f"version {version}"))
-            raise
-        self._set_mixed("")
         self.version = version
         seconds = {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
         return {"weight_version": version, **seconds}

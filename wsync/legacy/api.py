@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,18 +12,11 @@ from wsync.deadlines import deadline_in, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.gate import process_gate, without_forward
 from wsync.legacy.pipes import read_invitation
-from wsync.paths import ModelHolder, NumberedContext, find_or_none
+from wsync.paths import find_or_none
 
 if TYPE_CHECKING:
     from wsync.scheme import WeightSyncScheme
     from wsync.update import SyncReport
-
-
-@runtime_checkable
-class PipeContext(Protocol):
-    """A worker's context that has the pipe to the trainer."""
-
-    pipe: Any
 
 
 class WeightSender:
@@ -45,25 +38,18 @@ class WeightSender:
             pipe_or_context: the pipe to it, or an object that has it as ``pipe``.
 
         Raises:
-            RuntimeError: the scheme is initialised already, with the workers that it was given there.
+            RuntimeError: the scheme is initialised already.
             TypeError: neither a pipe nor such an object.
         """
         self._scheme._require_uninitialised()
-        pipe = pipe_or_context.pipe if isinstance(pipe_or_context, PipeContext) else pipe_or_context
-        if not isinstance(pipe, Connection):
-            raise TypeError(f"worker {worker_idx} needs a pipe, or an object with one, not a {type(pipe).__name__}")
-        self._pipes[worker_idx] = pipe
+        self._pipes[worker_idx] = _require_pipe(getattr(pipe_or_context, "pipe", pipe_or_context))
 
     def update_weights(self, weights: Any = None) -> SyncReport | None:
         """``send``, under its older name."""
         return self.send(weights)
 
     def _connect(self) -> None:
-        """Wait for all workers, if that has not been done; workers that were registered define the scheme.
-
-        Raises:
-            ValueError: their indices are not 0, 1, … without a gap.
-        """
+        """Wait for all workers, if that has not been done; workers that were registered define the scheme."""
         if self._pipes and self._scheme.model_id is None:
             if sorted(self._pipes) != list(range(len(self._pipes))):
                 raise ValueError(f"workers are numbered from 0 without a gap, not {sorted(self._pipes)}")
@@ -77,6 +63,7 @@ class WeightSender:
 
         Raises:
             NotConnected: ``init_on_sender`` has not been called.
+            ValueError: workers were registered with a gap in their indices.
             SyncTimeout: names the workers that have not called ``init_on_worker`` within the scheme's ``timeout``; and
                 all that ``WeightSyncScheme.send`` raises.
         """
@@ -89,11 +76,7 @@ class WeightSender:
         self._scheme.send_async(weights, worker_ids)
 
     def wait_async(self) -> SyncReport | None:
-        """Wait until what ``send_async`` has sent is installed.
-
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: as ``send``.
-        """
+        """Wait until what ``send_async`` has sent is installed; raises as ``send``."""
         return self._scheme.wait_async()
 
 
@@ -112,11 +95,7 @@ class WeightReceiver:
         self._pipe: Any = None
 
     def register_model(self, model: nn.Module) -> None:
-        """Set the model of a scheme that is not initialised, as ``register_worker_transport`` sets the pipe.
-
-        Raises:
-            RuntimeError: the scheme is initialised already, with its model.
-        """
+        """Set the model of a scheme that is not initialised; RuntimeError: it is."""
         _require_unused(self._scheme)
         self._model = model
 
@@ -131,17 +110,10 @@ class WeightReceiver:
             TypeError: it is no pipe.
         """
         _require_unused(self._scheme)
-        if not isinstance(pipe, Connection):
-            raise TypeError(f"a worker's transport is its end of a pipe, not a {type(pipe).__name__}")
-        self._pipe = pipe
+        self._pipe = _require_pipe(pipe)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply ``weights`` to the model, inside the gate, as ``WeightSyncScheme.apply_weights`` does.
-
-        Raises:
-            LayoutMismatch: they do not fit; nothing was applied.
-            NotConnected: there is no model yet.
-        """
+        """Apply ``weights`` to the model, inside the gate, as ``WeightSyncScheme.apply_weights`` does."""
         if self._scheme.model_id is None and self._model is not None:
             with without_forward(), process_gate().hold():
                 self._scheme.strategy.apply_weights(self._model, weights, inplace=inplace)
@@ -152,11 +124,8 @@ class WeightReceiver:
         """Initialise what was registered, if the sender's message is there in time; False if it is not."""
         if self._scheme.model_id is not None or self._model is None or self._pipe is None:
             return True
-        try:
-            if not wait_readable([self._pipe.fileno()], deadline):
-                return False
-        except OSError as error:
-            raise NotConnected(f"the sender has closed this pipe, or died ({error})") from error
+        if not wait_readable([self._pipe.fileno()], deadline):
+            return False
         self._scheme.init_on_worker(pipe=self._pipe, model=self._model)
         return True
 
@@ -184,6 +153,12 @@ class WeightReceiver:
         if received is None and self._scheme.finished:
             raise NotConnected("the sender has shut down: there will be no more weights")
         return received is not None
+
+
+def _require_pipe(given: Any) -> Connection:
+    if not isinstance(given, Connection):
+        raise TypeError(f"a worker is registered with a pipe, or an object with one, not a {type(given).__name__}")
+    return given
 
 
 def _require_unused(scheme: WeightSyncScheme) -> None:
@@ -231,9 +206,7 @@ def init_on_worker(
     model: nn.Module | None = None,
     worker_idx: int | None = None,
 ) -> None:
-    """Set up and begin to connect a worker, without waiting for the sender.
-
-    ``connect`` need not be called. If it is called, it waits until the worker is connected.
+    """Set up and begin to connect a worker, without waiting for the sender. ``connect`` need not be called.
 
     Args:
         scheme: a worker's own, if there is a pipe; else the sender's, pickled.
@@ -250,21 +223,18 @@ def init_on_worker(
         SyncTimeout: ``init_on_sender`` was not called in time.
         ValueError: no index; or something else came through the pipe; and all that ``init_on_receiver`` raises.
     """
-    if pipe is None and isinstance(context, PipeContext):
-        pipe = context.pipe
+    pipe = getattr(context, "pipe", None) if pipe is None else pipe
     if pipe is not None:
         _require_unused(scheme)
         invited, scheme._address = read_invitation(pipe, model_id, scheme.timeout)
         if worker_idx not in (None, invited):
             raise ValueError(f"which worker is this? worker_idx: {worker_idx}, pipe: {invited}")
         worker_idx = invited
-    if worker_idx is None and isinstance(context, NumberedContext):
-        worker_idx = context.worker_idx
+    if worker_idx is None:
+        worker_idx = getattr(context, "worker_idx", None)
     if worker_idx is None:
         raise ValueError("which worker is this? give init_on_worker() a worker_idx, or a context that has it")
     if model is None and context is not None:
-        model = find_or_none(context, model_id)
-        if model is None and isinstance(context, ModelHolder) and isinstance(context.model, nn.Module):
-            model = context.model
+        model = find_or_none(context, model_id) or getattr(context, "model", None)
     scheme.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
     scheme._as_receiver("init_on_worker").begin_connect(worker_idx, scheme.timeout)

@@ -10,13 +10,14 @@ import json
 import select
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from wsync.control.auth import Address
 from wsync.deadlines import deadline_in, milliseconds, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.paths import RemoteWorker
-from wsync.transport import SenderEnd, TransportBackend, weights_of
+from wsync.scheme_transports import SenderTransport
+from wsync.transport import TransportBackend
 
 if TYPE_CHECKING:
     from wsync.scheme import WeightSyncScheme
@@ -24,59 +25,28 @@ if TYPE_CHECKING:
 _MARK = "wsync invitation"
 
 
-@runtime_checkable
-class PipesContext(Protocol):
-    """A trainer's context that has a pipe to each worker."""
-
-    pipes: Sequence[Connection]
-
-
-class PipeTransport(SenderEnd):
+class PipeTransport(SenderTransport):
     """The sender's way to the worker at the other end of a pipe (a ``TransportBackend``).
 
+    The first call initialises the scheme, if it was not, as ``"policy"`` with all pipes that it was given.
+
     Args:
-        scheme: initialised by the first call, if it was not, as ``"policy"`` with all pipes that it was given.
+        scheme: the sender's.
         pipes: the pipes of the scheme, by worker; ``init_on_sender`` may change the list.
         pipe: the pipe to the worker; None for all workers.
     """
 
     def __init__(self, scheme: WeightSyncScheme, pipes: Sequence[Connection], pipe: Connection | None) -> None:
-        self._scheme = scheme
+        super().__init__(scheme)
         self._pipes = pipes
         self._pipe = pipe
-
-    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
-        """Deliver ``weights`` (None: the model's), once all workers are connected.
-
-        The older API's ``send_weights(model_id, weights)`` does the same.
-        """
-        self.setup_connection_and_weights_on_sender()
-        self._scheme.send(weights_of(weights, older_weights, self._scheme.model_id), self._worker_ids)
-
-    @property
-    def _worker_ids(self) -> Sequence[int] | None:
-        return None if self._pipe is None else [_index_of(self._pipe, self._pipes)]
-
-    def send_weights_async(self, weights: Any = None, older_weights: Any = None) -> None:
-        """Begin to deliver ``weights``, once all workers are connected; ``wait_ack`` waits."""
-        self.setup_connection_and_weights_on_sender()
-        self._scheme.send_async(weights_of(weights, older_weights, self._scheme.model_id), self._worker_ids)
-
-    def wait_ack(self) -> None:
-        """Wait until what ``send_weights_async`` has sent is installed; raises as ``wait_async``."""
-        self._scheme.wait_async()
-
-    def check_connection(self) -> bool:
-        """Return whether all workers of the scheme are connected."""
-        sender = self._scheme._sender
-        return sender is not None and sender.connected
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Wait for every worker of the scheme, unless that has been done."""
         if self._scheme.model_id is None:
             self._scheme.init_on_sender(pipes=self._pipes)
-        if not self._scheme.sender.connected:
-            self._scheme.connect()
+        self._worker_ids = None if self._pipe is None else [_index_of(self._pipe, self._pipes)]
+        super().setup_connection_and_weights_on_sender()
 
 
 def older_transport(scheme: WeightSyncScheme, pipes: list[Connection], given: object) -> TransportBackend | None:
@@ -96,25 +66,23 @@ def older_transport(scheme: WeightSyncScheme, pipes: list[Connection], given: ob
         return scheme.sender_transports[given.worker_idx]
     if not isinstance(given, Connection):
         return scheme.shared_transport
-    if scheme.model_id is None and all(known is not given for known in pipes):
+    if scheme.model_id is None and given not in pipes:
         pipes.append(given)
-    _index_of(given, () if scheme.worker_idx is not None else pipes)
+    _index_of(given, pipes)
     return PipeTransport(scheme, pipes, None if scheme.binds else given)
 
 
 def _index_of(pipe: Connection, pipes: Sequence[Connection]) -> int:
-    for worker, known in enumerate(pipes):
-        if known is pipe:
-            return worker
-    raise ValueError("this scheme was not given that pipe: give init_on_sender() all of them, pipes=[…]")
+    if pipe not in pipes:
+        raise ValueError("this scheme was not given that pipe: give init_on_sender() all of them, pipes=[…]")
+    return pipes.index(pipe)
 
 
 def pipes_of(context: Any, pipes: Sequence[Connection] | None) -> list[Connection]:
-    """Return the pipes that ``init_on_sender`` was given, or that its context has."""
-    if pipes is None and isinstance(context, PipesContext):
-        found = context.pipes  # an attribute of this name may be something else
-        pipes = found if isinstance(found, Sequence) and all(hasattr(pipe, "fileno") for pipe in found) else None
-    return list(pipes or ())
+    """Return the pipes that ``init_on_sender`` was given, or that its context has as ``pipes``."""
+    found = getattr(context, "pipes", ()) if pipes is None else pipes
+    # an attribute of this name may be something else
+    return [*found] if isinstance(found, Sequence) and all(hasattr(pipe, "fileno") for pipe in found) else []
 
 
 def invite_all(scheme: WeightSyncScheme, pipes: Sequence[Connection]) -> None:
@@ -133,17 +101,16 @@ def invite_all(scheme: WeightSyncScheme, pipes: Sequence[Connection]) -> None:
 
 
 def _invite(pipe: Connection, model_id: str, worker: int, address: Address, timeout: float | None) -> None:
-    message = json.dumps([_MARK, model_id, worker, address.dump()])
     poller = select.poll()
     try:
         poller.register(pipe.fileno(), select.POLLOUT)
-        ready = poller.poll(milliseconds(deadline_in(timeout)))
-        if ready:
-            pipe.send_bytes(message.encode())
+        if not poller.poll(milliseconds(deadline_in(timeout))):
+            raise SyncTimeout(f"worker {worker}: its pipe is full, and is not read", {worker: "does not read its pipe"})
+        pipe.send_bytes(json.dumps([_MARK, model_id, worker, address.dump()]).encode())
     except OSError as error:
+        if isinstance(error, SyncTimeout):
+            raise
         raise NotConnected(f"worker {worker}: its pipe is closed, or cannot send ({error})") from error
-    if not ready:
-        raise SyncTimeout(f"worker {worker}: its pipe is full, and is not read", {worker: "does not read its pipe"})
 
 
 def read_invitation(pipe: Connection, model_id: str, timeout: float | None) -> tuple[int, Address]:

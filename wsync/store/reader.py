@@ -39,6 +39,9 @@ class Reader:
         oldest: the oldest version that may be used: earlier ones are those of an earlier trainer.
         seen: the name of a version that is not read; empty for none.
         keeps: whether the memory of a version is kept for a difference to it, as it is in use anyway.
+
+    Attributes:
+        stop: ends every wait.
     """
 
     def __init__(self, store: Versions, oldest: int = 1, seen: str = "", *, keeps: bool = True) -> None:
@@ -46,6 +49,7 @@ class Reader:
         self.oldest = oldest
         self._seen = seen
         self.keeps = keeps
+        self.stop = threading.Event()
         self._pool = BufferPool()
         self._lock = threading.Lock()  # guards what follows, and reading takes long
         self._manifest: Manifest | None = None  # of the newest version that was read
@@ -91,18 +95,18 @@ class Reader:
                     raise WeightSyncError(f"{named}: {self.store.folder.explain(error)}") from error
             return None
 
-    def wait(self, deadline: float | None, stop: threading.Event | None = None) -> Update | None:
+    def wait(self, deadline: float | None) -> Update | None:
         """Return the newest version, as soon as there is one; None at the deadline, if one was read, or at ``stop``.
 
         Raises:
             WeightSyncError: it cannot be read, or is damaged.
         """
-        pause, stop = _SHORTEST_LOOK, stop or threading.Event()
+        pause = _SHORTEST_LOOK
         while True:
             update, left = self.read(self.store.newest()), remaining(deadline)
-            if self.newest or left == 0.0 or stop.is_set():
+            if self.newest or left == 0.0 or self.stop.is_set():
                 return update
-            stop.wait(pause if left is None else min(pause, left))  # before there is a folder, nothing notifies
+            self.stop.wait(pause if left is None else min(pause, left))  # before there is a folder, nothing notifies
             pause = min(2 * pause, 0.25)
 
     def _read_whole(self, manifest: Manifest) -> Update:
@@ -174,7 +178,6 @@ class FileInbox(Inbox):
         self._watches = watches
         self._staged: Update | None = None
         self._used: Layout | None = None  # the layout that the owner uses
-        self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
@@ -190,7 +193,7 @@ class FileInbox(Inbox):
             LayoutMismatch: it does not fit the model.
             WeightSyncError: the store cannot be read.
         """
-        old, self._stop, self._used = self._reader, threading.Event(), None
+        old, self._used = self._reader, None
         self._reader = Reader(old.store, old.oldest, keeps=old.keeps)  # also what an earlier connection has read
         self.fetch(deadline if self._waits else NOW)
         if self._staged is not None:
@@ -199,24 +202,24 @@ class FileInbox(Inbox):
             url, oldest = self._reader.store.url, self._reader.oldest
             raise SyncTimeout(f"worker {worker_idx}: the store {url} has no version {oldest} yet")
         if self._watches:
-            self._thread = threading.Thread(target=self._watch, args=[self._stop], name="wsync-store", daemon=True)
+            self._thread = threading.Thread(target=self._watch, args=[self._reader], name="wsync-store", daemon=True)
             self._thread.start()
         return self.newest
 
     def fetch(self, deadline: float | None) -> None:
         """Read the newest version in the calling thread, waiting for a first one; WeightSyncError: it is damaged."""
-        self._stage(self._reader.wait(deadline, self._stop))
+        self._stage(self._reader.wait(deadline))
 
     def _stage(self, update: Update | None) -> bool:
         """Stage what was read, if that is anything; not after ``close``, as the model is not gated any more."""
-        if update is None or self._stop.is_set():
+        if update is None or self._reader.stop.is_set():
             return False
         self._owner.sender, self._staged = self._reader.writer, update
         return True
 
-    def _watch(self, stop: threading.Event) -> None:
+    def _watch(self, reader: Reader) -> None:
         """Read each version as it appears; read one that cannot be read again, after growing pauses."""
-        store = self._reader.store
+        store, stop = reader.store, reader.stop
         notify, look = _notifier(store.folder.local), _SHORTEST_LOOK
         failed, retry_at, pause, logged = "", 0.0, _SHORTEST_RETRY, set[str]()
         while not stop.is_set():
@@ -225,7 +228,7 @@ class FileInbox(Inbox):
                 newest = store.newest()
                 name = newest.name if newest is not None else ""
                 if name != failed or remaining(retry_at) == 0.0:
-                    found, failed = self._stage(self._reader.read(newest)), ""
+                    found, failed = self._stage(reader.read(newest)), ""
             except WeightSyncError as error:
                 if str(error) not in logged:
                     _log.warning("%s; the model keeps version %d", error, self.newest)
@@ -274,7 +277,7 @@ class FileInbox(Inbox):
 
     def close(self) -> None:
         """End the thread; from here on nothing is staged, although it may still be reading."""
-        self._stop.set()
+        self._reader.stop.set()
         self._staged, thread, self._thread = None, self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(_CLOSING)

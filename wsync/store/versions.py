@@ -169,10 +169,8 @@ class Versions:
             if difference is not None:
                 self.folder.write(manifest.delta, difference)
             self.folder.flush()
-        except BaseException as error:
+        except Exception as error:
             self.discard(manifest)
-            if not isinstance(error, Exception):
-                raise
             raise self._not_stored(manifest, error) from error
 
     def commit(self, manifest: Manifest) -> None:

@@ -243,7 +243,7 @@ class Binding(Target):
         self.mixed = True
         try:
             self._write_extra(extra)
-        except BaseException:
+        except Exception:
             self._write_extra(before)
             self.mixed = mixed
             raise

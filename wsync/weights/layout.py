@@ -19,9 +19,6 @@ from wsync.weights.tensors import defect_of, describe, require_apart, require_wh
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
-_OPTIONAL = " (a non-persistent buffer, which no state dict has: send the module, or give it to init_on_sender)"
-
-
 _Names, _Numbers = tuple[str, ...], tuple[int, ...]
 _Plain = tuple[  # a layout as it travels: its attributes in their order
     _Names,
@@ -177,21 +174,10 @@ class Layout:
         Raises:
             LayoutMismatch: names the missing, unknown, wrongly shaped and wrongly typed keys.
         """
-        given = weights.tensors
-        if len(given) != len(self.names) or not all(name in given for name in self.names):
-            surplus = weights.optional.difference(self.names)
-            unknown = [name for name in given if name not in surplus and name not in self.names]
-            missing = [name for name in self.names if name not in given]
-            problems = [f"missing '{name}'{_OPTIONAL if name in self.optional else ''}" for name in missing]
-            problems += [f"unknown '{name}'" for name in unknown]
-            if problems:
-                raise _misfit(problems)
-        tensors = [given[name] for name in self.names]
-        self.check(tensors)
+        problems: list[str] = []
         if weights.extra is not None and self.extra is not None and weights.extra.keys() != self.extra:
-            odd = sorted(weights.extra.keys() ^ self.extra)
-            raise LayoutMismatch(f"the weights differ from the first ones in their extra state: {describe(odd)}")
-        return tensors
+            problems.append(f"extra state differs: {describe(sorted(weights.extra.keys() ^ self.extra))}")
+        return self.fit(weights.tensors, "", optional=weights.optional, problems=problems)
 
     def check(self, tensors: Sequence[Tensor], receiving: str = "", *, writable: bool = False) -> None:
         """Check weights in the order of ``names``, or the tensors of ``receiving``, whose ties may be others.
@@ -236,7 +222,7 @@ class Layout:
 
         Args:
             own: its tensors.
-            receiver: for the error.
+            receiver: for the error; empty for weights of the sender.
             optional: names of tensors that keep their values if they are not sent.
             problems: what else does not fit.
             writable: whether each tensor is written value by value.
@@ -244,21 +230,25 @@ class Layout:
         Raises:
             LayoutMismatch: naming what does not fit; or two tensors overlap partly in one memory.
         """
-        unwanted = [name for name in self.names if name not in own]
-        names = () if self.model_may_have_more else own
-        lacking = [name for name in names if name not in self.names and name not in optional]
-        found = [f"it has no '{name}'" for name in unwanted]
-        found += [f"the weights that are sent have no '{name}'" for name in lacking]
+        known, sent = {*self.names}, "the weights that are sent have no" if receiver else "unknown"
+        wanting = [name for name in self.names if name not in own]
+        more = () if receiver and self.model_may_have_more else own
+        surplus = [name for name in more if name not in known and name not in optional]
+        found = [f"it has no '{name}'" if receiver else f"missing '{name}'" for name in wanting]
+        found += [
+            f"the weights that are sent have no '{name}'" if receiver else f"unknown '{name}'" for name in surplus
+        ]
         found += problems
         if found:
             remedy = ""
-            if unwanted:
-                one = f"Rename({{'{unwanted[0]}': '{lacking[0]}'}})" if lacking else f"Exclude('{unwanted[0]}')"
+            if receiver and wanting:
+                one = f"Rename({{'{wanting[0]}': '{surplus[0]}'}})" if surplus else f"Exclude('{wanting[0]}')"
                 remedy = _by_transform(one)
-            raise LayoutMismatch(f"the weights do not fit {receiver}: {describe(found)}{remedy}")
+            raise _misfit(found, receiver, remedy)
         tensors = [own[name] for name in self.names]
         self.check(tensors, receiver, writable=writable)
-        require_apart(dict(zip(self.names, tensors, strict=True)), receiver)
+        if receiver:
+            require_apart(dict(zip(self.names, tensors, strict=True)), receiver)
         return tensors
 
     def tied_only_in(self, own: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -275,12 +265,9 @@ class Layout:
                 )
 
 
-def _misfit(problems: Sequence[str], receiving: str = "", remedy: str = "") -> LayoutMismatch:
-    what = f"{receiving} cannot take the weights that are sent" if receiving else _UNLIKE
-    return LayoutMismatch(f"{what}: {describe(problems)}{remedy}")
-
-
-_UNLIKE = "the weights do not fit the model, or the first ones that were sent"
+def _misfit(problems: Sequence[str], receiver: str = "", remedy: str = "") -> LayoutMismatch:
+    whom = receiver or "the model, or the first ones that were sent"
+    return LayoutMismatch(f"the weights do not fit {whom}: {describe(problems)}{remedy}")
 
 
 def _by_transform(transform: str) -> str:

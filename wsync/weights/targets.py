@@ -54,26 +54,26 @@ class Loader(Target):
             TypeError: ``load`` has not taken all pairs: it is a coroutine function, for instance, which has not run.
         """
         pairs = list(zip(self._names, views, strict=True))
-        self._taken = given = loaded = 0
-        try:
-            for chunk in [pairs] if self._chunk_bytes is None else _chunks(pairs, self._chunk_bytes):
-                given += len(chunk)
+        self._taken, given, before = 0, 0, self.mixed
+        for chunk in [pairs] if self._chunk_bytes is None else _chunks(pairs, self._chunk_bytes):
+            try:
                 self._load(self._taking(chunk))
-                if self._taken < given:
-                    name = getattr(self._load, "__qualname__", self._load)
-                    raise TypeError(
-                        f"{name} returned when it had taken {self._taken} of {given} pairs: load= is a plain function "
-                        "(no async def) that takes all of them"
-                    )
-                loaded += 1
-        except BaseException as error:  # an interrupt, too, leaves weights of two versions
-            self.mixed = self.mixed or bool(loaded or (self._taken and not isinstance(error, LayoutMismatch)))
-            raise
+            except LayoutMismatch:
+                self.mixed = before or given > 0  # by this chunk, ``load`` says, nothing was changed
+                raise
+            given += len(chunk)
+            if self._taken < given:
+                name = getattr(self._load, "__qualname__", self._load)
+                raise TypeError(
+                    f"{name} returned when it had taken {self._taken} of {given} pairs: load= is a plain function "
+                    "(no async def) that takes all of them"
+                )
         self.mixed = False
 
     def _taking(self, chunk: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for pair in chunk:
             self._taken += 1
+            self.mixed = True
             yield pair
 
 
