@@ -30,8 +30,7 @@ def test_extra_state_cannot_be_set(cell: Cell, backend: BuiltIn) -> None:
 
 
 def reshape(state: WorkerState, size: int) -> None:
-    with wsync.gate():
-        state.models["policy"].weight = torch.nn.Parameter(torch.full((size,), -1.0))
+    state.models["policy"].weight = torch.nn.Parameter(torch.full((size,), -1.0))
 
 
 def test_model_has_changed_shape(cell: Cell, backend: BuiltIn) -> None:
