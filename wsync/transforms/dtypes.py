@@ -131,12 +131,7 @@ class Quantize(ByName):
 
 
 class QuantizeInt8(Quantize):
-    """``Quantize`` to int8: a quarter of the bytes of float32.
-
-    Args:
-        per_channel: one scale for each index of the first dimension; otherwise one for the tensor.
-        only: patterns of names; of those, the floating-point weights with two dimensions or more are converted.
-    """
+    """``Quantize`` to int8, with the same options: a quarter of the bytes of float32."""
 
     def __init__(self, *, per_channel: bool = True, only: str | Sequence[str] = "*") -> None:
         super().__init__(torch.int8, per_channel=per_channel, only=only)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wsync.errors import LayoutMismatch
 from wsync.transforms.chain import ByName, as_patterns, require, require_distinct, require_unused, shown_names
-from wsync.weights.tensors import copy_all, require_whole
+from wsync.weights.tensors import require_whole
 
 
 class Rename(ByName):
@@ -122,9 +122,7 @@ class Fuse(ByName):
         """Return the joined weights."""
         expanded: list[tuple[str, tuple[str, ...]]] = []
         for new, old in self.groups.items():
-            stems = dict.fromkeys(stem for name in weights for one in old if (stem := _stem_of(name, one)) is not None)
-            if not (stems or self.takes_parts):
-                raise LayoutMismatch(f"no weight matches {shown_names(old)}; there are {shown_names(weights)}")
+            stems = _stems(self, weights, old)
             expanded += [(new.replace("*", stem), tuple(one.replace("*", stem) for one in old)) for stem in stems]
         members, parts = dict(expanded), {one for _, old in expanded for one in old}
         require(parts, weights)
@@ -147,17 +145,13 @@ class Fuse(ByName):
         """Return the weights, joined ones in the place of their parts.
 
         Raises:
-            LayoutMismatch: a group lacks one of its weights, or matches nothing in a whole model; the shapes of its
-                weights do not go together; or another weight has the name of the joined one, or is joined to it.
+            LayoutMismatch: a group lacks a weight, or matches nothing in a whole model; the shapes of its weights do
+                not go together; or another weight has the name of the joined one.
         """
         buffers = self.buffers(weights)
-        slices, sources = list[Tensor](), list[Tensor]()
-        for new, old in self._members.items():
-            sizes = [weights[one].shape[self.dim] for one in old]
-            slices += buffers[new].split(sizes, self.dim)
-            sources += [weights[one] for one in old]
-        if slices:  # a partial update may have none
-            copy_all(slices, sources)
+        with torch.no_grad():
+            for new, old in self._members.items():
+                torch.cat([weights[one] for one in old], self.dim, out=buffers[new])
         parts = {one for old in self._members.values() for one in old}
         return {**{name: tensor for name, tensor in weights.items() if name not in parts}, **buffers}
 
@@ -192,10 +186,7 @@ class Split(ByName):
         """
         result = dict(weights)
         for pattern, parts in self.groups.items():
-            stems = [stem for name in weights if (stem := _stem_of(name, pattern)) is not None]
-            if not (stems or self.takes_parts):
-                raise LayoutMismatch(f"no weight matches '{pattern}'; there are {shown_names(weights)}")
-            for stem in stems:
+            for stem in _stems(self, weights, [pattern]):
                 name, names = pattern.replace("*", stem), [part.replace("*", stem) for part in parts]
                 if result.get(name) is not weights[name]:
                     raise LayoutMismatch(f"two groups match '{name}'")
@@ -226,6 +217,14 @@ def _checked_groups(groups: Mapping[str, Sequence[str]]) -> dict[str, tuple[str,
             shown = shown_names((one, *several))
             raise ValueError(f"in a group all names have one '*', which stands for any text, or none has: not {shown}")
     return {one: tuple(several) for one, several in groups.items()}
+
+
+def _stems(one: ByName, weights: Mapping[str, Tensor], patterns: Sequence[str]) -> list[str]:
+    """Return what the ``*`` of one of ``patterns`` stands for in the names of weights."""
+    found = dict.fromkeys(stem for name in weights for each in patterns if (stem := _stem_of(name, each)) is not None)
+    if not (found or one.takes_parts):
+        raise LayoutMismatch(f"no weight matches {shown_names(patterns)}; there are {shown_names(weights)}")
+    return [*found]
 
 
 def _stem_of(name: str, pattern: str) -> str | None:

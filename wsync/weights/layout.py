@@ -235,9 +235,7 @@ class Layout:
         more = () if receiver and self.model_may_have_more else own
         surplus = [name for name in more if name not in known and name not in optional]
         found = [f"it has no '{name}'" if receiver else f"missing '{name}'" for name in wanting]
-        found += [
-            f"the weights that are sent have no '{name}'" if receiver else f"unknown '{name}'" for name in surplus
-        ]
+        found += [f"{sent} '{name}'" for name in surplus]
         found += problems
         if found:
             remedy = ""
