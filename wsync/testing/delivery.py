@@ -88,17 +88,6 @@ class Delivery(BackendHooks):
             session.scheme.send(fill(Small(), 6).state_dict())
             assert session.outputs() == [6, 6]
 
-    def test_first_weights_that_workers_refuse_define_nothing(self) -> None:
-        with self.connected(init={}) as session:
-            for weights, problem in ((OtherName(), "bias"), (longer(), "weight")):
-                with pytest.raises(
-                    wsync.WorkerFailed, match=rf"(?s)worker 0.*{problem}.*worker 1.*{problem}"
-                ) as failed:
-                    session.scheme.send(weights)
-                assert failed.value.version is None and set(failed.value.failed) == {0, 1}
-            session.send(2)
-            assert session.outputs() == [2, 2]
-
     @pytest.mark.parametrize(("strategy", "kind"), [("tensordict", "TensorDict"), ("state_dict", "dict")])
     def test_receive_returns_the_format_of_the_strategy(self, strategy: str, kind: str) -> None:
         with self.connected(1, strategy=strategy) as session:

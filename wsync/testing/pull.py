@@ -87,13 +87,6 @@ class Pull(BackendHooks):
             assert session.outputs() == [5, 5]
             assert session.workers.call(pull) == [5, 5]  # there is no newer one
 
-    def test_pulls_and_sends_in_turn(self) -> None:
-        with self.fetching() as session:
-            for value in range(2, 40):
-                session.send(value)
-                assert session.workers[value % 2].call(pull) == value
-                assert session.workers[value % 2].call(commands.output)[0] == value
-
     def test_a_worker_that_is_too_far_behind_fetches_before_its_next_forward(self) -> None:
         with self.fetching(max_staleness=2) as session:
             for value in (2, 3):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -15,23 +11,6 @@ import wsync.testing.commands as commands
 from wsync.testing.hooks import TIMEOUT, BackendHooks
 from wsync.testing.models import Small, fill
 from wsync.testing.workers import WorkerError
-
-
-@contextmanager
-def _forked_child() -> Iterator[None]:
-    """A child process of this one, which ends on leaving, or when this process ends."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(writing)
-        os.read(reading, 1)  # until the other end is closed
-        os._exit(0)
-    os.close(reading)
-    try:
-        yield
-    finally:
-        os.close(writing)
-        os.waitpid(child, 0)
 
 
 class Restarts(BackendHooks):
@@ -47,24 +26,6 @@ class Restarts(BackendHooks):
             assert session.outputs() == [3, 3]
             session.send(4)
             assert session.outputs() == [4, 4] and session.versions() == [4, 4]
-
-    def test_a_successor_joins_while_a_forked_child_of_the_trainer_lives(self) -> None:
-        """The child has copies of the trainer's descriptors, so the addresses of its sockets stay in use."""
-        if not self.can_fork:
-            pytest.skip("this process cannot be forked")
-        with self.connected() as session, _forked_child():
-            session.workers[0].kill()
-            session.restart(0)
-            session.send(2)
-            assert session.outputs() == [2, 2]
-
-    def test_a_successor_after_an_unnoticed_death(self) -> None:
-        with self.connected(1) as session:
-            session.send(2)
-            session.workers[0].kill()
-            assert session.restart(0) == 2
-            session.send(3)
-            assert session.outputs() == [3]
 
     def test_a_successor_gets_the_weights_of_its_predecessor(self) -> None:
         """Not those that another worker was sent since."""
@@ -108,31 +69,6 @@ class Restarts(BackendHooks):
             assert session.outputs() == [5, 5]
             session.send(6)
             assert session.outputs() == [6, 6]
-
-    def test_a_worker_that_gave_up_can_connect_again(self) -> None:
-        with self.workers(1) as workers, self.make_scheme(timeout=TIMEOUT) as scheme:
-            scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
-            hasty = pickle.loads(pickle.dumps(scheme))
-            hasty.timeout = 0.2
-            with pytest.raises(WorkerError) as gave_up:
-                workers[0].call(commands.join, hasty, Small, 0, "policy")
-            assert "SyncTimeout" in gave_up.value.kinds
-            workers[0].start(commands.join, scheme, Small, 0, "policy")
-            scheme.connect()
-            scheme.send()
-            workers[0].result()
-            assert workers[0].call(commands.output)[0] == 1
-
-    def test_a_worker_that_has_connected_does_not_wait_for_the_others(self) -> None:
-        with self.workers(2) as workers, self.make_scheme(timeout=TIMEOUT) as scheme:
-            scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=2)
-            connecting = threading.Thread(target=scheme.connect)
-            connecting.start()
-            workers[0].call(commands.join, scheme, Small, 0, "policy")
-            assert connecting.is_alive()  # worker 1 has not begun
-            workers[1].call(commands.join, scheme, Small, 1, "policy")
-            connecting.join(TIMEOUT)
-            assert not connecting.is_alive()
 
     def test_a_worker_index_that_does_not_exist_or_is_taken_is_refused(self) -> None:
         with self.workers(3) as workers, self.make_scheme(timeout=TIMEOUT) as scheme:

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,18 @@ class Shutdowns(BackendHooks):
             session.scheme.shutdown()
             return session.workers.call(_resources)
 
+    def _leaves_nothing(self, attempt: Callable[[], object], rounds: int = ROUNDS) -> None:
+        """Check what further attempts leave: libraries keep what they have made in the first one."""
+        attempt()
+        before, files = self.trainer_resources(), shared_memory_files()
+        for _ in range(rounds):
+            attempt()
+        after = self.trainer_resources()
+        for name in ("children", "descriptors"):  # the pool starts workers when it needs them
+            assert after.pop(name, Counter()) <= before.pop(name, Counter()), _STILL_OPEN
+        assert after == before, _STILL_OPEN
+        assert shared_memory_files() <= files
+
     def test_nothing_is_left_after_shutdown(self) -> None:
         inside = self._round()  # what libraries make once, they keep
         before, files, size = self.trainer_resources(), shared_memory_files(), resident_bytes()
@@ -127,12 +140,7 @@ class Shutdowns(BackendHooks):
                 gc.collect()
                 assert workers.call(commands.shutdown) == [[]] * 2
 
-        attempt()
-        before, files = self.trainer_resources(), shared_memory_files()
-        for _ in range(ROUNDS):
-            attempt()
-        assert self.trainer_resources() == before
-        assert shared_memory_files() <= files
+        self._leaves_nothing(attempt)
 
     def test_nothing_is_left_of_killed_workers(self) -> None:
         def attempt() -> None:
@@ -143,23 +151,14 @@ class Shutdowns(BackendHooks):
                 assert session.outputs() == [2, 2]
                 session.workers[1].kill()
 
-        attempt()
-        before, files = self.trainer_resources(), shared_memory_files()
-        attempt()
-        after = self.trainer_resources()
-        assert after.pop("children", 0) <= before.pop("children", 0)  # the pool starts workers when it needs them
-        assert after.pop("descriptors", Counter()) <= before.pop("descriptors", Counter())
-        assert after == before
-        assert shared_memory_files() <= files
+        self._leaves_nothing(attempt, rounds=1)
 
     def test_a_scheme_that_never_connected_leaves_nothing(self) -> None:
-        self.make_scheme().shutdown()
-        before = self.trainer_resources()
-        for _ in range(3):
-            scheme = self.make_scheme()
-            scheme.init_on_sender("policy", model=Small(), num_workers=2)
-            scheme.shutdown()
-        assert self.trainer_resources() == before, _STILL_OPEN
+        def attempt() -> None:
+            with self.make_scheme() as scheme:
+                scheme.init_on_sender("policy", model=Small(), num_workers=2)
+
+        self._leaves_nothing(attempt)
 
     def test_a_worker_that_has_shut_down_may_connect_again(self) -> None:
         with self.connected() as session:

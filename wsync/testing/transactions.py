@@ -5,18 +5,11 @@ from __future__ import annotations
 import pytest
 
 import wsync
-from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import SHORT, TIMEOUT, BackendHooks
-from wsync.testing.models import Large, Small, WithExtraState, fill, longer
+from wsync.testing.models import Small, WithExtraState, fill, longer
 from wsync.testing.session import Session
-from wsync.testing.shutdowns import resident_bytes
 
 _REFUSED = 12
-
-
-def resident(_: WorkerState) -> int:
-    """Return ``resident_bytes`` of the worker."""
-    return resident_bytes()
 
 
 def _send_both(actor: Session, critic: Session, value: float) -> None:
@@ -52,21 +45,6 @@ class Transactions(BackendHooks):
             critic.model.state = "accepted"
             _send_both(actor, critic, 3)
             assert actor.outputs() == [3, 3] and critic.outputs() == [-3, -3]
-
-    def test_refused_updates_leave_no_memory_behind(self) -> None:
-        """The sender and the workers drop what they have prepared."""
-        with (
-            self.connected(make=Large, model_id="actor") as actor,
-            self.second_model(actor, WithExtraState, "critic") as critic,
-        ):
-            critic.model.state = "refuse 1"
-            used = list[list[int]]()
-            for _ in range(_REFUSED):
-                with pytest.raises(wsync.WorkerFailed, match="worker 1"):
-                    _send_both(actor, critic, 2)
-                used.append([resident_bytes(), *actor.workers.call(resident)])
-            growth = [after - before for before, after in zip(used[_REFUSED // 2], used[-1], strict=True)]
-            assert max(growth) < 2 * actor.model.weight.nbytes, f"bytes in {_REFUSED // 2} refused updates: {growth}"
 
     def test_a_model_that_does_not_fit_is_sent_nowhere_nor_is_the_other(self) -> None:
         with self.connected(model_id="actor") as actor, self.second_model(actor, Small, "critic") as critic:

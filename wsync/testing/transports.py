@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from contextlib import suppress
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import wsync
 import wsync.testing.commands as commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import SHORT, TIMEOUT, BackendHooks
-from wsync.testing.models import Large, Small, fill
+from wsync.testing.models import Large, Small
 from wsync.weights.packing import packed
 
 PATIENCE = 20.0
@@ -52,59 +50,6 @@ def _a_receive_ends(state: WorkerState) -> bool:
     return not thread.is_alive()
 
 
-class _Stalling:
-    """The sender's end of a transport that sends the first version, and waits in ``send_weights`` for the next."""
-
-    def __init__(self, transport: Any) -> None:
-        self._transport, self._first, self._closed = transport, True, threading.Event()
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        self._transport.setup_connection_and_weights_on_sender()
-
-    def setup_connection_and_weights_on_receiver(self, **_: Any) -> None:
-        raise AssertionError("this is the sender's end")
-
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> None:
-        raise AssertionError("this is the sender's end")
-
-    def send_weights(self, weights: Any) -> None:
-        if self._first:
-            self._transport.send_weights(weights)
-        else:
-            self._closed.wait()
-        self._first = False
-
-    def close(self) -> None:
-        self._closed.set()
-        if isinstance(self._transport, wsync.Closable):
-            self._transport.close()
-
-
-def _watch_the_transport(state: WorkerState) -> None:
-    """Have ``receive_weights`` set an event when it is called."""
-    transport: Any = state.kept.get("transport")
-    if transport is None:
-        return
-    receive, called = transport.receive_weights, threading.Event()
-
-    def watched(*args: Any, **options: Any) -> Any:
-        called.set()
-        return receive(*args, **options)
-
-    transport.receive_weights, state.kept["called"] = watched, called
-
-
-def _shut_down_while_it_receives(state: WorkerState) -> float:
-    """Shut down once ``receive_weights`` was called; return the seconds that this takes."""
-    called = state.kept.get("called")
-    if called is None:
-        return 0.0
-    assert called.wait(PATIENCE)
-    began = time.monotonic()
-    state.schemes["policy"].shutdown()
-    return time.monotonic() - began
-
-
 def _die_in_the_set_up(state: WorkerState, scheme: Any) -> None:
     scheme.create_transport = lambda worker_idx: os.kill(os.getpid(), signal.SIGKILL)
     commands.join(state, scheme, Small, 0, "policy")
@@ -133,26 +78,6 @@ class Transports(BackendHooks):
             session.scheme.shutdown()
             left = {thread.name for thread in set(threading.enumerate()) - before}
             assert "wsync-transfer" not in left, "send_weights does not end when close() is called"
-
-    def test_shutdown_of_a_worker_ends_a_receive_that_waits(self) -> None:
-        with self.workers(1) as workers, self.make_scheme(timeout=TIMEOUT) as scheme:
-            model, create = fill(Small(), 1), scheme.create_transport
-
-            def stalling(_: Any, worker_idx: int | None = None) -> Any:
-                made = create(worker_idx)
-                return _Stalling(made)
-
-            scheme.create_transport = MethodType(stalling, scheme)
-            scheme.init_on_sender("policy", model=model, num_workers=1)
-            del scheme.create_transport  # the worker is given the scheme without it
-            workers[0].start(_join_keeping_the_transport, scheme)
-            scheme.connect()
-            if not self.first_weights_at_connect:
-                scheme.send()
-            workers[0].result()
-            workers[0].call(_watch_the_transport)
-            scheme.send_async(fill(model, 2))
-            assert workers[0].call(_shut_down_while_it_receives) < PATIENCE, "close() does not end receive_weights"
 
     def test_close_ends_a_set_up_that_waits_for_a_worker(self) -> None:
         before = set(threading.enumerate())

@@ -250,19 +250,6 @@ class UnlikeEnds(BackendHooks):
             scheme.send(model)
             assert session.digests() == [digest(model)] * 2
 
-    def test_the_replacement_of_a_worker_gets_the_full_weights_and_then_differences(self) -> None:
-        pytest.importorskip("zstandard", reason="the extra [delta] is not installed")
-        with self.differing() as session:
-            nudge(session.model)
-            session.scheme.send()
-            session.workers[1].kill()
-            session.restart(1)
-            for _ in range(2):
-                assert session.digests() == [digest(session.model)] * 2
-                nudge(session.model)
-                session.scheme.send()
-            assert session.digests() == [digest(session.model)] * 2
-
     @contextmanager
     def differing(self) -> Iterator[Session]:
         """A session in which the sender sends differences."""
