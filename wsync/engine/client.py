@@ -168,14 +168,7 @@ class EngineClient:
         body: bytes | None = None,
         method: str = "POST",
     ) -> Mapping[str, Any]:
-        """Make a request, and return the JSON object of its answer.
-
-        Args:
-            phase: of the update, for the error.
-            route: the path, and perhaps a query.
-            fields: sent as JSON.
-            body: weights.
-            method: of HTTP.
+        """Make a request of a phase, with JSON ``fields`` or a ``body``; return the JSON object of its answer.
 
         Raises:
             EngineError: there is no answer, or not with status 200, or it is no JSON object.

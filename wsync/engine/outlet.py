@@ -35,14 +35,7 @@ _RESUME_TIMEOUT = 5.0  # seconds in which an engine is resumed after an update h
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A version for some engines.
-
-    Attributes:
-        layout: of the weights.
-        deadline: on ``time.monotonic``.
-        update: the version; None: only ask whether weights of the layout fit.
-        differences: to older versions; None: the full version is sent.
-    """
+    """A version for some engines; without ``update``, only the question whether weights of the layout fit."""
 
     layout: Layout
     deadline: float | None
@@ -52,13 +45,6 @@ class Job:
 
 class Engine:
     """One engine. Versions are sent one after the other; a newer one takes the place of one that waits.
-
-    Args:
-        client: calls it.
-        make_transfer: makes what carries the weights; None: HTTP bodies.
-        chunk_bytes: see ``BodyTransfer``.
-        pause: pause generation meanwhile; None: do not.
-        delta: whether versions may be sent as differences.
 
     Attributes:
         present: whether it is connected.
@@ -262,7 +248,9 @@ class Engines:
 
     Args:
         clients: one for each engine, by index.
-        make_transfer, chunk_bytes, pause: see ``Engine``.
+        make_transfer: makes what carries the weights; None: HTTP bodies of at most ``chunk_bytes``.
+        chunk_bytes: see there.
+        pause: pause generation meanwhile; None: do not.
         timeout: returns the seconds that an update may take; None for no limit.
         delta: makes differences to the versions that engines have; None: full versions are sent.
     """

@@ -35,12 +35,7 @@ _DROPPING = 10.0  # seconds in which the rest of a body that is refused is read
 
 
 class EngineApp:
-    """An ASGI application by which a trainer updates an engine: see ``engine_app``.
-
-    Args:
-        destination: takes weights.
-        token, pause, resume, version, max_bytes, pause_limit: see ``engine_app``.
-    """
+    """An ASGI application by which a trainer updates an engine: ``engine_app`` documents the arguments."""
 
     def __init__(
         self,

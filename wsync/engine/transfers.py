@@ -66,12 +66,7 @@ own. Exceptions that they raise, the trainer raises as ``WorkerFailed``."""
 
 
 class Differences:
-    """The differences of one version to others, each made once for all engines that need it.
-
-    Args:
-        delta: makes them.
-        update: the version.
-    """
+    """The differences of one version to others, each made once for all engines that need it."""
 
     def __init__(self, delta: Delta, update: Update) -> None:
         self._delta = delta
@@ -89,13 +84,7 @@ class Differences:
 
 
 class BodyTransfer:
-    """Sends versions as HTTP bodies: see ``protocol``. Used by the control thread.
-
-    Args:
-        client: the client of the engine.
-        layout: the layout of the weights.
-        chunk_bytes: the most bytes of weights in one body.
-    """
+    """Sends versions as HTTP bodies of at most ``chunk_bytes``: see ``protocol``. Used by the control thread."""
 
     def __init__(self, client: EngineClient, layout: Layout, chunk_bytes: int) -> None:
         self._client = client
@@ -117,10 +106,8 @@ class BodyTransfer:
     async def send(self, update: Update, base: Update | None, differences: Differences | None) -> int:
         """Phases start, update and finish; return how many bytes the bodies had.
 
-        Args:
-            update: the version.
-            base: the one that the engine has, as far as the trainer can tell; None if it is not known.
-            differences: of ``update`` to others; None: whole tensors are sent.
+        ``base`` is the version that the engine has, as far as the trainer can tell. Without ``differences`` the whole
+        tensors are sent.
         """
         named: dict[str, str | int] = {"session": self._session, "weight_version": str(update.version)}
         base = base if differences is not None else None

@@ -20,12 +20,7 @@ from wsync.weights.targets import Destination, mixed_weights
 
 
 class Refused(Exception):
-    """A request is refused; no weights have changed. After a refused *init* the engine is not initialised.
-
-    Attributes:
-        status: the status of the answer.
-        reason: a word for programs.
-    """
+    """A request is refused; no weights have changed. After a refused *init* the engine is not initialised."""
 
     def __init__(self, status: int, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -58,11 +53,6 @@ class _Session:
 
 class EngineWeights:
     """The weights of one engine. One thread calls the methods of the phases, and ``poll_update`` is the gate's.
-
-    Args:
-        destination: takes them.
-        version: the name of those that it has.
-        max_bytes: the largest size of a version.
 
     Attributes:
         version: the name of those that it has. Changes inside the gate.
@@ -136,10 +126,7 @@ class EngineWeights:
         session.arrived = end
 
     def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Phase 4: check that the version is whole, then load it inside the gate.
-
-        Returns:
-            ``weight_version``, ``wait_seconds`` for the gate, and ``apply_seconds``.
+        """Phase 4: check that the version is whole, then load it inside the gate; return the fields of the answer.
 
         Raises:
             Refused: it is not whole, or damaged; nothing was loaded.

@@ -72,11 +72,7 @@ class Reader:
         return self._manifest.writer if self._manifest else ""
 
     def read(self, newest: Manifest | None) -> Update | None:
-        """Return the newest version; None if it has been read already, or is not to be used.
-
-        Raises:
-            WeightSyncError: it cannot be read, or is damaged.
-        """
+        """Return the newest version; None: it was read already, or is not to be used. WeightSyncError: it is bad."""
         with self._lock:
             missing = ""
             while newest is not None and newest.version >= self.oldest and newest.name not in (self._seen, self.name):
@@ -96,11 +92,7 @@ class Reader:
             return None
 
     def wait(self, deadline: float | None) -> Update | None:
-        """Return the newest version, as soon as there is one; None at the deadline, if one was read, or at ``stop``.
-
-        Raises:
-            WeightSyncError: it cannot be read, or is damaged.
-        """
+        """Return the newest version, as soon as there is one; None at the deadline, if one was read, or at ``stop``."""
         pause = _SHORTEST_LOOK
         while True:
             update, left = self.read(self.store.newest()), remaining(deadline)
@@ -159,14 +151,8 @@ class Reader:
 class FileInbox(Inbox):
     """An ``Inbox`` that reads a store.
 
-    A thread reads each version as it appears. ``connect`` and ``fetch`` read in the calling thread. A version that was
-    read is staged until it is installed, or a newer one takes its place.
-
-    Args:
-        reader: reads.
-        owner: the receiver.
-        waits: whether ``connect`` waits for a version.
-        watches: whether versions are read as they appear; otherwise only by ``fetch``.
+    A thread reads each version as it appears, if it ``watches``. ``connect`` and ``fetch`` read in the calling thread.
+    A version that was read is staged until it is installed, or a newer one takes its place.
     """
 
     binds = True

@@ -74,12 +74,7 @@ def require_keep(keep: int) -> None:
 
 
 class Versions:
-    """One model's versions at a URL.
-
-    Args:
-        url: see ``Folder``.
-        keep: how many versions are kept.
-        durable: whether a version is flushed to the disk before the manifest names it (local file systems).
+    """One model's versions at a URL, of which the newest ``keep`` are kept.
 
     Attributes:
         folder: their files.
@@ -99,11 +94,7 @@ class Versions:
         self._wrote = False
 
     def newest(self) -> Manifest | None:
-        """Return the manifest; None if nothing has been published.
-
-        Raises:
-            WeightSyncError: the store cannot be read, or its manifest is damaged.
-        """
+        """Return the manifest, None if nothing has been published; WeightSyncError: it is damaged or unreadable."""
         try:
             content = self.folder.content(MANIFEST, MANIFEST_BYTES + 1)
         except FileNotFoundError:
@@ -137,11 +128,7 @@ class Versions:
     # --- writing ---
 
     def open_for_writing(self) -> int:
-        """Make the folder, delete old versions and what was left unfinished; return the newest version, 0 for none.
-
-        Raises:
-            WeightSyncError: the store cannot be written, or its manifest is damaged.
-        """
+        """Make the folder, delete old versions and what was left unfinished; return the newest version, 0 for none."""
         try:
             self.folder.make()
         except Exception as error:
@@ -153,12 +140,7 @@ class Versions:
         return manifest.version
 
     def write(self, manifest: Manifest, weights: bytes, difference: bytes | None = None) -> None:
-        """Write the files of a version, which the manifest does not name yet.
-
-        Args:
-            manifest: what ``commit`` will write.
-            weights: the content of its file.
-            difference: to an older version, for readers that have that one: see ``wsync.transforms.delta``.
+        """Write the files of a version, which the manifest does not name yet, and perhaps a difference to its base.
 
         Raises:
             WeightSyncError: they cannot be written (the disk is full), or another trainer writes to this store.
@@ -174,11 +156,10 @@ class Versions:
             raise self._not_stored(manifest, error) from error
 
     def commit(self, manifest: Manifest) -> None:
-        """Name a version that was written as the newest one; the oldest versions are deleted.
+        """Name a version that was written as the newest one; the oldest versions are deleted, or that is logged.
 
         Raises:
-            WeightSyncError: see ``write``. Readers keep the version that they have. An old version that cannot be
-                deleted is only logged.
+            WeightSyncError: see ``write``. Readers keep the version that they have.
         """
         self._require_newest(manifest.version)  # writing may have taken minutes
         try:

@@ -20,15 +20,8 @@ SAME_WEIGHTS = "all readers of a store get the same weights"
 class Files:
     """An ``Outlet`` without connections: whatever reads the store gets the newest version.
 
-    A version that is published is stored: nothing has to be waited for, and nothing can fail later.
-
-    Args:
-        store: where.
-        num_workers: the number of workers that reports list; readers are not counted.
-        delta: makes a difference to the version before; None: only whole versions are stored.
-
-    Attributes:
-        name: identifies the sender: it is the writer of the versions.
+    A version that is published is stored: nothing has to be waited for, and nothing can fail later. ``num_workers`` is
+    only for reports. With ``delta``, a difference to the version before is stored, too.
     """
 
     transactional = True

@@ -47,9 +47,7 @@ class ByName:
     ) -> set[str]:
         """Return those of ``names`` that match one of ``patterns``; ``kind`` says what they are, for the error.
 
-        Raises:
-            LayoutMismatch: with ``strict``, a pattern other than ``*`` matches none, and the names are not those of a
-                part of a model.
+        With ``strict``, a pattern that matches none is an error, except ``*``, or where parts of a model are given.
         """
         found = {pattern: [name for name in names if _matches(name, pattern)] for pattern in patterns}
         unused = [pattern for pattern, some in found.items() if not some and pattern != "*"]
@@ -83,9 +81,7 @@ class ByName:
 def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Chain | None:
     """Return one or several transforms as a chain; None for none. ``Delta`` is left out: it changes no weights.
 
-    Args:
-        transforms: applied in order. Those of the library are copied.
-        side: ``"send_transform"`` or ``"receive_transform"``, for errors.
+    Those of the library are copied. ``side`` is ``"send_transform"`` or ``"receive_transform"``.
 
     Raises:
         TypeError: one of them is not callable.
@@ -119,12 +115,7 @@ def _listed(transforms: Transform | Sequence[Transform] | None) -> list[Any]:
 
 
 class Chain:
-    """Several transforms, one after the other.
-
-    Args:
-        transforms: in the order in which they are applied.
-        side: named in errors.
-    """
+    """Several transforms, one after the other; ``side`` is named in errors."""
 
     def __init__(self, transforms: Sequence[Transform], side: str) -> None:
         self.transforms = transforms
@@ -181,12 +172,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def as_patterns(*given: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the patterns, each of which is given by itself or in a list.
-
-    Raises:
-        TypeError: one is not a string.
-        ValueError: there is none.
-    """
+    """Return patterns, given singly or in lists. TypeError: one is no string. ValueError: there is none."""
     found: list[Any] = []
     for one in given:
         found += one if isinstance(one, Iterable) and not isinstance(one, str) else [one]

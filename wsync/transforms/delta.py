@@ -59,12 +59,9 @@ class Delta:
         return weights
 
     def difference(self, old: _Bytes, new: _Bytes, width: int) -> bytes | None:
-        """Return the difference between two packed versions; None if the full weights are hardly larger.
+        """Return the difference of two packed versions; None if the full weights are hardly larger.
 
-        Args:
-            old: the base; a multiple of 8 bytes.
-            new: as many bytes.
-            width: bytes per number, in most of the weights: 1, 2, 4 or 8 (``Layout.width``).
+        ``width``: bytes per number, in most of the weights (``Layout.width``).
         """
         changed = np.frombuffer(old, np.uint64) ^ np.frombuffer(new, np.uint64)
         planes: Any = torch.from_numpy(changed.view(np.uint8)).view(-1, width).T.contiguous().numpy()
@@ -74,12 +71,9 @@ class Delta:
 
 
 def apply_difference(base: _Bytes, payload: _Bytes, into: bytearray | memoryview) -> None:
-    """Write the version that is ``payload`` away from ``base`` into ``into``. The caller compares the checksum.
+    """Write the version that is ``payload`` away from ``base`` into ``into``, which may be ``base``.
 
-    Args:
-        base: the packed version from which the difference was made.
-        payload: as ``encode_difference`` returned it.
-        into: as many bytes as ``base``; may be ``base``, which then becomes the new version.
+    The caller compares the checksum.
 
     Raises:
         ValueError: ``payload`` is malformed, or of weights of another size; nothing was written.

@@ -124,12 +124,7 @@ class Binding(Target):
     """The plan by which one model takes on weights of one layout.
 
     Each tensor is bound (``p.data = view``, no copy), copied into, or first given memory of its own and then copied
-    into. Bound are parameters, if that is wanted and nothing else has their memory, until ``detach``.
-
-    Args:
-        model: the receiving model, which no other binding has.
-        layout: what it will be given.
-        bind: whether parameters may be bound. False for a worker that trains.
+    into. Bound are parameters, if ``bind`` is true and nothing else has their memory, until ``detach``.
 
     Attributes:
         installer: the ``native.Installer`` of the model as it is now; None without the C extension.

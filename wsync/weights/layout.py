@@ -63,12 +63,7 @@ class Layout:
 
     @classmethod
     def of(cls, weights: Snapshot) -> Layout:
-        """Return the plan of ``weights``.
-
-        Raises:
-            LayoutMismatch: there is nothing in them; a tensor is sharded, sparse, quantised or without values; or two
-                of them overlap partly in one memory.
-        """
+        """Return the plan of ``weights``; LayoutMismatch: they cannot be carried, or there are none."""
         names = sorted(weights.tensors, key=lambda name: str(weights.tensors[name].dtype))
         if not names:
             raise LayoutMismatch("these weights are empty: no parameter and no buffer")
@@ -113,11 +108,7 @@ class Layout:
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Layout:
-        """Return the layout that ``encode`` gave.
-
-        Raises:
-            ValueError: the data is malformed, or its entries do not lie within the buffer.
-        """
+        """Return the layout that ``encode`` gave; ValueError: it is malformed, or does not fit its buffer."""
         names, sizes, strides, kinds, offsets, ties, nbytes, extra, optional, more = msgspec.msgpack.decode(
             data, type=_Plain
         )
@@ -169,11 +160,7 @@ class Layout:
         return tuple(index for index in range(len(self.names)) if index not in followers)
 
     def order(self, weights: Snapshot) -> list[Tensor]:
-        """Return the tensors of ``weights`` in the order of this layout, checked against it.
-
-        Raises:
-            LayoutMismatch: names the missing, unknown, wrongly shaped and wrongly typed keys.
-        """
+        """Return the tensors of ``weights`` in the order of this layout; LayoutMismatch: names what does not fit."""
         problems: list[str] = []
         if weights.extra is not None and self.extra is not None and weights.extra.keys() != self.extra:
             problems.append(f"extra state differs: {describe(sorted(weights.extra.keys() ^ self.extra))}")
@@ -183,8 +170,7 @@ class Layout:
         """Check weights in the order of ``names``, or the tensors of ``receiving``, whose ties may be others.
 
         Raises:
-            LayoutMismatch: naming each that has another shape or dtype, or cannot be carried (``writable``: or be
-                written value by value).
+            LayoutMismatch: names those that have another shape or dtype, or cannot be carried, or be written.
         """
         shapes, dtypes = self.shapes, self.dtypes
         fit = shapes == tuple([one.shape for one in tensors]) and dtypes == tuple([one.dtype for one in tensors])
@@ -218,17 +204,14 @@ class Layout:
         problems: Sequence[str] = (),
         writable: bool = False,
     ) -> list[Tensor]:
-        """Return the tensors that a receiver has by name, in the order of this layout, checked against it.
+        """Return the tensors ``own`` in the order of this layout, checked against it.
 
         Args:
-            own: its tensors.
+            own: a receiver's tensors, or weights of the sender.
             receiver: for the error; empty for weights of the sender.
-            optional: names of tensors that keep their values if they are not sent.
+            optional: names of tensors that may be in ``own`` alone.
             problems: what else does not fit.
             writable: whether each tensor is written value by value.
-
-        Raises:
-            LayoutMismatch: naming what does not fit; or two tensors overlap partly in one memory.
         """
         known, sent = {*self.names}, "the weights that are sent have no" if receiver else "unknown"
         wanting = [name for name in self.names if name not in own]

@@ -55,16 +55,9 @@ class Buffer:
         return self.flat.numpy().data
 
     def pack(self, tensors: Any) -> bool:
-        """Copy weights into this buffer.
+        """Copy weights into this buffer; False: the module of a ``TensorTree`` has changed, and nothing was copied.
 
-        Args:
-            tensors: a list in the layout's order; or what ``Source.usual`` returned.
-
-        Returns:
-            False, with nothing copied, if the module of a ``TensorTree`` has changed.
-
-        Raises:
-            LayoutMismatch: the tensors do not fit the layout.
+        ``tensors`` are a list in the layout's order, or what ``Source.usual`` returned. LayoutMismatch: no fit.
         """
         given = tensors if type(tensors) is list else tensors.tensors()
         if given is None:
@@ -78,11 +71,7 @@ class Buffer:
 
 
 class BufferPool:
-    """Private memory for versions of one layout at a time, reused once no buffer over it exists. Not thread-safe.
-
-    Args:
-        device: where it is.
-    """
+    """Private memory for versions of one layout at a time, reused once no buffer over it exists. Not thread-safe."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
@@ -104,11 +93,7 @@ class BufferPool:
 
 
 def packed(weights: Any) -> tuple[Layout, Buffer]:
-    """Return the layout of ``weights`` (a module, a TensorDict or a state dict), and a new buffer with them.
-
-    Raises:
-        LayoutMismatch: they have none, as ``Layout.of`` says.
-    """
+    """Return the layout of ``weights`` (a module, a TensorDict or a state dict), and a new buffer with them."""
     given = snapshot(weights)
     layout = Layout.of(given)
     buffer = Buffer.new(layout)

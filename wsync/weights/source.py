@@ -75,12 +75,8 @@ class Source:
         device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
         own_buffers: whether every worker gets a part (and so a buffer) of its own, even if all parts are equal.
         transform: applied to the weights before they are packed.
-        one_for_all: why all workers get the same weights: the error where a map is given, or weights per worker.
+        one_for_all: why all workers get the same weights: the error where they would not.
         undefined: why no weights define the layout: the error of ``first``.
-
-    Raises:
-        TypeError: the weights, or the map, are of a wrong type.
-        ValueError: weights per worker together with a map that would make them; or ``one_for_all``.
     """
 
     def __init__(
@@ -137,11 +133,7 @@ class Source:
     ) -> Iterable[Part]:
         """Return the weights of each worker, checked. A part is valid until the next one is made.
 
-        Args:
-            weights: the update; None reads the source's own.
-            workers: the workers that must get weights.
-            layout: the layout of the weights.
-            rest: in the layout's order; completes ``weights``, where those are a part of the model.
+        ``rest``, in the layout's order, completes ``weights`` that are a part of the model.
 
         Raises:
             LayoutMismatch: some weights do not fit.

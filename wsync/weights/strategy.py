@@ -92,7 +92,7 @@ class WeightStrategy:
     def apply_weights(self, destination: Any, weights: object, inplace: bool = True) -> None:
         """Put ``weights`` (any format) into ``destination`` (module, TensorDict or state dict).
 
-        Extra state that ``weights`` and the destination have is replaced, too, except in a locked TensorDict.
+        Extra state that both have is replaced, too, except in a locked TensorDict.
 
         Args:
             destination: what is changed.
@@ -100,8 +100,7 @@ class WeightStrategy:
             inplace: copy into the destination's memory; otherwise its tensors are replaced by the given ones.
 
         Raises:
-            LayoutMismatch: naming missing, unknown, wrongly shaped and wrongly typed keys, or tensors that cannot be
-                copied into; nothing was applied.
+            LayoutMismatch: names what does not fit, or cannot be copied into; nothing was applied.
             TypeError: either is not of a known kind.
         """
         given = snapshot(weights)

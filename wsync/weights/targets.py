@@ -48,11 +48,7 @@ class Loader(Target):
         self._taken = 0  # pairs of the last version
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Load all pairs.
-
-        Raises:
-            TypeError: ``load`` has not taken all pairs: it is a coroutine function, for instance, which has not run.
-        """
+        """Load all pairs; TypeError: ``load`` has not taken them, as a coroutine function, which has not run."""
         pairs = list(zip(self._names, views, strict=True))
         self._taken, given, before = 0, 0, self.mixed
         for chunk in [pairs] if self._chunk_bytes is None else _chunks(pairs, self._chunk_bytes):
@@ -91,11 +87,6 @@ def _chunks(pairs: Sequence[tuple[str, Tensor]], limit: int) -> Iterator[list[tu
 class Tensors(Target):
     """A mapping of tensors (a state dict or TensorDict): each version is copied into those that it has then.
 
-    Args:
-        destination: nested or flat.
-        layout: the layout of the received weights.
-        owner: for errors.
-
     Raises:
         LayoutMismatch: it has other names, shapes or dtypes, or a tensor that cannot be copied into.
     """
@@ -132,17 +123,9 @@ class Tensors(Target):
 
 
 class Transformed(Target):
-    """Weights that pass through ``receive_transform`` on their way into another target.
+    """Weights that pass through ``receive_transform`` on their way into another target, which ``make`` returns.
 
-    Where the transform selects, no extra state is installed, as none is sent with a ``send_transform`` that selects.
-
-    Args:
-        layout: the layout of the received weights.
-        transform: the scheme's.
-        make: returns the target of a layout.
-
-    Raises:
-        LayoutMismatch: the transform does not fit the received weights, or the target not its result.
+    No extra state is installed where the transform selects. LayoutMismatch: transform or target do not fit.
     """
 
     def __init__(self, layout: Layout, transform: Chain, make: Callable[[Layout], Target]) -> None:
