@@ -1,28 +1,24 @@
-"""Frames per second of collection, beside a bare loop of Gymnasium (and TorchRL) in the same run.
+"""Frames per second of collection, beside a bare loop of Gymnasium in the same run.
 
 The bare loop steps the same environments with the same policy, in as many processes, and stores nothing. All contenders
 of one width take turns, in short slices, so that a noisy machine is noisy for all of them; what counts is the median of
 the ratios within a round. The policy is 2 x 64 tanh, or for images the Nature network.
 
-    python scripts/bench_collect.py --out outputs/bench_collect.json
+    python scripts/bench_collect.py
     python scripts/bench_collect.py --env HalfCheetah-v5 --width 8      # needs gymnasium[mujoco]
     python scripts/bench_collect.py --env ALE/Pong-v5 --width 8         # needs gymnasium[atari,other]
-    python scripts/bench_collect.py --peer                              # where torchrl is installed
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
-import gymnasium as gym
 import torch
 import typer
 from harness import bare_loop
@@ -86,38 +82,7 @@ def ours(env_id: str, width: int, steps: int, workers: int) -> Iterator[Turn]:
         yield timed(iter(collector))
 
 
-@contextmanager
-def torchrl_collector(env_id: str, width: int, steps: int, workers: int) -> Iterator[Turn]:
-    """Iterate TorchRL's collector with the same network: in this process, or its synchronous one with processes."""
-    from torchrl.collectors import Collector, MultiSyncCollector  # pyright: ignore[reportMissingImports]
-
-    options: dict[str, Any] = {"frames_per_batch": steps * width * max(workers, 1), "total_frames": -1}
-    make: Any = functools.partial(torchrl_env, env_id, width)
-    batches = (
-        MultiSyncCollector([make] * workers, policy(env_id), cat_results="stack", **options)
-        if workers
-        else Collector(make, policy(env_id), **options)
-    )
-    yield timed(iter(batches))
-    batches.shutdown()
-
-
-def torchrl_env(env_id: str, width: int) -> Any:
-    """Make TorchRL's environments: one, its ``SerialEnv`` of up to 63, or Gymnasium's vector environment from 64 on."""
-    from torchrl.envs import GymWrapper, SerialEnv  # pyright: ignore[reportMissingImports]
-
-    def one() -> Any:
-        return GymWrapper(bare_loop.make_one(env_id), categorical_action_encoding=True)
-
-    if width < 64:
-        return one() if width == 1 else SerialEnv(width, one)
-    # It does not take Gymnasium's native vector CartPole, nor any other that resets in the step after the end.
-    mode = gym.vector.AutoresetMode.DISABLED
-    envs = gym.vector.SyncVectorEnv([functools.partial(bare_loop.make_one, env_id)] * width, autoreset_mode=mode)
-    return GymWrapper(envs, categorical_action_encoding=True)
-
-
-def contenders(env_id: str, width: int, steps: int, workers: list[int], peer: bool) -> list[Entrants]:
+def contenders(env_id: str, width: int, steps: int, workers: list[int]) -> list[Entrants]:
     """Name all that take turns at this width, in groups: what acts in one process or several, the bare loop first."""
     groups: list[Entrants] = []
     for count in (0, *workers):
@@ -130,8 +95,6 @@ def contenders(env_id: str, width: int, steps: int, workers: list[int], peer: bo
                 ),
             }
         )
-        if peer:
-            groups[-1][f"torchrl, {where}"] = functools.partial(torchrl_collector, env_id, width, steps, count)
     return groups
 
 
@@ -185,17 +148,12 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="steps per environment and batch")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="turns of each contender")] = 7,
     seconds: Annotated[float, typer.Option(min=0.001, help="length of a turn")] = 0.4,
-    peer: Annotated[bool, typer.Option(help="run TorchRL's collectors too")] = False,
-    out: Annotated[Path | None, typer.Option(help="write the figures here, as JSON")] = None,
 ) -> None:
     """Measure collection and print frames/s, and the ratio to Gymnasium's bare loop."""
     torch.set_num_threads(1)
     counts = [count for count in workers if count > 0]
-    results = {width: compare(contenders(env_id, width, steps, counts, peer), rounds, seconds) for width in widths}
+    results = {width: compare(contenders(env_id, width, steps, counts), rounds, seconds) for width in widths}
     show(env_id, results)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"env": env_id, "steps": steps, "widths": results}, indent=2))
 
 
 if __name__ == "__main__":

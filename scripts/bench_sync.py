@@ -28,22 +28,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from harness.backends import BACKENDS, takes
 from harness.console import progress_bar
 from harness.processes import WorkerError, WorkerPipes, worker_processes
 from harness.sides import Case, Round, our_side
-from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from matplotlib.ticker import FuncFormatter, NullFormatter
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
 from learning.reporting.plots import INK, new_figure
 
-_FOLDER = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}-bench_sync"
 _TURNS = 10  # of each side
 _TIMEOUT = 90.0  # seconds for an answer of a side, above those that it works
 _TITLES = {"send": "A send, standalone", "update": "A collector's update_policy_weights_(), between batches"}
@@ -67,10 +64,9 @@ class BenchConfig:
         checksum: whether our updates carry one, ``true`` or ``false``; ``null``: each scheme's default.
         device: where the model of a standalone send's trainer is: ``cpu`` or ``cuda``.
         worker_device: where its workers' models are. ``cuda`` at both ends: with NCCL and ``backends=[cuda]``.
+        out: the folder for the results.
     """
 
-    defaults: list[Any] = field(default_factory=lambda: ["_self_", {"override hydra/job_logging": "disabled"}])
-    hydra: Any = field(default_factory=lambda: {"job": {"name": "bench_sync", "chdir": False}, "run": {"dir": _FOLDER}})
     backends: list[str] = field(default_factory=lambda: list(BACKENDS))
     mib: list[float] = field(default_factory=lambda: [0.0625, 1.0, 64.0])
     tensors: str = "auto"
@@ -83,6 +79,7 @@ class BenchConfig:
     checksum: bool | None = None
     device: str = "cpu"
     worker_device: str = "cpu"
+    out: str = "outputs/bench_sync"
 
     @property
     def on_gpus(self) -> bool:
@@ -301,15 +298,16 @@ def picture(rows: list[Row], path: Path) -> None:
     figure.savefig(path)
 
 
-def bench(cfg: BenchConfig, folder: Path, console: Console) -> list[Row]:
-    """Measure all cases, and write the results into ``folder``, also after an interrupt.
+def bench(cfg: BenchConfig, console: Console) -> list[Row]:
+    """Measure all cases, and write the results, also after an interrupt.
 
     Raises:
         BenchError: a setting is invalid, or the peer is not installed.
         KeyboardInterrupt: it was interrupted; no process is left.
     """
     check(cfg)
-    todo, rows = list(cases(cfg)), list[Row]()
+    todo, rows, folder = list(cases(cfg)), list[Row](), Path(cfg.out)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         with progress_bar(console) as progress:
             task = progress.add_task("starting", total=len(todo))
@@ -331,28 +329,24 @@ def bench(cfg: BenchConfig, folder: Path, console: Console) -> list[Row]:
     return rows
 
 
-ConfigStore.instance().store(name="bench_sync", node=BenchConfig)
-
-
-@hydra.main(version_base="1.3", config_path=None, config_name="bench_sync")
-def main(composed: DictConfig) -> None:
-    """Run the benchmark, in a folder of its own."""
+def main(given: list[str]) -> None:
+    """Run the benchmark with settings of the command line."""
+    if given == ["--help"]:
+        sys.exit(f"{__doc__}\n{BenchConfig.__doc__}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    folder, console = Path(HydraConfig.get().runtime.output_dir), Console()
+    console = Console()
     if not console.is_terminal:
         console = Console(width=150)
-    cfg = OmegaConf.to_object(composed)
-    assert isinstance(cfg, BenchConfig)
     try:
-        rows = bench(cfg, folder, console)
-    except BenchError as error:
+        cfg: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(BenchConfig), OmegaConf.from_cli(given)))
+        rows = bench(cfg, console)
+    except (BenchError, OmegaConfBaseException) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
-    finally:
-        console.print(f"→ {os.path.relpath(folder)}", soft_wrap=True, highlight=False)
+    console.print(f"→ {cfg.out}", soft_wrap=True, highlight=False)
     sys.exit(int(any(row["status"] != "ok" for row in rows)))  # errors of the peer do not count
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

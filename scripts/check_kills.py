@@ -30,7 +30,7 @@ from harness.backends import BACKENDS as ALL_BACKENDS
 from harness.backends import check as check_names
 from harness.backends import collector_class
 from harness.console import progress_bar
-from harness.models import ConstantEnv, RevealingPolicy, fill
+from harness.models import ConstantEnv, fill, revealing_policy
 from harness.torn import Tally
 from rich.console import Console
 from rich.table import Table
@@ -71,7 +71,7 @@ class Run:
 
     def __init__(self, backend: str, sync: bool, workers: int, kills: int) -> None:
         self.tally, self.kills, self.batches, self.longest = Tally(), 0, 0, 0.0
-        self._policy, self._sync = RevealingPolicy(0.125), sync
+        self._policy, self._sync = revealing_policy(0.125), sync
         self._scheme = WeightSyncScheme.from_backend(backend)
         self._pids = dict[float, int]()  # by worker index, as the last batches have them
         self.collector = collector_class(backend, sync)(

@@ -43,7 +43,7 @@ class Benchmark:
         title: the heading.
         text: what is measured, and how to read it.
         command: what is run.
-        picture: the file in the folder of its run that is shown, which ``hydra.run.dir=`` names; empty for none.
+        picture: the file in the folder of its run that is shown, which ``out=`` names; empty for none.
     """
 
     name: str
@@ -143,7 +143,7 @@ def run(benchmark: Benchmark, console: Console) -> tuple[str, bool]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *benchmark.command.split()]
         if benchmark.picture:
-            command.append(f"hydra.run.dir={folder}")
+            command.append(f"out={folder}")
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         image, picture = "", Path(folder, benchmark.picture)
         if picture.is_file():

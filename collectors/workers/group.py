@@ -26,7 +26,7 @@ T = TypeVar("T")
 Send = Callable[[Any, Any], T]
 """``send(weights, worker_ids)``, as ``WeightSyncScheme.send``; of several schemes, with ``{scheme: weights}``."""
 
-_ENDED = (*RAISED, "died", "unplaced")
+_ENDED = (*RAISED, "died")
 _REJOIN_TIMEOUT = 10.0  # seconds that a restarted worker has to join a scheme, or the scheme's timeout if longer
 _STOP_GRACE = 2.0  # seconds in which a batch has to be complete after ``interrupt``
 _CLOSE_GRACE = 2.0  # seconds in which a thread that gathers or updates has to notice ``close``
@@ -382,14 +382,14 @@ class WorkerGroup:
             if self._started:
                 self._begin_again(record, worker)
         else:
-            self._fail(record, FailureCause.of(record.index, kind, value), final=kind == "unplaced")
+            self._fail(record, FailureCause.of(record.index, kind, value))
 
     # --- failures and restarts; the lock is held ---
 
-    def _fail(self, record: WorkerRecord, cause: FailureCause, *, final: bool = False) -> None:
-        """Apply the failure policy to a worker: raise, drop it, or schedule its restart; raise if it is `final`."""
+    def _fail(self, record: WorkerRecord, cause: FailureCause) -> None:
+        """Apply the failure policy to a worker: raise, drop it, or schedule its restart."""
         index = record.index
-        if final or not self._started or self.failure_policy.on_failure == "raise":
+        if not self._started or self.failure_policy.on_failure == "raise":
             self.failures.failed |= Counter([index])  # an update may have counted this failure already
             self.ended_by_failure = True
             raise cause.error()
@@ -436,10 +436,11 @@ class WorkerGroup:
         """Let a restarted worker join every scheme, while the trainer waits: usually some milliseconds."""
         self._connect(record)
         index = record.index
+        process: Any = worker.process or worker  # it has ``fileno()``, and is a sentinel
         try:
             for scheme in self.schemes.values():
                 timeout = None if scheme.timeout is None else max(_REJOIN_TIMEOUT, scheme.timeout)
-                scheme.readmit(index, worker.process or worker, timeout)
+                scheme.readmit(index, process, timeout)
         except (wsync.WeightSyncError, OSError) as error:
             own = self._error_of(worker)  # the better cause
             self._fail(record, own or FailureCause(wsync.WorkerDied, index, f"could not rejoin: {error}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -10,11 +9,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-
-_OBSERVATIONS, _ACTIONS = 4, 2  # of CartPole
 
 
 def extremes(weights: Iterable[Tensor]) -> Tensor:
@@ -58,14 +54,16 @@ class RevealingModel(nn.Module):
             return self.weights[0] if self.idle else extremes((*self.weights, *self.buffers()))
 
 
-class RevealingPolicy(RevealingModel):
-    """Writes "action" (always 0), "reveal" (the extremes) and "process" for one environment."""
+class _Acting(RevealingModel):
+    """Acts in one environment, always with 0; returns the action, the extremes and the process id."""
 
-    def forward(self, observation: TensorDictBase) -> TensorDictBase:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Act on an observation; returns the same TensorDict."""
-        observation.set("reveal", super().forward())
-        observation.set("process", torch.tensor(os.getpid()))
-        return observation.set("action", torch.tensor(0))
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return torch.tensor(0), super().forward(), torch.tensor(os.getpid())
+
+
+def revealing_policy(mib: float, tensors: int = 8, *, buffer: bool = False) -> TensorDictModule:
+    """Return a policy that writes "action", "reveal" and "process", for any collector."""
+    return TensorDictModule(_Acting(mib, tensors, buffer=buffer), ["observation"], ["action", "reveal", "process"])
 
 
 class ConstantEnv(gymnasium.Env):
@@ -85,36 +83,3 @@ class ConstantEnv(gymnasium.Env):
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """See ``gymnasium.Env``."""
         return np.array(self._value, np.float32), 0.0, False, False, {}
-
-
-class RevealingNetwork(nn.Module):
-    """A tanh MLP for CartPole that reveals its weights.
-
-    Args:
-        mib: approximate MiB of all parameters together.
-        tensors: number of parameters, weights and biases: an even number, 6 or more.
-    """
-
-    def __init__(self, mib: float, tensors: int) -> None:
-        super().__init__()
-        width, hidden = _width(mib, tensors // 2), tensors // 2 - 1
-        sizes = [_OBSERVATIONS, *[width] * hidden, _ACTIONS]
-        layers = [nn.Linear(sizes[i], sizes[i + 1]) for i in range(len(sizes) - 1)]
-        self.layers = nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
-
-    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the action's index, the extremes of all weights (``float32[2]``), and the process id."""
-        with torch.no_grad():
-            return self.layers(observation).argmax(-1), extremes(self.parameters()), torch.tensor(os.getpid())
-
-
-def cartpole_policy(mib: float, tensors: int) -> TensorDictModule:
-    """Return a policy that writes "action", "reveal" and "process", for any collector."""
-    return TensorDictModule(RevealingNetwork(mib, tensors), ["observation"], ["action", "reveal", "process"])
-
-
-def _width(mib: float, layers: int) -> int:
-    """Return the width at which ``layers`` layers have ``mib`` MiB: the root of a quadratic equation."""
-    square, linear = layers - 2, _OBSERVATIONS + _ACTIONS + layers - 1
-    rest = _ACTIONS - mib * 2**18
-    return max(1, round((-linear + math.sqrt(linear**2 - 4 * square * rest)) / (2 * square)))

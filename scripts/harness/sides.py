@@ -25,7 +25,7 @@ from torch.distributed import rpc
 
 import wsync
 from harness.backends import collector_class, ray_cluster
-from harness.models import RevealingModel, cartpole_policy, fill
+from harness.models import RevealingModel, fill, revealing_policy
 from harness.processes import WorkerPipes, worker_processes
 
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a store there: a disk is fast at one time, slow at another
@@ -287,7 +287,7 @@ def collecting(case: Case) -> Iterator[Side]:
     """Start a collector of CartPole; its workers act between two updates."""
     from collectors import GymEnv
 
-    policy = cartpole_policy(case.mib, case.tensors)
+    policy = revealing_policy(case.mib, case.tensors)
     scheme = wsync.WeightSyncScheme.from_backend(case.backend, **case.options)
     with collector_class(case.backend)(
         [partial(GymEnv, "CartPole-v1")] * case.workers,

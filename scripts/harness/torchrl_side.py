@@ -22,7 +22,7 @@ from torchrl import weight_update  # pyright: ignore[reportMissingImports]
 from torchrl.collectors import Collector, MultiSyncCollector  # pyright: ignore[reportMissingImports]
 from torchrl.envs import GymEnv  # pyright: ignore[reportMissingImports]
 
-from harness.models import RevealingModel, cartpole_policy
+from harness.models import RevealingModel, revealing_policy
 from harness.processes import worker_processes
 from harness.sides import Case, Side, collector_side
 
@@ -72,7 +72,7 @@ def _receive(channel: Connection, worker: int, scheme: Any, case: Case) -> None:
 @contextmanager
 def collecting(case: Case) -> Iterator[Side]:
     """Update the workers of a collector between two batches."""
-    policy = cartpole_policy(case.mib, case.tensors)
+    policy = revealing_policy(case.mib, case.tensors)
     make_envs = [functools.partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)] * case.workers
     options: dict[str, Any] = {
         "frames_per_batch": 16 * case.workers,

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDictBase
+from torch import nn
 
 import wsync
 from harness.backends import collector_class
-from harness.models import ConstantEnv, RevealingModel, RevealingPolicy, fill
+from harness.models import ConstantEnv, RevealingModel, fill, revealing_policy
 from harness.processes import worker_processes
 
 MakeScheme = Callable[[], wsync.WeightSyncScheme]
@@ -92,7 +93,7 @@ def version_floor() -> Iterator[tuple[Path, np.ndarray]]:
         yield path, np.memmap(path, np.int64, "r+")
 
 
-def send_next(model: RevealingModel, scheme: wsync.WeightSyncScheme, floor: np.ndarray, weights: Any = None) -> None:
+def send_next(model: nn.Module, scheme: wsync.WeightSyncScheme, floor: np.ndarray, weights: Any = None) -> None:
     """Send the next version, and store it as the floor."""
     version = scheme.version + 1
     fill(model, version)
@@ -178,9 +179,9 @@ def in_collector(
     make: MakeScheme, *, forwards: int, workers: int, mib: float, seconds: float, tell: Callable[..., object] = dict
 ) -> Tally:
     """Check a scheme in an asynchronous collector; ``tell(completed=…)`` is called with the progress."""
-    scheme, policy, total = make(), RevealingPolicy(mib, buffer=True), Tally()
+    scheme, policy, total = make(), revealing_policy(mib, buffer=True), Tally()
     fill(policy, int(scheme.delivers_at_connect))  # the workers begin with version 1, or with none
-    learner = RevealingPolicy(mib, buffer=True)  # the collector's own policy stays as it is
+    learner = revealing_policy(mib, buffer=True)  # the collector's own policy stays as it is
     stop, errors = threading.Event(), []
     with (
         version_floor() as (path, floor),

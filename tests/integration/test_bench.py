@@ -28,7 +28,7 @@ import compare_editions
 import figures
 from bench_sync import BenchConfig, BenchError
 from harness.bare_loop import BareLoop
-from harness.models import RevealingModel, cartpole_policy, fill
+from harness.models import RevealingModel, fill, revealing_policy
 from harness.sides import Case, Side
 from harness.torn import Tally
 
@@ -37,7 +37,7 @@ TINY = ("mib=[0.01]", "policy_mib=[0.018]", "workers=[1]", "rounds=2")
 
 
 def options(folder: Path, *overrides: str) -> list[str]:
-    return [f"hydra.run.dir={folder}", *TINY, *overrides]
+    return [f"out={folder}", *TINY, *overrides]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_invalid_settings_are_refused(monkeypatch):
 
 @pytest.mark.parametrize(("mib", "tensors"), [(0.018, 6), (1.0, 20)])
 def test_policies_have_the_size_that_was_asked_for(mib, tensors):
-    policy = cartpole_policy(mib, tensors)
+    policy = revealing_policy(mib, tensors)
     assert len(list(policy.parameters())) == tensors
     assert sum(parameter.nbytes for parameter in policy.parameters()) == pytest.approx(mib * 2**20, rel=0.05)
 
