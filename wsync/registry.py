@@ -56,11 +56,7 @@ def registered_backends() -> dict[str, str]:
 
 
 def import_string(name: str) -> str:
-    """Return the import string of a backend's scheme.
-
-    Raises:
-        ValueError: there is no such backend; lists those that there are.
-    """
+    """Return the import string of a backend's scheme; ValueError: there is no such backend; lists all."""
     known = registered_backends()
     found = known.get(name) or known.get(_ALIASES.get(name, ""))
     if found is None:
@@ -72,7 +68,7 @@ def load_backend(name: str) -> Any:
     """Return the scheme class of a backend.
 
     Raises:
-        ValueError: there is no such backend; lists those that there are.
+        ValueError: there is no such backend; lists all.
         ImportError, AttributeError: it could not be imported.
         TypeError: what was registered is no subclass of ``WeightSyncScheme``.
     """

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import torch
 
+from wsync.control.rendezvous import Rendezvous
 from wsync.errors import NotConnected
 from wsync.media.cuda import CudaMedium
 from wsync.media.pair import with_index
 from wsync.options import SchemeOptions
-from wsync.receiver import Receiver
 from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
 
@@ -58,17 +58,8 @@ class CudaWeightSyncScheme(WeightSyncScheme):
         """Return what carries the weights of one connection."""
         return CudaMedium()
 
-    def make_outlet(self, model_id: str, num_workers: int) -> Any:
-        """Return what the sender publishes to; NotConnected: there is no GPU here."""
-        _require_gpu()
-        return super().make_outlet(model_id, num_workers)
-
-    def make_inbox(self, model_id: str, receiver: Receiver) -> Any:
-        """Return what a receiver polls; NotConnected: there is no GPU here."""
-        _require_gpu()
-        return super().make_inbox(model_id, receiver)
-
-
-def _require_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise NotConnected("there is no GPU that this process can use: use MultiProcessWeightSyncScheme instead")
+    def create_rendezvous(self) -> Rendezvous:
+        """Return how workers find the sender; NotConnected: there is no GPU here. Called at both ends."""
+        if not torch.cuda.is_available():
+            raise NotConnected("there is no GPU that this process can use: use MultiProcessWeightSyncScheme instead")
+        return super().create_rendezvous()

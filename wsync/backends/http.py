@@ -27,24 +27,16 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization with inference engines that are HTTP servers.
 
     Each engine is taken through the four phases of vLLM's native weight transfer, all engines side by side: *init* once
-    for a layout, then for each version *start*, *update* (one request per chunk) and *finish*; around the latter three,
-    if ``pause`` is given, generation is paused and resumed. Routes and fields: ``wsync/engine/protocol.py``, after
-    https://docs.vllm.ai/en/v0.32.0/training/weight_transfer/ and …/training/async_rl/.
+    for a layout, then for each version *start*, *update* (one request per chunk) and *finish*
+    (``wsync/engine/protocol.py``). If ``pause`` is given, generation is paused around the latter three.
 
-    How the bytes travel is the ``transfer``. By default they are bodies of HTTP requests, which the engines of
-    ``wsync.engine_app`` take. vLLM's own engines take weights by NCCL or CUDA IPC instead; for them give a function
-    that makes vLLM's trainer engine, which then drives the phases through the client that it is given::
-
-        def nccl(client, source):  # not tested here: needs vLLM, and GPUs at both ends
-            source.device = "cuda:0"
-            info = NCCLTrainerInitInfo(address, port, world_size=1 + client.get_world_size(), rank=0)
-            return WeightTransferTrainerFactory.trainer_init(init_info=info, client=client, source=source)
+    The bytes are bodies of HTTP requests, which the engines of ``wsync.engine_app`` take; ``docs/engines.md`` shows a
+    ``transfer`` for vLLM's own engines.
 
     Worker ``i`` is the engine of ``urls[i]``. A finished ``send`` means: each engine has loaded the version. An engine
     that cannot be reached raises ``WorkerDied`` at once, one that does not answer ``SyncTimeout`` at the deadline, one
-    that refuses ``WorkerFailed``; all name the URL, the phase and the answer; the other engines have the version. After
-    an update that failed, ``/resume`` is sent, so that no engine stays paused. ``readmit(i)`` accepts an engine that
-    has been started again, and sends it the newest version.
+    that refuses ``WorkerFailed``; all name the URL, the phase and the answer; the other engines have the version.
+    ``readmit(i)`` accepts an engine that has been started again, and sends it the newest version.
 
     Args:
         urls: the URLs of the engines (``"http://10.0.0.5:8000"``); one or several. Weights go to no other host:
@@ -118,12 +110,7 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
 
 
 class HTTPTransport(SenderEnd):
-    """Sends weights to one engine (a ``TransportBackend``), for use without a scheme.
-
-    Args:
-        scheme: has the options.
-        worker_idx: which of its engines.
-    """
+    """Sends weights to one engine of a scheme (a ``TransportBackend``), for use without the scheme's calls."""
 
     receive_hint = _RECEIVE_WHERE
 
@@ -134,12 +121,7 @@ class HTTPTransport(SenderEnd):
         self._version = 0
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Wait until the engine answers.
-
-        Raises:
-            SyncTimeout: it did not answer.
-            WorkerFailed: it answered with an error.
-        """
+        """Wait until the engine answers; SyncTimeout: it does not. WorkerFailed: it answers with an error."""
         self._engines.connect_to([self._worker], None, deadline_in(self._scheme.timeout))
 
     def send_weights(self, weights: Any) -> None:
@@ -150,10 +132,7 @@ class HTTPTransport(SenderEnd):
             WorkerDied, WorkerFailed, SyncTimeout: the engine does not have them.
         """
         if self._worker not in self._engines.workers:
-            raise NotConnected(
-                f"{self._scheme.urls[self._worker]} is not connected: call setup_connection_and_weights_on_sender() "
-                "first, and again after an engine has died"
-            )
+            raise NotConnected(f"{self._scheme.urls[self._worker]} is not connected: call the set-up method (again)")
         deadline = deadline_in(self._scheme.timeout)
         layout, buffer = packed(weights)
         self._version += 1

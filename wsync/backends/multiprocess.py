@@ -56,9 +56,6 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             weight_queue: to one worker; a new queue before ``init_on_sender``.
             ack_queue: back from it; None for no acknowledgements.
             timeout: seconds for an acknowledgement; None for the scheme's.
-
-        Raises:
-            ValueError: not a pipe of this scheme.
         """
         older = older_transport(self, self._pipes, worker_idx)
         if older is not None:

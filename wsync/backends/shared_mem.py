@@ -25,11 +25,7 @@ class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
     """The transport to all workers of an initialised scheme, with versions and acknowledgements."""
 
     def register_weights(self, weights: Any) -> None:
-        """Refuse: the buffers are the scheme's.
-
-        Raises:
-            RuntimeError: always; names the call that is meant.
-        """
+        """Raise RuntimeError: the buffers are the scheme's."""
         raise RuntimeError("register the buffers of a scheme by its register_shared_weights(), before init_on_sender()")
 
     registered: TensorDictBase | None = None
@@ -133,11 +129,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         """Set up the trainer's end, as ``WeightSyncScheme.init_on_sender`` does.
 
-        Args:
-            model_id: the model's name.
-            context: as there; or an object with ``cached_weights``.
-            cached_weights: the older API's way to ``register_shared_weights``.
-            given: as there.
+        ``cached_weights``, also of the context, is the older API's way to ``register_shared_weights``.
         """
         cached_weights = getattr(context, "cached_weights", None) if cached_weights is None else cached_weights
         if cached_weights is not None and self._registered.get(model_id) is not cached_weights:
@@ -166,11 +158,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
         """Return the transport to all workers; before ``init_on_sender``, one without a scheme.
 
-        Args:
-            worker_idx: ignored: one transport leads to all. The older API's ``pipe_or_context``: see ``wsync.legacy``.
-
-        Raises:
-            ValueError: not a pipe of this scheme.
+        The older API gives a pipe or a context instead of an index: see ``wsync.legacy``.
         """
         older = older_transport(self, self._pipes, worker_idx)
         return older or self.shared_transport or SharedMemTransport()

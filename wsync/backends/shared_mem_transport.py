@@ -27,11 +27,10 @@ _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 2**31 - 1
 def _fence() -> None:
     """Order the loads and stores before this call before those after it: a processor may reorder them otherwise."""
     turn = threading.Lock()
-    for _ in range(
-        2
-    ):  # what comes before is done at the first release, and what comes after begins at the second acquire
-        with turn:
-            pass
+    with turn:  # what comes before is done when it is released
+        pass
+    with turn:  # what comes after begins when it is acquired again
+        pass
 
 
 class _Timespec(ctypes.Structure):
@@ -62,11 +61,7 @@ class SharedMemTransport(TransportBackend):
         self._seen = 0
 
     def register_weights(self, weights: Any) -> None:
-        """Define the shared buffers, before the transport is handed to a process.
-
-        Args:
-            weights: a module, a TensorDict or a state dict; copied.
-        """
+        """Define the shared buffers by a copy of ``weights``, before the transport is handed to a process."""
         extracted = WeightStrategy().extract_weights(weights)
         assert isinstance(extracted, TensorDict), "the default strategy's format"
         self._weights = extracted.clone().share_memory_()
@@ -77,11 +72,9 @@ class SharedMemTransport(TransportBackend):
         return [] if self._weights is None else [self._weights]
 
     def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
-        """Publish one version. The older API's ``send_weights(model_id, weights)`` does the same.
+        """Publish one version; NotConnected: before ``register_weights``. LayoutMismatch: the weights do not fit.
 
-        Raises:
-            NotConnected: before ``register_weights``.
-            LayoutMismatch: the weights do not fit.
+        The older API's ``send_weights(model_id, weights)`` does the same.
         """
         given, own = snapshot(weights_of(weights, older_weights)), snapshot(self._buffers())
         layout = Layout.of(own)

@@ -172,11 +172,7 @@ class StoreTransport:
         model: nn.Module | None = None,
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
-        """Return the next version, applied to ``weights`` and ``model``; None if none appeared within ``timeout``.
-
-        Raises:
-            WeightSyncError: it cannot be read, or is damaged.
-        """
+        """Return the next version, applied to ``weights`` and ``model``; None if none appeared within ``timeout``."""
         reader = Reader(self._store, seen=self._received)
         update = reader.wait(deadline_in(timeout))
         if update is None:
