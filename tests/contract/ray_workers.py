@@ -7,13 +7,13 @@ import select
 import signal
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import ray
 from backends import InSharedMemory
 
-from wsync.testing import Session, Worker, WorkerPool, commands
+from wsync.testing import Worker, WorkerPool, commands
 from wsync.testing.commands import Command, Outcome, WorkerState
 from wsync.testing.shutdowns import resources
 from wsync.testing.workers import ANSWER_TIMEOUT
@@ -126,13 +126,3 @@ class Ray(InSharedMemory):
         found = resources()
         del found["descriptors"]
         return found
-
-
-class RayObjectStore(Ray):
-    """The same, with weights that travel through Ray's object store."""
-
-    variant: ClassVar[dict[str, Any]] = {"transport": "object_store"}
-    checksum_options: ClassVar[dict[str, Any]] = {}
-
-    def corrupt(self, session: Session) -> None:
-        pytest.skip("an object in Ray's store cannot be changed")

@@ -13,7 +13,7 @@ from backends import (
     SharedMemory,
     SharedMemoryPublished,
 )
-from ray_workers import Ray, RayObjectStore
+from ray_workers import Ray
 from rpc_workers import Rpc
 
 from wsync import registered_backends
@@ -102,13 +102,6 @@ class TestRay(Ray, BackendContract):
         Transactions.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,
         Shutdowns.test_nothing_is_left_after_shutdown,
     )
-
-
-class TestRayObjectStore(RayObjectStore, BackendContract):
-    """The tests that depend on how weights travel. All else is as in ``TestRay``."""
-
-    QUICK: ClassVar = MAIN_TRANSPORT_TESTS
-    SLOW: ClassVar = OTHER_TRANSPORT_TESTS
 
 
 def test_every_registered_backend_has_a_contract() -> None:

@@ -201,7 +201,7 @@ class TestFailingTransports(BackendHooks):
 
     @pytest.mark.parametrize("made", [None, Misspelt()])
     def test_what_is_no_transport_is_an_error_that_names_the_methods(self, made: Any) -> None:
-        expected = pytest.raises(TypeError, match=r"create_transport\(\) returned .*receive_weights")
+        expected = pytest.raises(wsync.WorkerFailed, match=r"create_transport\(\) returned .*receive_weights")
         with expected, self.connected(1, scheme_type=MisspeltScheme, made=made):
             pass
 
