@@ -238,7 +238,7 @@ def cut_group(state: WorkerState) -> None:
     """End the TCP connections of this worker, which are gloo's: its session has a Unix socket."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            if connection.family == socket.AF_INET:
+            if connection.family == socket.AF_INET and connection.getpeername():  # not the one that listens
                 connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -251,7 +251,8 @@ def test_a_receive_that_failed_half_way_ends_the_session_and_the_worker_connects
             session.update(3)
         assert session.workers[0].call(commands.output)[0] == 3
         with pytest.raises(WorkerError, match="NotConnected"):
-            session.workers[1].call(commands.receive, 20.0)
+            for _ in range(2):  # the first call may return what had arrived
+                session.workers[1].call(commands.receive, 20.0)
         assert session.workers[1].call(commands.output)[0] == 2
         session.workers[1].start(commands.connect)
         session.scheme.readmit(1)

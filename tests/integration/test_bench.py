@@ -186,7 +186,7 @@ def test_an_interrupt_leaves_no_process(tmp_path):
         text=True,
         start_new_session=True,
     )
-    deadline, found = time.monotonic() + 60, descendants(process.pid)
+    deadline, found = time.monotonic() + 200, descendants(process.pid)
     while max(found.values(), default=0) < 4:  # fork server, side, its fork server, worker
         assert time.monotonic() < deadline
         with suppress(subprocess.TimeoutExpired):

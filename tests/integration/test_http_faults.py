@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import threading
-from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -62,52 +60,6 @@ def test_what_the_engine_raises_reaches_the_trainer(pool: WorkerPool) -> None:
         assert workers.call(value) == [("1", [1.0] * 4), ("2", [2.0] * 4)]
         scheme.send(fill(Small(), 3))
         assert workers.call(value) == [("3", [3.0] * 4)] * 2
-
-
-def disturbed(app: Any, state: dict[str, Any]) -> Callable[..., Awaitable[None]]:
-    """Return the application; in bodies with weights a bit is flipped, or an answer breaks off, as ``state`` has it."""
-
-    async def disturbing(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        async def changed() -> Mapping[str, Any]:
-            message = await receive()
-            content = bytearray(message["body"])
-            content[-1] ^= 0x40
-            return {**message, "body": bytes(content)}
-
-        hit = state and scope.get("path") == "/update_weights"
-        if hit and state.get("broken"):
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-            raise ConnectionResetError
-        await app(scope, changed if hit else receive, send)
-
-    return disturbing
-
-
-def test_a_disturbed_transfer_changes_nothing() -> None:
-    target, state = Small(), dict[str, Any]()
-    with serve(disturbed(wsync.engine_app(target, token=None), state)) as url, trainer(url) as scheme:
-        state["flipped"] = True
-        with pytest.raises(wsync.WorkerFailed, match=r"phase finish .*409: the version is corrupt"):
-            scheme.send(fill(Small(), 2))
-        assert target()[0] == 1
-        state["broken"] = True
-        with pytest.raises(wsync.WorkerDied, match="phase update"):
-            scheme.send(fill(Small(), 3))
-        assert target()[0] == 1
-        state.clear()
-        scheme.readmit(0)  # it gets what was sent last
-        assert target()[0] == 3
-
-
-def test_a_forked_child_leaves_the_engines_alone() -> None:
-    target = Small()
-    with serve(wsync.engine_app(target, token=None)) as url, trainer(url) as scheme:
-        child = multiprocessing.get_context("fork").Process(target=scheme.shutdown)
-        child.start()
-        child.join(30)
-        assert child.exitcode == 0
-        scheme.send(fill(Small(), 2))
-        assert target()[0] == 2
 
 
 def control_threads() -> list[threading.Thread]:
@@ -187,3 +139,31 @@ def test_wrong_options(options: dict[str, Any], said: str) -> None:
 def test_the_receiving_end_is_the_application() -> None:
     with pytest.raises(RuntimeError, match="engine_app"):
         wsync.HTTPWeightSyncScheme("http://a").init_on_receiver("policy", model=Small(), worker_idx=0)
+
+
+def test_a_transport_that_is_not_connected_is_an_error_at_once() -> None:
+    target = Small()
+    app = wsync.engine_app(target, token=None)
+    with serve(app) as url:
+        transport = wsync.HTTPWeightSyncScheme(url).create_transport()
+        with pytest.raises(wsync.NotConnected, match="set-up method"):
+            transport.send_weights(fill(Small(), 1))
+        transport.setup_connection_and_weights_on_sender()
+        transport.send_weights(fill(Small(), 2))
+    with pytest.raises(wsync.WorkerDied):
+        transport.send_weights(fill(Small(), 3))
+    with pytest.raises(wsync.NotConnected):
+        transport.send_weights(fill(Small(), 4))
+    with serve(app, port=int(url.rsplit(":", 1)[1])):
+        transport.setup_connection_and_weights_on_sender()
+        transport.send_weights(fill(Small(), 5))
+        assert target()[0] == 5
+    transport.close()
+
+
+def test_the_number_of_workers_is_that_of_the_urls() -> None:
+    with wsync.HTTPWeightSyncScheme(["http://a", "http://b"]) as scheme:
+        for count in (1, 3):
+            with pytest.raises(ValueError, match="urls"):
+                scheme.init_on_sender("policy", model=Small(), num_workers=count)
+        scheme.init_on_sender("policy", model=Small(), num_workers=2)

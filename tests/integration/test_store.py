@@ -26,13 +26,6 @@ from wsync.testing.pull import catch_up
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_older_way_to_connect_is_refused(tmp_path: Path) -> None:
-    with wsync.StoreWeightSyncScheme(str(tmp_path)) as scheme:
-        with pytest.raises(ValueError, match="call init_on_receiver\\(\\) and connect\\(\\)"):
-            scheme.init_on_worker("policy", model=Small(), worker_idx=0)
-        scheme.init_on_receiver("policy", model=Small(), worker_idx=0)  # as if nothing had happened
-
-
 def folder(url: Path) -> Path:
     return url / "policy"
 
