@@ -19,6 +19,7 @@ from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
 
+import torch
 from torch import nn
 
 from wsync.control.loop import control_loop, run_blocking
@@ -59,6 +60,7 @@ class Receiver:
         timeout: seconds that a forward waits for a version that it needs.
         pass_on: called after an update is installed and before it is acknowledged, outside the gate, in a thread of its
             own: passes it on to workers of this worker. None if it has none.
+        device: where updates are received that do not come by the arena.
 
     Attributes:
         sender: identifies the sender of the present connection.
@@ -79,6 +81,7 @@ class Receiver:
         max_staleness: int | None = None,
         timeout: float | None = None,
         pass_on: Callable[[], object] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.model_id = model_id
         self.destination = destination
@@ -97,7 +100,7 @@ class Receiver:
         self._passed = 0  # the newest version that was
         self._target: Target | None = None
         self._layout: Layout | None = None
-        self._pool = BufferPool("cpu")
+        self._pool = BufferPool(device)
         self._bound: Buffer | None = None  # of the version that the model has: its parameters may point there
         self._broken = ""  # why forwards are refused; empty if they are not
         self._failed_version, self._failure = 0, ""

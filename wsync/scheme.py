@@ -353,6 +353,7 @@ class WeightSyncScheme:
             max_staleness=self.max_staleness,
             timeout=self._timeout,
             pass_on=pass_on,
+            device=self.device,
         )
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:

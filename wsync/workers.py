@@ -67,7 +67,7 @@ class Workers:
         arena: whether workers on this machine use the arena.
         checksum: whether updates carry a checksum; None: where they do not go through the arena.
         on_request: whether workers fetch updates.
-        delta: makes differences, for workers that do not use the arena; None for whole weights.
+        delta: makes differences of weights in main memory, for workers that do not use the arena; None for whole ones.
         device: where weights are packed.
         loop: for the simulator; this process's control loop otherwise.
     """
@@ -90,7 +90,8 @@ class Workers:
         self.name = secrets.token_hex(8)
         self._num_workers = num_workers
         self._checksum, self._on_request = checksum, on_request
-        self._difference = None if delta is None else partial(_difference, delta, {})
+        in_main_memory = torch.device(device).type == "cpu"
+        self._difference = partial(_difference, delta, {}) if delta is not None and in_main_memory else None
         self._blocks = 2 * num_workers + _SPARE_BLOCKS  # of the arena
         self._arena = SenderArena(self._blocks) if arena and native is not None else None
         self._serial, self._serial_of = 0, dict[str, int]()  # stands for what updates require; grows with it
@@ -426,7 +427,8 @@ class Workers:
             self._arena.store_header(update, self._serial if update.requires else 0, checksum=False)
 
     def _add_checksum(self, update: Update) -> None:
-        if not update.checksum and self._checksum is not False and update.buffer.flat.is_cpu:
+        wanted = update.buffer.flat.is_cpu if self._checksum is None else self._checksum
+        if wanted and not update.checksum:
             update.checksum = checksum_of(update.buffer.memory, update.extra)
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:

@@ -281,7 +281,7 @@ class WorkerSession:
         base, encode = self._base, self._difference
         difference = None if base is None or encode is None else encode(base.buffer, update.buffer)
         payload = update.buffer if difference is None else difference
-        self.sent_bytes = len(update.buffer.memory) if difference is None else len(difference)
+        self.sent_bytes = update.buffer.layout.nbytes if difference is None else len(difference)
         offer = Offer(
             update.version,
             self.sent_bytes,

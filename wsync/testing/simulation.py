@@ -202,7 +202,7 @@ class FakeBuffer:
 
     def __init__(self, data: bytes) -> None:
         self.data = bytearray(data)
-        self.flat = SimpleNamespace(is_cpu=True)
+        self.flat, self.layout = SimpleNamespace(is_cpu=True), SimpleNamespace(nbytes=len(data))
 
     @property
     def memory(self) -> memoryview:

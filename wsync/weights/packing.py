@@ -51,8 +51,8 @@ class Buffer:
 
     @property
     def memory(self) -> memoryview:
-        """The bytes, of a buffer in main memory."""
-        return self.flat.numpy().data
+        """The bytes; of a buffer on a GPU, a copy of them."""
+        return self.flat.numpy(force=True).data
 
     def pack(self, tensors: Any) -> bool:
         """Copy weights into this buffer; False: the module of a ``TensorTree`` has changed, and nothing was copied.
