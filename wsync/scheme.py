@@ -168,9 +168,7 @@ class WeightSyncScheme:
         if type(self).create_transport is WeightSyncScheme.create_transport:
             return InlineMedium()
         create = _method(self.create_transport)
-        return TransportMedium(
-            lambda: require_transport(create(worker_idx)), self.strategy, worker_idx, self.timeout
-        )
+        return TransportMedium(lambda: require_transport(create(worker_idx)), self.strategy, worker_idx, self.timeout)
 
     def make_outlet(self, model_id: str, num_workers: int) -> Outlet:
         """Return what the sender publishes to: by default workers that connect."""
@@ -341,7 +339,12 @@ class WeightSyncScheme:
         self._index = worker_idx
 
     def _make_receiver(
-        self, model_id: str, model: Any, load: Load | None, chunk_bytes: int | None, pass_on: Callable[[], object] | None
+        self,
+        model_id: str,
+        model: Any,
+        load: Load | None,
+        chunk_bytes: int | None,
+        pass_on: Callable[[], object] | None,
     ) -> Receiver:
         transform = compose(self.receive_transform, "receive_transform")
         return Receiver(

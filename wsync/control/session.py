@@ -569,7 +569,7 @@ class SessionInbox:
         self._link.close(ConnectionError("this end was shut down"))
 
     async def fetch(self) -> None:
-        """Ask for the newest version; return when it, or the first, is staged or refused, or the connection has ended."""
+        """Ask for the newest version; return when it, or the first, is staged or refused, or the connection ended."""
         answer = asyncio.get_running_loop().create_future()
         with suppress(ConnectionError):
             self._fetching.append(answer)

@@ -219,7 +219,7 @@ def _listens(sock: socket.socket) -> bool:
 
 
 def _kept(sock: socket.socket) -> socket.socket:
-    """Keep what ``_inet_sockets`` yields. (``socket.dup`` would make it block, and gloo's descriptor with it.)"""
+    """Keep what ``_inet_sockets`` yields: ``socket.dup`` would make it block, and gloo's descriptor with it."""
     return socket.socket(fileno=sock.detach())
 
 
