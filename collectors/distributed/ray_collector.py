@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import signal
 import sys
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
@@ -28,7 +26,7 @@ from collectors.distributed.ray_cluster import Cluster, describe_cluster, starts
 from collectors.worker_collector import WorkerCollector
 from collectors.workers import processes
 from collectors.workers.connections import Address, Listener
-from collectors.workers.pool import Event, WorkerHandle, WorkerPool, work
+from collectors.workers.pool import WorkerHandle, WorkerPool, work
 
 
 class RayCollector(WorkerCollector):
@@ -44,7 +42,7 @@ class RayCollector(WorkerCollector):
         resources: the resources of each actor, as options of ``ray.remote``: ``num_cpus`` (0 by default), ``num_gpus``,
             ``memory``, ``resources``, ``runtime_env`` …
         scheduling_strategy: where actors are placed: ``"DEFAULT"``, ``"SPREAD"``, or an object of Ray's.
-        timeout: seconds in which the cluster has to place all actors, and later each one that replaces another.
+        timeout: seconds in which the cluster has to place all actors; one that replaces another has ``worker_timeout``.
 
     Raises:
         ConnectionError: there is no cluster at ``address``, or this process is connected to another one.
@@ -91,11 +89,11 @@ class RayWorkerActor:
 
 
 class RayWorker(WorkerHandle):
-    """An actor, owned by this handle; ``place_until`` is when it has to have connected (``time.monotonic``)."""
+    """An actor, owned by this handle."""
 
     def __init__(self, worker_idx: int, actor: ActorHandle, cluster: Cluster, address: Address) -> None:
         super().__init__(worker_idx, secrets.token_hex(16).encode(), name="(a Ray actor)")
-        self.actor, self.place_until = actor, math.inf
+        self.actor = actor
         self._cluster, self._reason = cluster, ""
         self._done = actor.work.remote(address, worker_idx, self.key)
         self._done.future().add_done_callback(self._on_done)
@@ -129,7 +127,7 @@ class RayPool(WorkerPool):
     ) -> None:
         is_own = starts_one(address)
         self._cluster = Cluster(address)  # first: it may raise, and nothing has to be closed then
-        self._resources, self._timeout, self._all_placed_once = dict(resources), timeout, False
+        self._resources = dict(resources)
         remote: Any = ray.remote
         options = {"num_cpus": 0, **resources, "scheduling_strategy": scheduling_strategy}
         try:
@@ -141,15 +139,12 @@ class RayPool(WorkerPool):
                 self.close()
             self._cluster.close()
             raise
-        self._all_placed_once = True
 
     def start_worker(self, worker_idx: int) -> RayWorker:
-        """Start an actor; one in place of another that does not connect within the timeout is ``unplaced``."""
+        """Start an actor."""
         self._cluster.require()
         actor = self._kind.remote(sys.path)
         self.workers.append(worker := RayWorker(worker_idx, actor, self._cluster, self.listener.address))
-        if self._all_placed_once:
-            worker.place_until = time.monotonic() + self._timeout
         return worker
 
     def _why_late(self, timeout: float) -> str:
@@ -157,17 +152,6 @@ class RayPool(WorkerPool):
             f"had no place in the Ray cluster, or did not start, within {timeout:g} s: needed for each is "
             f"{self._resources or 'nothing special'}, and {describe_cluster()}"
         )
-
-    def poll(self, workers: Collection[Any], wakeup_fd: int, timeout: float | None) -> list[Event]:
-        """Return the events of ``workers``, and report those that have found no place."""
-        waiting = [worker for worker in workers if worker.connection is None]
-        until = min((worker.place_until for worker in waiting), default=math.inf)
-        if until < math.inf:
-            left = max(0.0, until - time.monotonic())
-            timeout = left if timeout is None else min(left, timeout)
-        events = super().poll(workers, wakeup_fd, timeout)
-        late = [one for one in waiting if one.connection is None and one.place_until <= time.monotonic()]
-        return [*events, *(Event(one, "unplaced", f"(a Ray actor) {self._why_late(self._timeout)}") for one in late)]
 
     def close(self) -> None:
         """End the actors, and a cluster that was started for them."""

@@ -21,6 +21,7 @@ __all__ = ["Address", "Connection", "Disconnected", "Greeting", "Listener", "con
 KINDS = ("accepted", "refused", "build", "ask", "connect", "seed", "resume", "collect", "end")
 KINDS += ("ready", "answer", "connected", "batch", "error", "unusable", "ended")
 _PURPOSE = "collector"
+_STALL_LIMIT = 60.0  # seconds: a worker that stops in the middle of a message, and keeps the trainer waiting, is gone
 
 
 class Disconnected(Exception):
@@ -130,6 +131,7 @@ class Listener:
         if accepted is None:
             return None
         channel, hello = accepted
+        channel.set_limit(_STALL_LIMIT)
         return Connection(channel), Greeting(hello.worker, hello.payload)
 
     def close(self) -> None:

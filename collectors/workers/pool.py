@@ -61,7 +61,7 @@ class Event(NamedTuple):
         worker: the worker.
         kind: ``ready``, ``answer``, ``connected`` or ``batch``: the answer to a command; ``error`` or ``unusable`` (the
             policy): the worker raised, and ends; ``accepted``: its connection was accepted; ``died``: it, or its
-            connection, ended without a message; ``unplaced``: a replacement has found no place in time.
+            connection, ended without a message.
         value: the buffer's index for ``batch``, the answer for ``answer``; else a traceback or a reason.
     """
 

@@ -8,8 +8,7 @@ A worker that dies, raises or does not answer leaves these states. Once all work
 
     on_worker_failure=restart   RESTART_DUE ──after a pause──▶ BUILDING
     on_worker_failure=drop      DROPPED, final
-    on_worker_failure=raise     the failure is raised; so is any failure before all workers have been active, and a
-                                replacement that finds no place in time
+    on_worker_failure=raise     the failure is raised; so is any failure before all workers have been active
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class PolicyRefused(WorkerFailed, TypeError):
     """A worker cannot act with its policy; carries the worker's traceback."""
 
 
-_KINDS = {"error": WorkerFailed, "unusable": PolicyRefused, "died": WorkerDied, "unplaced": SyncTimeout}
+_KINDS = {"error": WorkerFailed, "unusable": PolicyRefused, "died": WorkerDied}
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class FailureCause:
 
     @classmethod
     def of(cls, worker_idx: int, kind: str, value: Any) -> FailureCause:
-        """Return the cause that an event ``error``, ``unusable``, ``died`` or ``unplaced`` reports."""
+        """Return the cause that an event ``error``, ``unusable`` or ``died`` reports."""
         return cls(_KINDS[kind], worker_idx, value)
 
     @property

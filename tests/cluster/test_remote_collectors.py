@@ -239,7 +239,8 @@ def test_workers_end_with_a_trainer_that(how, family, tmp_path, short_path):
     assert (status, errors) == (-signal.SIGKILL if how == "is killed" else 0, "")
     # Ray's own, and those that clean up behind them, too
     assert [commands[pid] for pid in workers if not ends(pid, 120.0)] == []
-    assert os.listdir(short_path) == []
+    # A killed process leaves the folder of multiprocessing's fork server.
+    assert [name for name in os.listdir(short_path) if not name.startswith("pymp-")] == []
 
 
 # --- TCP ---

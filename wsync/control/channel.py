@@ -58,6 +58,10 @@ class Channel:
         """Return the descriptor that is readable when ``receive`` has something to return."""
         return self._socket.fileno()
 
+    def set_limit(self, seconds: float) -> None:
+        """Have ``send`` and ``receive`` raise ConnectionError if nothing moves for so long: the other end stopped."""
+        self._socket.settimeout(seconds)
+
     def send(self, frame: Frame) -> None:
         """Send a frame; return when the kernel has it.
 

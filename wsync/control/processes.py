@@ -19,7 +19,7 @@ Process = BaseProcess | subprocess.Popen[Any] | IO[Any] | int
 ended (``Process.sentinel``, a pidfd), as an integer or as an object with ``fileno()``."""
 Processes = Sequence[Process] | Mapping[int, Process]
 """Those of all workers, in the order of their indices; or ``{worker_idx: process}`` of some."""
-_SENTINELS = ("pipe:", "socket:", "anon_inode:[pidfd]", "anon_inode:[eventfd]", "pidfd:")
+_SENTINELS = ("pipe:", "socket:", *(f"anon_inode:[{kind}]" for kind in ("pidfd", "eventfd", "eventpoll")), "pidfd:")
 _EXIT_CODE_TIMEOUT = 1.0  # seconds to wait for the exit code of a process that has ended: some milliseconds are usual
 
 
