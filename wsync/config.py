@@ -9,7 +9,7 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, make_dataclass
 from functools import cache
@@ -109,9 +109,11 @@ def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
         defaults: ``(option, value)`` pairs that replace the scheme's own defaults, for options that it has.
     """
     scheme = _imported(target)
-    found = list(_options(scheme)) if callable(scheme) else None
-    options = [(name, kind, dict(defaults).get(name, default)) for name, kind, default in found or ()]
-    if found is None or _accepts_any(scheme):
+    if not callable(scheme):
+        return {"_target_": target}
+    parameters = inspect.signature(scheme).parameters.values()
+    options = [(name, kind, dict(defaults).get(name, default)) for name, kind, default in _options(scheme, parameters)]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return {"_target_": target, **{name: default for name, _, default in options}}
     fields: list[tuple[str, Any, Any]] = [("_target_", str, field(default=target))]
     fields += [(name, _config_type(kind), field(default=default)) for name, kind, default in options]
@@ -121,27 +123,23 @@ def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
     return made
 
 
-def _accepts_any(scheme: Callable[..., Any]) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(scheme).parameters.values())
-
-
-def _options(scheme: Callable[..., Any]) -> Iterable[tuple[str, Any, Any]]:
+def _options(scheme: Any, parameters: Iterable[inspect.Parameter]) -> Iterable[tuple[str, Any, Any]]:
     """Yield each option's name, annotation and default; those with a default that no config can hold are left out."""
     hints: dict[str, Any] = {}
     for function in [one.__init__ for one in reversed(scheme.__mro__)] if isinstance(scheme, type) else [scheme]:
         with suppress(NameError):  # names that are imported for type checkers only
             hints |= typing.get_type_hints(function)
-    for parameter in inspect.signature(scheme).parameters.values():
+    for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.default is parameter.empty:
             yield parameter.name, hints.get(parameter.name, Any), "???"
-        elif parameter.default is None or isinstance(parameter.default, _PLAIN) or _is_plain_tuple(parameter.default):
+        elif all(one is None or isinstance(one, _PLAIN) for one in _items(parameter.default)):
             yield parameter.name, hints.get(parameter.name, Any), parameter.default
 
 
-def _is_plain_tuple(default: object) -> bool:
-    return isinstance(default, tuple) and all(isinstance(one, _PLAIN) for one in default)
+def _items(default: object) -> tuple[object, ...]:
+    return default if isinstance(default, tuple) else (default,)
 
 
 def _config_type(annotation: Any) -> Any:
