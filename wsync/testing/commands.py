@@ -28,13 +28,7 @@ THREAD_PREFIX = "wsync"
 
 @dataclass
 class WorkerState:
-    """The schemes and models of one worker.
-
-    Attributes:
-        schemes: by model id.
-        models: by model id.
-        kept: what one command stores for a later one.
-    """
+    """The schemes and models of one worker, by model id, and what one command keeps for a later one."""
 
     schemes: dict[str, wsync.WeightSyncScheme] = field(default_factory=dict)
     models: dict[str, nn.Module] = field(default_factory=dict)
@@ -42,9 +36,8 @@ class WorkerState:
 
     def clear(self) -> None:
         """Drop all of it."""
-        self.schemes.clear()
-        self.models.clear()
-        self.kept.clear()
+        for part in (self.schemes, self.models, self.kept):
+            part.clear()
 
 
 @dataclass(frozen=True)
@@ -58,13 +51,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a command.
-
-    Attributes:
-        value: its result.
-        error: the names of the classes of the exception that it raised, from its own to ``BaseException``; else empty.
-        message: the exception's message.
-    """
+    """What came of a command: its value; or the names of the exception's classes, its own first, and its message."""
 
     value: Any = None
     error: Sequence[str] = ()

@@ -41,13 +41,14 @@ def in_forked_child(function: Callable[[], object]) -> str:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        outcome = ""
         try:
             function()
-            outcome = ""
-        except BaseException as error:  # noqa: BLE001  the parent judges it
+        except Exception as error:  # noqa: BLE001  the parent judges it
             outcome = ",".join(kind.__name__ for kind in type(error).__mro__)
-        os.write(writing, outcome.encode())
-        os._exit(0)
+        finally:
+            os.write(writing, outcome.encode())
+            os._exit(0)
     os.close(writing)
     with open(reading) as pipe:
         outcome = pipe.read()

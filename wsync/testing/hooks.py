@@ -95,12 +95,8 @@ class BackendHooks:
     ) -> Iterator[Session]:
         """A sender and ``count`` workers that have its first weights, which are ones.
 
-        Args:
-            count: the number of workers.
-            make: makes the sender's model and each worker's.
-            model_id: the model's name.
-            init: for ``init_on_sender``, instead of ``model``.
-            options: for ``make_scheme``.
+        ``make`` makes the sender's model and each worker's; ``init`` is for ``init_on_sender`` instead of the model;
+        ``options`` are for ``make_scheme``.
         """
         with self.workers(count) as workers, self._session(workers, make, model_id, init, options) as session:
             yield session

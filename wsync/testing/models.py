@@ -13,19 +13,13 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Small(nn.Module):
-    """One parameter of ``size`` values, which is also the output.
-
-    Args:
-        size: number of values.
-        dtype: their type.
-    """
+    """One parameter of ``size`` values, which is also the output."""
 
     def __init__(self, size: int = 4, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size, dtype=dtype))
 
     def forward(self) -> Tensor:
-        """The parameter, of shape ``[size]``."""
         return self.weight
 
 
@@ -36,18 +30,14 @@ class Large(Small):
         super().__init__(2**23)
 
     def forward(self) -> Tensor:
-        """The first value, of shape ``[1]``."""
         return self.weight[:1]
 
 
 class WithExtraState(Small):
-    """One parameter and extra state, which some workers refuse.
+    """One parameter and extra state (``state``), which some workers refuse.
 
     The extra state ``"refuse"`` is refused by every worker, ``"refuse 1"`` by worker 1 alone: ``set_extra_state``
     raises when it has already changed the module.
-
-    Attributes:
-        state: the extra state; any picklable value.
     """
 
     worker_idx = -1
@@ -58,15 +48,9 @@ class WithExtraState(Small):
         self.state: Any = {"steps": 0}
 
     def get_extra_state(self) -> Any:
-        """The extra state."""
         return self.state
 
     def set_extra_state(self, state: Any) -> None:
-        """Take over the extra state.
-
-        Raises:
-            ArithmeticError: this worker refuses it.
-        """
         if state in ("refuse", f"refuse {self.worker_idx}"):
             self.state = "half applied"
             raise ArithmeticError(f"the extra state {state!r} is refused")
@@ -98,19 +82,17 @@ class EveryTensorKind(nn.Module):
         self.tail = WithExtraState()
 
     def forward(self) -> Tensor:
-        """The scalar parameter, of shape ``[]``."""
         return self.scalar
 
 
 class OtherName(nn.Module):
-    """A model with a parameter that is called ``bias``, where the one of ``Small`` is called ``weight``."""
+    """``Small`` with another name: ``bias``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(4))
 
     def forward(self) -> Tensor:
-        """The parameter, of shape ``[4]``."""
         return self.bias
 
 
@@ -139,11 +121,7 @@ def fill(model: M, value: float) -> M:
 
 @torch.no_grad()
 def scramble(model: M, seed: int) -> M:
-    """Fill every tensor with random bits (NaNs, infinities and denormals among them), and set the extra state.
-
-    Returns:
-        The model.
-    """
+    """Fill every tensor with random bits, NaNs among them, and set the extra state; return the model."""
     generator = torch.Generator().manual_seed(seed)
     for tensor in named_tensors(model).values():
         size = tensor.numel() * tensor.element_size()

@@ -80,15 +80,6 @@ def _shut_down_while_receiving(state: WorkerState) -> list[object]:
     return returned
 
 
-def _connect_again(state: WorkerState) -> int:
-    """Shut down and connect again, with the same scheme and model; return the model's version."""
-    scheme, index = state.schemes["policy"], state.schemes["policy"].worker_idx
-    scheme.shutdown()
-    scheme.init_on_receiver("policy", model=state.models["policy"], worker_idx=index)
-    scheme.connect()
-    return scheme.version
-
-
 class Shutdowns(BackendHooks):
     """What is left."""
 
@@ -159,15 +150,6 @@ class Shutdowns(BackendHooks):
                 scheme.init_on_sender("policy", model=Small(), num_workers=2)
 
         self._leaves_nothing(attempt)
-
-    def test_a_worker_that_has_shut_down_may_connect_again(self) -> None:
-        with self.connected() as session:
-            session.send(2)
-            session.workers[0].start(_connect_again)
-            session.scheme.readmit(0)
-            assert session.workers[0].result() == session.scheme.version
-            session.send(3)
-            assert session.outputs() == [3, 3]
 
     def test_the_end_of_the_sender_ends_a_receive(self) -> None:
         with self.connected(1) as session:

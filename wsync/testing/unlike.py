@@ -85,7 +85,7 @@ def perturb(model: nn.Module) -> None:
 
 
 def join_with_load(state: WorkerState, scheme: wsync.WeightSyncScheme, chunk_bytes: int | None) -> None:
-    """Connect a receiver that has no model: its function keeps copies of what it is given."""
+    """Connect a receiver without a model, with a function that keeps copies of what it is given."""
     loaded, calls = dict[str, Tensor](), list[int]()
     state.schemes["policy"], state.kept["loaded"], state.kept["calls"] = scheme, loaded, calls
 
@@ -107,19 +107,15 @@ def join_with_tensors(state: WorkerState, scheme: wsync.WeightSyncScheme, tensor
     scheme.connect()
 
 
-def refuse_next(state: WorkerState) -> None:
-    """Have the engine refuse the next version."""
-    state.kept["refuse"] = True
-
-
 def loaded(state: WorkerState) -> dict[str, Any]:
     """Return what the worker has been given."""
     with wsync.gate():
         return {name: tensor.cpu().clone() for name, tensor in state.kept["loaded"].items()}
 
 
-def calls(state: WorkerState) -> list[int]:
-    """Return how many tensors each call of the engine's function has been given."""
+def calls_until_refusal(state: WorkerState) -> list[int]:
+    """Return how many tensors each call of the engine's function was given; it refuses the next version."""
+    state.kept["refuse"] = True
     return list(state.kept["calls"])
 
 
@@ -175,9 +171,7 @@ class UnlikeEnds(BackendHooks):
                 got, expected = worker.call(loaded), in_engine(model)
                 assert got.keys() == expected.keys()
                 assert all(torch.equal(got[name], expected[name]) for name in got)
-            counts = worker.call(calls)
-            assert set(counts) == ({3} if chunk_bytes is None else {1})
-            worker.call(refuse_next)
+            assert set(worker.call(calls_until_refusal)) == ({3} if chunk_bytes is None else {1})
             perturb(model)
             with pytest.raises(wsync.WorkerFailed, match="the engine refuses"):
                 scheme.send()

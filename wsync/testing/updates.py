@@ -50,22 +50,23 @@ def _forwards(state: WorkerState, count: int) -> tuple[int, bool, int]:
 
 def _hold_gate(state: WorkerState) -> None:
     """Hold the gate in a thread, as a forward does that takes long."""
-    entered, ended = threading.Event(), threading.Event()
+    turn = threading.Barrier(2)
 
     def forward() -> None:
         with wsync.gate():
-            entered.set()
-            ended.wait()
+            turn.wait()  # it is entered
+            turn.wait()  # until it is to end
 
-    state.kept["forward"] = thread = threading.Thread(target=forward)
-    state.kept["end"] = ended
+    thread = threading.Thread(target=forward)
     thread.start()
-    entered.wait()
+    turn.wait()
+    state.kept["forward"] = turn, thread
 
 
 def _leave_gate(state: WorkerState) -> None:
-    state.kept["end"].set()
-    state.kept["forward"].join()
+    turn, thread = state.kept.pop("forward")
+    turn.wait()
+    thread.join()
 
 
 class TwoProducts(nn.Module):

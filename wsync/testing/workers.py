@@ -48,7 +48,6 @@ class Worker(ABC):
     Attributes:
         pid: the process id of its process.
         alive: until the test kills it.
-        reusable: whether another test may use it: it was neither killed nor stopped, and has no command to answer.
     """
 
     pid: int
@@ -77,7 +76,7 @@ class Worker(ABC):
 
     @property
     def reusable(self) -> bool:
-        """Whether another test may use it."""
+        """Whether another test may use it: it was neither killed nor stopped, and has no command to answer."""
         return self.alive and not self._stopped and not self._pending
 
     def start(self, command: Callable[Concatenate[WorkerState, P], object], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -114,7 +113,7 @@ class Worker(ABC):
         """Wait for the end of the process, which was killed."""
 
     def stop(self) -> None:
-        """SIGSTOP; returns when no thread of the process runs any more, which the signal alone does not ensure."""
+        """SIGSTOP, by ``stop_process``."""
         self._stopped = True
         stop_process(self.pid)
 
@@ -146,7 +145,7 @@ class ProcessWorker(Worker):
     Args:
         method: how it is started: ``"forkserver"`` or ``"spawn"``; or ``"fork"``, as a copy of the test's process.
         main: its main function, which is given the worker's end of the pipe, then ``args``.
-        args: see ``main``.
+        args: further arguments of ``main``.
     """
 
     def __init__(self, method: str = "forkserver", main: Callable[..., None] = commands.serve, args: Any = ()) -> None:
@@ -162,7 +161,6 @@ class ProcessWorker(Worker):
 
     @property
     def sentinel(self) -> int:
-        """A descriptor that is readable when the process has ended."""
         return self._process.sentinel
 
     def post(self, command: Command) -> None:
@@ -194,13 +192,8 @@ class WorkerGroup:
 
     def __init__(self, pool: WorkerPool, count: int) -> None:
         self._pool = pool
-        self.used: list[Worker] = []
-        self._members = self._take(count)
-
-    def _take(self, count: int) -> list[Worker]:
-        taken = self._pool.take(count)
-        self.used += taken
-        return taken
+        self._members = pool.take(count)
+        self.used = [*self._members]
 
     def __getitem__(self, index: int) -> Worker:
         return self._members[index]
@@ -213,7 +206,8 @@ class WorkerGroup:
 
     def spare(self) -> Worker:
         """One more worker, which has no index yet."""
-        return self._take(1)[0]
+        self.used += self._pool.take(1)
+        return self.used[-1]
 
     def replace(self, index: int, worker: Worker) -> None:
         """Give ``worker`` the index of another one."""
@@ -267,19 +261,16 @@ class WorkerPool:
             AssertionError: a thread of wsync's is left in one of them after ``shutdown``.
             WorkerError: ``shutdown`` of a scheme has failed in one of them.
         """
-        group = WorkerGroup(self, count)
+        group, left = WorkerGroup(self, count), dict[Worker, list[str]]()
         try:
             yield group
             left = {worker: worker.call(commands.reset) for worker in group.used if worker.reusable}
-        except BaseException:  # what the test has left in them is not known
+        finally:  # after an error, what the test has left in them is not known
             for worker in group.used:
-                self._discard(worker)
-            raise
-        for worker in group.used:
-            if left.get(worker) == []:
-                self._idle.append(worker)
-            else:
-                self._discard(worker)
+                if left.get(worker) == []:
+                    self._idle.append(worker)
+                else:
+                    self._discard(worker)
         threads = [*left.values()]
         assert not any(threads), f"threads are left in workers after shutdown: {threads}"
 
