@@ -11,9 +11,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from wsync.backends.distributed import GroupScheme
 from wsync.control.processes import Process, Processes
@@ -22,7 +22,7 @@ from wsync.errors import NotConnected, WeightSyncError, WorkerFailed, missing_ex
 from wsync.media.group import DistributedTransport
 from wsync.options import single_count
 from wsync.scheme import WeightSyncScheme
-from wsync.sender import Sender, one_worker
+from wsync.sender import one_worker
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
     from ray import ObjectRef
@@ -30,16 +30,6 @@ if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: m
 
 _GRACE = 5.0  # seconds to wait for Ray to report the calls as finished; calls of busy actors may finish later
 _joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sender's address and the worker's index
-
-
-@runtime_checkable
-class ActorContext(Protocol):
-    """A context with the actors that have the model."""
-
-    @property
-    def actors(self) -> Sequence[ActorHandle]:
-        """By worker index."""
-        ...
 
 
 class RayTransport(DistributedTransport):
@@ -103,7 +93,6 @@ class RayWeightSyncScheme(GroupScheme):
             given: as there.
 
         Raises:
-            ModuleNotFoundError: Ray is not installed; names the extra.
             NotConnected: Ray is not initialised.
         """
         try:
@@ -114,8 +103,7 @@ class RayWeightSyncScheme(GroupScheme):
             raise NotConnected(
                 "Ray is not initialised: call ray.init(), or ray.init(address=…), before init_on_sender()"
             )
-        if actors is None and isinstance(context, ActorContext):
-            actors = context.actors
+        actors = getattr(context, "actors", None) if actors is None else actors
         if actors is not None:
             given["num_workers"] = single_count({"num_workers": given.get("num_workers"), "actors": len(actors)})
         super().init_on_sender(model_id, context, **given)
@@ -137,10 +125,9 @@ class RayWeightSyncScheme(GroupScheme):
             return
         if processes is not None:
             raise ValueError("Ray reports the end of its actors: leave processes= out")
-        sender = self._as_sender("connect")
-        present = sender.outlet.workers
-        missing = [worker for worker in range(len(self._actors)) if worker not in present]
-        with self._joining(self._actors, sender, missing) as sentinels:
+        present = self.sender.outlet.workers
+        missing = [worker for worker in range(self.num_workers) if worker not in present]
+        with self._joining(missing) as sentinels:
             super().connect(worker_idx=worker_idx, weights=weights, processes=sentinels)
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
@@ -158,25 +145,24 @@ class RayWeightSyncScheme(GroupScheme):
             return
         if process is not None:
             raise ValueError("Ray reports the end of its actors: leave process= out")
-        sender = self._as_sender("readmit")
-        worker_idx = one_worker(worker_idx, sender.num_workers)
-        with self._joining(self._actors, sender, [worker_idx]) as sentinels:
-            sender.readmit(worker_idx, sentinels[worker_idx], timeout)
+        worker_idx = one_worker(worker_idx, self.num_workers)
+        with self._joining([worker_idx]) as sentinels:
+            super().readmit(worker_idx, sentinels[worker_idx], timeout)
 
-    @contextmanager
-    def _joining(self, actors: Actors, sender: Sender, workers: Sequence[int]) -> Iterator[Mapping[int, int]]:
+    def _joining(self, workers: Sequence[int]) -> AbstractContextManager[Mapping[int, int]]:
         """Call actors to join, as ``_watched``. Those that are not called for a second time are disconnected first.
 
         An actor's call ends its old connection, which must not be accepted as the new one.
         """
+        sender, actors = self.sender, self._actors
+        assert actors is not None
 
         def begin(worker: int) -> None:
             with sender.exclusive():  # another thread's send ends first
                 sender.disconnect(worker)
 
         args = (self, self.model_id)
-        with _watched({one: actors.join(one, partial(begin, one), *args, one) for one in workers}) as sentinels:
-            yield sentinels
+        return _watched({one: actors.join(one, partial(begin, one), *args, one) for one in workers})
 
     def shutdown(self) -> None:
         """Release everything, also in the actors that the sender had join."""
@@ -228,15 +214,6 @@ class Actors:
         self._connection = _connection()
         self._joins: dict[int, ObjectRef] = {}  # by worker, the last call to join
 
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return len(self._handles)
-
-    @property
-    def reachable(self) -> bool:
-        """Whether this process has the connection to Ray in which they were given."""
-        return self._connection == _connection()
-
     def join(self, worker: int, begin: Callable[[], None], *args: Any) -> ObjectRef:
         """Have an actor join, after ``begin()``; or return its last call to join, if Ray has not run that yet.
 
@@ -245,10 +222,10 @@ class Actors:
         """
         import ray
 
-        if not self.reachable:
+        if self._connection != _connection():
             raise NotConnected(
-                f"ray.shutdown() was called, and has ended the connection to the {len(self)} actor(s) of this scheme: "
-                "give new actors to a new scheme"
+                f"ray.shutdown() was called, and has ended the connection to the {len(self._handles)} actor(s) of this "
+                "scheme: give new actors to a new scheme"
             )
         last = self._joins.get(worker)
         if last is None or ray.wait([last], timeout=0)[0]:
@@ -262,7 +239,7 @@ class Actors:
         """Have all actors leave, and wait until Ray reports that they have, or are dead, but not for long."""
         import ray
 
-        if self.reachable:
+        if self._connection == _connection():
             calls: list[Any] = [
                 one.__ray_call__.remote(_leave, key, worker) for worker, one in enumerate(self._handles)
             ]
@@ -305,9 +282,8 @@ def _watched(refs: Mapping[int, ObjectRef]) -> Iterator[Mapping[int, int]]:
         end.add_done_callback(partial(done, worker))
     try:
         yield sentinels
-        wait(
-            ends.values(), _GRACE
-        )  # until Ray knows that they are finished: it repeats a call if the actor dies before
+        # Until Ray knows that they are finished: it repeats a call if the actor dies before.
+        wait(ends.values(), _GRACE)
         raise_failures()
     except WeightSyncError:
         raise_failures()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from wsync.backends.ray import ActorContext, RayWeightSyncScheme
+from wsync.backends.ray import RayWeightSyncScheme
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
@@ -25,6 +25,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         Raises:
             ValueError: neither the transform nor its actors were given.
         """
-        if given.get("actors") is None and not isinstance(context, ActorContext):
+        if given.get("actors") is None and not hasattr(context, "actors"):
             raise ValueError("RayModuleTransformScheme needs context=<the RayModuleTransform>, or actors=[…]")
         super().init_on_sender(model_id, context, **given)

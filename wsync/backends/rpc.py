@@ -27,22 +27,14 @@ _addresses: dict[str, Address] = {}  # of this process's senders, by the names i
 
 
 def address_of(name: str) -> Address:
-    """Return the address of a sender. Called in the sender's process, by a worker, through RPC.
-
-    Raises:
-        NotConnected: there is no such sender.
-    """
+    """Return the address of a sender; NotConnected: there is none. Called in its process, by a worker, through RPC."""
     if name not in _addresses:
         raise NotConnected("there is no such sender here")
     return _addresses[name]
 
 
 def own_name() -> str:
-    """Return this process's name in RPC.
-
-    Raises:
-        NotConnected: RPC is not initialised here.
-    """
+    """Return this process's name in RPC; NotConnected: RPC is not initialised here."""
     try:
         return rpc.get_worker_info().name
     except RuntimeError as error:
@@ -52,12 +44,7 @@ def own_name() -> str:
 
 
 class RpcRendezvous(SocketRendezvous):
-    """Workers ask the trainer by an RPC call for the sender's address.
-
-    Args:
-        host: the sender's address.
-        trainer: the sender's name in RPC.
-    """
+    """Workers ask the trainer, by its name in RPC, for the sender's address."""
 
     def __init__(self, host: str, trainer: str) -> None:
         super().__init__(host)
