@@ -464,7 +464,7 @@ class Sender:
         """Give workers an undecided update, and do not wait. The sender's lock is held until the decision."""
         outlet = self.outlet
         if not outlet.transactional:
-            raise WeightSyncError("here models are installed singly: workers fetch them, or the backend cannot wait")
+            raise WeightSyncError("models are installed one by one here: workers fetch, or the backend cannot wait")
         if not self.connected:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) first")
         began, deadline = time.perf_counter(), deadline_in(self.timeout)

@@ -185,7 +185,7 @@ class Delivery(BackendHooks):
                 scheme.send()  # where the first weights come with it
             assert set(failed.value.workers) == {1}
             workers[0].result()
-            assert workers[0].call(commands.output)[0] == 1
+            assert workers[0].call(commands.output)[0] == self.first_weights_at_connect  # else `send` was not reached
             with pytest.raises(WorkerError, match=problem) as remote:
                 workers[1].result()
             assert "LayoutMismatch" in remote.value.kinds
