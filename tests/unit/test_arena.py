@@ -481,6 +481,7 @@ def test_without_memory_nothing_changes(trainer: Trainer, monkeypatch: pytest.Mo
 
 
 def test_all_descriptors_are_closed() -> None:
+    gc.collect()  # closes what earlier tests have left
     before = len(os.listdir("/proc/self/fd"))
     trainer = Trainer()
     with connected(trainer) as worker:
@@ -490,7 +491,7 @@ def test_all_descriptors_are_closed() -> None:
     trainer.arena.close()
     del trainer, worker
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 # --- registered weights ---

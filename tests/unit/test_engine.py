@@ -117,7 +117,7 @@ def test_every_version_arrives(pause: Any, chunk_bytes: int) -> None:
         trainer.publish(weights(3), [1])
         assert not trainer.engines.wait([1], 3, "installed", None)
         assert first.app.version == "2" and second.app.version == "3"
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("wsync-control", "wsync-eng"))]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("wsync-eng")]
 
 
 def test_differences_are_exact_and_smaller() -> None:
