@@ -354,7 +354,7 @@ def no_thread(_: threading.Thread) -> None:
 def test_a_worker_may_shut_down_before_it_was_admitted(make: Make) -> None:
     sender, worker, model = both_ends(make, timeout=0.3)
     worker.shutdown()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("wsync")]
+    assert "wsync-connect" not in [thread.name for thread in threading.enumerate()]
     with sender, pickle.loads(pickle.dumps(sender)) as late:
         with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 0 did not connect in time"):
             sender.get_sender().send(policy_of(1.0))

@@ -267,4 +267,8 @@ def init_on_worker(
         if model is None and isinstance(context, ModelHolder) and isinstance(context.model, nn.Module):
             model = context.model
     scheme.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
-    scheme._as_receiver("init_on_worker").begin_connect(worker_idx, scheme.timeout)
+    try:
+        scheme._as_receiver("init_on_worker").begin_connect(worker_idx, scheme.timeout)
+    except BaseException:  # no thread could be started
+        scheme.shutdown()
+        raise
