@@ -173,11 +173,12 @@ class WeightReceiver:
         deadline = deadline_in(timeout)
         if not self._begin(deadline):
             return False
-        receiver = self._scheme._as_receiver("receive")
+        receiver = self._scheme._receiver
         try:
-            receiver.finish_connecting(remaining(deadline))
+            if receiver is not None:
+                receiver.finish_connecting(remaining(deadline))
         except SyncTimeout:
-            if receiver._connecting is not None:  # else it has failed
+            if receiver is not None and receiver._connecting is not None:  # else it has failed
                 return False
             raise
         received = self._scheme.receive(remaining(deadline))
