@@ -61,6 +61,7 @@ class WorkerInbox:
         self._session: SessionInbox | None = None
         self._arena: ArenaInbox | None = None
         self._loop: ControlLoop | None = None
+        self._joining: asyncio.Task[Any] | None = None
         self._running: asyncio.Task[None] | None = None
         self._pidfd = -1
         self._target: Any = None
@@ -83,6 +84,7 @@ class WorkerInbox:
         raise NotConnected(f"worker {worker_idx}: no sender of '{self._model_id}' was found")
 
     async def _join(self, address: Any, worker: int, deadline: float | None) -> int:
+        self._joining = asyncio.current_task()
         link, pid, fds = await dial(address, "weights", self._model_id, worker, deadline, native=native is not None)
         try:
             async with asyncio.timeout(remaining(deadline)):
@@ -152,6 +154,9 @@ class WorkerInbox:
 
     async def _close(self) -> None:
         loop = asyncio.get_running_loop()
+        if self._joining is not None and not self._joining.done():  # another thread waits for it
+            self._joining.cancel()
+            await asyncio.wait([self._joining])
         if self._session is not None and self._running is not None and not self._running.done():
             await self._session.leave()
             await asyncio.wait([self._running])

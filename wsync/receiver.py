@@ -309,6 +309,8 @@ class Receiver:
             raise RuntimeError("call connect() outside any forward and any wsync.gate() block")
         self._loop.require_own()
         if (connecting := self._connecting) is not None and connecting is not threading.current_thread():
+            if worker_idx != self.worker_idx:
+                raise ValueError(f"init_on_worker() has begun to connect worker {self.worker_idx}, not {worker_idx}")
             return self.finish_connecting(timeout)
         if self._phase is Phase.OPEN:
             raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
@@ -341,7 +343,7 @@ class Receiver:
                     if self.closed
                     else SyncTimeout(f"worker {worker_idx}: the first weights did not come in time")
                 )
-            self._returned = self.version
+            self._returned = first
         except BaseException:
             self.close()
             self._phase = Phase.LOST
@@ -365,8 +367,12 @@ class Receiver:
             self._notify()
 
         self.worker_idx = worker_idx
-        self._connecting = threading.Thread(target=work, name="wsync-connect", daemon=True)
-        self._connecting.start()
+        self._connecting = thread = threading.Thread(target=work, name="wsync-connect", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            self._connecting = None
+            raise
 
     def finish_connecting(self, timeout: float | None) -> None:
         """Wait for what ``begin_connect`` has begun; raise its error.
@@ -379,7 +385,10 @@ class Receiver:
             return
         thread.join(timeout)
         if thread.is_alive():
-            raise SyncTimeout(f"worker {self.worker_idx} is not connected yet")
+            raise SyncTimeout(
+                f"worker {self.worker_idx}: the sender did not answer within {timeout} s: "
+                "does it call connect() or readmit()?"
+            )
         self._connecting = None
         if self._connect_error is not None:
             error, self._connect_error = self._connect_error, None

@@ -171,6 +171,8 @@ class Workers:
             for one in waiting:
                 one.cancel()
             await asyncio.wait(waiting)  # `gone` stops watching the socket, before something else does
+            if not self._opened.is_set():
+                visitor.drop()
         if not self._opened.is_set():
             raise ConnectionError("it has given up")
 

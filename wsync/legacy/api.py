@@ -142,11 +142,12 @@ class WeightReceiver:
         deadline = deadline_in(timeout)
         if not self._scheme.sends_weights or not self._begin(deadline):
             return False
-        receiver = self._scheme._as_receiver("receive")
+        receiver = self._scheme._receiver
         try:
-            receiver.finish_connecting(remaining(deadline))
+            if receiver is not None:
+                receiver.finish_connecting(remaining(deadline))
         except SyncTimeout:
-            if receiver._connecting is not None:  # else it has failed
+            if receiver is not None and receiver._connecting is not None:  # else it has failed
                 return False
             raise
         received = self._scheme.receive(remaining(deadline))
@@ -237,4 +238,8 @@ def init_on_worker(
     if model is None and context is not None:
         model = find_or_none(context, model_id) or getattr(context, "model", None)
     scheme.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
-    scheme._as_receiver("init_on_worker").begin_connect(worker_idx, scheme.timeout)
+    try:
+        scheme._as_receiver("init_on_worker").begin_connect(worker_idx, scheme.timeout)
+    except BaseException:  # no thread could be started
+        scheme.shutdown()
+        raise
