@@ -285,6 +285,7 @@ class WorkerGroup:
                     self.pool.discard(record.worker)
                     record.worker = None
             self.pool.close()
+            self._wakeup.close()
 
     # --- events; the lock is held ---
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import sys
 import time
 from collections.abc import Collection
 from contextlib import closing, suppress
@@ -32,26 +33,32 @@ from wsync import NotConnected, SyncTimeout, WorkerDied
 
 
 class WakeEvent:
-    """A descriptor that any thread, or a signal handler, makes readable. It is closed when this object is garbage."""
+    """A descriptor that any thread, or a signal handler, makes readable; after ``close``, ``set`` does nothing."""
 
     def __init__(self) -> None:
-        self._descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._file: Any = open(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", buffering=0)  # noqa: SIM115
 
     def fileno(self) -> int:
-        """Return the descriptor."""
-        return self._descriptor
+        """Return the descriptor; raise ValueError after ``close``."""
+        return self._file.fileno()
 
     def set(self) -> None:
         """Make the descriptor readable."""
-        os.eventfd_write(self._descriptor, 1)
+        with suppress(ValueError):  # it is closed
+            self._file.write((1).to_bytes(8, sys.byteorder))
 
     def clear(self) -> None:
         """Make the descriptor not readable."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._descriptor)
+        with suppress(ValueError):
+            self._file.read(8)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        self._file.close()
 
     def __del__(self) -> None:
-        os.close(self._descriptor)
+        """Close the descriptor of a collector that was not shut down."""
+        self.close()
 
 
 class Event(NamedTuple):
@@ -143,6 +150,7 @@ class WorkerHandle:
         """Close the connection, which ends the worker. Idempotent."""
         if self.connection is not None:
             self.connection.close()
+        self.gave_up.close()
 
 
 class WorkerPool:
