@@ -87,7 +87,7 @@ checkpoint.save(Path({str(tmp_path)!r}), {{"weights": torch.zeros(2**20)}})
     (short_path / "program.py").write_text(code)
     done = run_program(short_path / "program.py", folder=short_path)
     assert done.returncode == 1
-    assert "CheckpointError" in done.stderr and "could not be written" in done.stderr, done.stderr
+    assert "could not be written" in done.stderr, done.stderr
     assert (tmp_path / checkpoint.FILE).read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint.FILE]
     assert checkpoint.load(tmp_path) == {"version": 1}
