@@ -59,8 +59,8 @@ def test_trainer_sends_another_shape(cell: Cell, backend: BuiltIn) -> None:
 
 
 def test_payload_corrupted(cell: Cell, backend: BuiltIn) -> None:
-    """One bit of an update is flipped before the workers have read it (with `checksum=True`). They refuse the update and
-    go on with the version before; the error in the trainer names them. The next update works."""
+    """One bit of an update is flipped before the workers have read it (with `checksum=True`). They refuse the update
+    and go on with the version before; the error in the trainer names them. The next update works."""
     with backend.connected(**backend.checksum_options) as session:
         session.update(2)
         for worker in session.workers:

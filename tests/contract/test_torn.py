@@ -29,6 +29,6 @@ def test_no_forward_of_a_collector_is_torn(backend: str, share: int) -> None:
 
 
 def test_without_the_gate_forwards_are_torn() -> None:
-    """The control: copied weights. Published ones are bound on the way into the gate: without it they are old, and whole."""
+    """The control: copied weights. Published ones are bound on the way into the gate; without it they stay whole."""
     tally = standalone(BACKENDS["multiprocess"], forwards=10**6, workers=1, mib=4.0, seconds=30.0, bypass=True)
     assert tally.mixed > 0, tally
