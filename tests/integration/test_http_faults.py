@@ -113,7 +113,7 @@ def test_models_cannot_be_switched_together() -> None:
     with (
         serve(wsync.engine_app(Small(), token=None)) as url,
         trainer(url) as scheme,
-        pytest.raises(wsync.WeightSyncError, match="singly"),
+        pytest.raises(wsync.WeightSyncError, match="one by one"),
     ):
         wsync.synchronize({scheme: fill(Small(), 2)})
 
