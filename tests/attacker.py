@@ -37,7 +37,9 @@ class Intruder:
     def __init__(self, port: int, greeting: bytes) -> None:
         self.received = b""
         self._answered = 0
-        self.socket = socket.create_connection(("127.0.0.1", port), 1.0)  # gloo's port is silent once a pair is formed
+        self.socket = socket.socket()
+        self.socket.settimeout(1.0)  # gloo's port is silent once a pair is formed
+        self.socket.connect(("127.0.0.1", port))
         self.socket.send(greeting)
         self.socket.setblocking(False)
 
