@@ -194,4 +194,6 @@ if __name__ == "__main__":
         exit_timer.daemon = True
         exit_timer.start()
         sys.exit(status)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by start_fork_server
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     run_hydra(main)

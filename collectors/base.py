@@ -347,7 +347,7 @@ class BaseCollector(ABC):
                 raise ValueError(f"'{model_id}' names no transform: a {kind} is for a path like {example}")
             actors: list[Any] = []
             for user in self._find_all(path):
-                if not hasattr(user, "actors"):
+                if not hasattr(user, "actors"):  # its class needs Ray, which is optional
                     raise TypeError(
                         f"'{path}' is a {type(user).__name__}, with its model in the same process: this scheme is "
                         "for a RayModuleTransform; SharedMemWeightSyncScheme and the like are for models in workers"

@@ -159,8 +159,6 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
     after an error, 130 after Ctrl-C.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set while modules were imported
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         register_configs(config_folders(sys.argv[1:]))
         # Options first: argparse takes overrides only in one piece.

@@ -25,6 +25,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         Raises:
             ValueError: neither the transform nor its actors were given.
         """
-        if given.get("actors") is None and not hasattr(context, "actors"):
+        if given.get("actors") is None and not hasattr(context, "actors"):  # the class is the user's
             raise ValueError("RayModuleTransformScheme needs context=<the RayModuleTransform>, or actors=[…]")
         super().init_on_sender(model_id, context, **given)

@@ -69,7 +69,7 @@ def _checked(worker: int, process: Process) -> Process:
     """Return what is watched: for the sentinel of a ``multiprocessing.Process``, the ``Process``."""
     if isinstance(process, BaseProcess) and process.pid is None:
         raise ValueError(f"the process of worker {worker} has not been started: call its start() before connect()")
-    if isinstance(process, BaseProcess | subprocess.Popen) or hasattr(process, "fileno"):
+    if isinstance(process, BaseProcess | subprocess.Popen) or hasattr(process, "fileno"):  # as `select` takes
         return process
     if not isinstance(process, int):
         raise TypeError(

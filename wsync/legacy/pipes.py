@@ -95,7 +95,7 @@ def invite_all(scheme: WeightSyncScheme, pipes: Sequence[Connection]) -> None:
     try:
         for worker, pipe in enumerate(pipes):
             _invite(pipe, str(scheme.model_id), worker, scheme._address, scheme.timeout)
-    except Exception:
+    except Exception:  # of any class: it is raised again
         scheme.shutdown()
         raise
 

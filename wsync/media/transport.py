@@ -149,7 +149,7 @@ class TransportMedium(InlineMedium):
             await self._calls.call(self._send, payload, _formatted[payload])
         except ConnectionError:
             raise
-        except Exception as error:
+        except Exception as error:  # a user's transport raises anything; raised again
             with suppress(TimeoutError):
                 async with asyncio.timeout(_GRACE):
                     await self._closed.wait()
@@ -176,7 +176,7 @@ class TransportMedium(InlineMedium):
                 self._running = self._calls.call(self._receive, into, own, remaining(deadline))
             try:
                 received = await self._next(offer)
-            except Exception as error:
+            except Exception as error:  # as above; raised again unless a further call can succeed
                 if isinstance(error, ConnectionError) and after and not self._closed.is_set():
                     raise WeightSyncError(f"receive_weights raised {error!r}") from error  # the connection goes on
                 if after or self._closed.is_set() or self._sent.error:
