@@ -27,7 +27,7 @@ from wsync.control.session import choose
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, error_of
 from wsync.gate import entered_for_forward_of, gate_model, process_gate, ungate_model, without_forward
-from wsync.update import Inbox, Update
+from wsync.update import Connection, Inbox, Update
 from wsync.weights.binding import Binding, load_extra, unshare
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
@@ -36,6 +36,10 @@ from wsync.weights.targets import Destination, Target
 
 _receivers: list[Receiver] = []  # those of this process that are connected; changed inside the gate
 os.register_at_fork(after_in_child=_receivers.clear)
+
+
+class NoInbox(Inbox):
+    """What is polled while there is no connection."""
 
 
 class Phase(Enum):
@@ -66,7 +70,8 @@ class Receiver:
         sender: identifies the sender of the present connection.
         words: of the arena, which has the version that compiled code has installed; None without an arena.
         worker_idx: the worker's index; -1 before ``connect``.
-        inbox: what delivers updates; set by the scheme.
+        connection: the way to the sender; set by the scheme.
+        inbox: what has its updates; set by the connection.
         announced_at: when the control thread has seen the newest update; 0.0 if it was not woken for it.
     """
 
@@ -85,7 +90,8 @@ class Receiver:
     ) -> None:
         self.model_id = model_id
         self.destination = destination
-        self.inbox: Inbox
+        self.connection: Connection
+        self.inbox: Inbox = NoInbox()
         self.sender = ""
         self.words: Any = None
         self._version = 0
@@ -174,7 +180,7 @@ class Receiver:
         if newest <= self._failed_version:
             raise WeightSyncError(f"version {self._failed_version} was not installed; the forward would be {behind}")
         try:
-            self.inbox.fetch(deadline_in(self._timeout))
+            self.connection.fetch(deadline_in(self._timeout))
         except TimeoutError:
             raise SyncTimeout(f"version {newest} did not come within {self._timeout} s: {behind}") from None
         return True
@@ -322,13 +328,13 @@ class Receiver:
         deadline = deadline_in(timeout)
         try:
             process_gate().call_without_forward(self._gate_model)
-            first = self.inbox.connect(worker_idx, deadline)
+            first = self.connection.connect(worker_idx, deadline)
             self._hook = self.inbox.hook(self)
             process_gate().attach(self._hook)
             if first and self.on_request:
                 self._pulling += 1
                 with suppress(TimeoutError):
-                    self.inbox.fetch(deadline)
+                    self.connection.fetch(deadline)
             process_gate().call_without_forward(bool)
             # Where updates are passed on, the first one has been when this returns.
             self._wait(
@@ -400,7 +406,7 @@ class Receiver:
             self._phase = Phase.FINISHED
         if self._loop.inherited:
             return
-        self.inbox.close()
+        self.connection.close()
         thread = self._connecting
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -417,6 +423,8 @@ class Receiver:
         self._target = self._layout = self._bound = None
         self._broken = ""
         self.inbox.release()
+        self.inbox.close()
+        self.inbox = NoInbox()
         module = self.destination.module
         if module is not None and not any(one.destination.module is module for one in _receivers):
             ungate_model(module)
@@ -507,7 +515,7 @@ class Receiver:
             while True:
                 try:
                     if not self.closed:
-                        self.inbox.fetch(deadline)
+                        self.connection.fetch(deadline)
                 except TimeoutError:
                     raise SyncTimeout(
                         f"worker {self.worker_idx}: the newest version did not come before the deadline"

@@ -30,10 +30,9 @@ from wsync.control.session import Medium
 from wsync.deadlines import as_timeout, deadline_in
 from wsync.errors import NotConnected, forked_child_error
 from wsync.gate import process_gate, without_forward
-from wsync.inbox import InProcess, WorkerInbox
+from wsync.inbox import InProcess, WorkerConnection
 from wsync.legacy import api as older
 from wsync.legacy.pipes import invite_all, pipes_of
-from wsync.media.inline import InlineMedium
 from wsync.media.transport import TransportMedium
 from wsync.metrics import SyncMetrics
 from wsync.options import agreed_count, check_option_names, check_pull_options, full_signature
@@ -44,7 +43,7 @@ from wsync.scheme_transports import ReceiverTransport, SenderTransport
 from wsync.sender import Sender
 from wsync.transforms.chain import Transform, compose, delta_of
 from wsync.transport import TransportBackend, require_transport
-from wsync.update import Inbox, Outlet, SyncReport
+from wsync.update import Connection, Outlet, SyncReport
 from wsync.weights.source import DeviceMap, Source, extracted
 from wsync.weights.strategy import Format, WeightStrategy
 from wsync.weights.targets import Destination, Load
@@ -166,7 +165,7 @@ class WeightSyncScheme:
     def make_medium(self, worker_idx: int) -> Medium:
         """Return what carries the weights of one connection, at either end, where the arena does not."""
         if type(self).create_transport is WeightSyncScheme.create_transport:
-            return InlineMedium()
+            return Medium()
         create = _method(self.create_transport)
         return TransportMedium(lambda: require_transport(create(worker_idx)), self.strategy, worker_idx, self.timeout)
 
@@ -187,12 +186,12 @@ class WeightSyncScheme:
             device=self.device,
         )
 
-    def make_inbox(self, model_id: str, receiver: Receiver) -> Inbox:
-        """Return what a receiver polls: by default a connection to the sender."""
+    def make_connection(self, model_id: str, receiver: Receiver) -> Connection:
+        """Return a receiver's way to its updates: by default a connection to the sender."""
         rendezvous = self.create_rendezvous()
         if self._address is None and not rendezvous.can_look_up():
             raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
-        return WorkerInbox(rendezvous, self._address, model_id, receiver, self.make_medium, binds_arena=self.binds)
+        return WorkerConnection(rendezvous, self._address, model_id, receiver, self.make_medium, binds_arena=self.binds)
 
     def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
         """Return what the sender reads for each update."""
@@ -334,7 +333,7 @@ class WeightSyncScheme:
                 "acknowledgements: use initiator='sender', with shared_mem also acknowledge='installed', not a store"
             )
         receiver = self._make_receiver(model_id, model, load, chunk_bytes, pass_on)
-        receiver.inbox = self.make_inbox(model_id, receiver)
+        receiver.connection = self.make_connection(model_id, receiver)
         self._receiver, self._model_id, self._context, self._model = receiver, model_id, context, model
         self._index = worker_idx
 
@@ -373,7 +372,6 @@ class WeightSyncScheme:
         receiver = self._make_receiver(model_id, model, None, None, None)
         receiver.on_request = False
         outlet = InProcess(receiver)
-        receiver.inbox = outlet
         self._begin_sending(model_id, outlet, self.make_source(model_id, source, None), 1)
         assert self._sender is not None
         receiver.sender = self._sender.name

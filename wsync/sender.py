@@ -21,7 +21,7 @@ from torch import Tensor
 from wsync.control.loop import control_loop
 from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, WeightSyncError, WorkerDied, WorkerError, forked_child_error, join_indices
-from wsync.update import LAST_VERSION, Cause, Outlet, Stage, SyncReport, Transactional, Update
+from wsync.update import LAST_VERSION, Cause, Outlet, Stage, SyncReport, Update
 from wsync.weights.binding import dump_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -483,7 +483,7 @@ class Sender:
         """Send what was prepared; ``requires``: the versions of all models of the transaction."""
         for group, update in prepared.updates:
             update.requires = {**update.requires, **requires}
-            _transactional(self.outlet).prepare(update, group)
+            self.outlet.prepare(update, group)
 
     def check(self, prepared: Prepared) -> Mapping[int, Cause]:
         """Wait until the workers have checked what was prepared; return why some cannot take it."""
@@ -495,13 +495,13 @@ class Sender:
     def announce_commit(self, prepared: Prepared) -> None:
         """First half of the commit."""
         for group, update in prepared.updates:
-            _transactional(self.outlet).announce_commit(update, group)
+            self.outlet.announce_commit(update, group)
 
     def commit(self, prepared: Prepared) -> None:
         """Second half of the commit: the update is the newest one."""
         for group, update in prepared.updates:
             update.undecided = False
-            _transactional(self.outlet).commit(update, group)
+            self.outlet.commit(update, group)
         for group, update in prepared.updates:
             for worker in group:
                 self._requires[worker] = update.requires
@@ -515,7 +515,7 @@ class Sender:
         sent = prepared.sent
         self._name(self.outlet.wait(sent.workers, sent.version, "received", 0.0))
         for group, update in prepared.updates:
-            _transactional(self.outlet).abort(update.version, group)
+            self.outlet.abort(update.version, group)
         prepared.updates = []  # the error that is on its way may be kept, and keeps what it has passed
 
     def finish(self, prepared: Prepared) -> SyncReport:
@@ -554,7 +554,3 @@ def one_worker(worker: object, num_workers: int) -> int:
     if len(named) != 1:
         raise ValueError(f"worker is one worker's index, not {worker!r}")
     return named[0]
-
-
-def _transactional(outlet: Outlet) -> Transactional:
-    return outlet  # pyright: ignore[reportReturnType]  `prepare` has checked it

@@ -127,34 +127,32 @@ class SyncReport:
 class Outlet(Protocol):
     """What a sender publishes to: workers, files, engines, or a model in this process.
 
-    Called under the sender's lock by the thread that calls the scheme; ``close`` by any thread.
+    Called under the sender's lock by the thread that calls the scheme; ``close`` by any thread. An implementation
+    derives from it: a method with a body here is for what the outlet does not have.
     """
 
     name: str
     """Identifies the sender, in what updates require of one another."""
 
-    @property
-    def workers(self) -> Sequence[int]:
-        """The workers that are present, in order. Another object whenever that has changed."""
-        ...
+    workers: Sequence[int] = ()
+    """The workers that are present, in order. Another object whenever that has changed."""
 
-    transactional: bool
-    """Whether an update can be prepared first, and committed or aborted later (``Transactional``)."""
+    transactional: bool = False
+    """Whether an update can be prepared first, and committed or aborted later."""
 
     def causes(self) -> Mapping[int, str]:
         """Why a worker that was connected is absent, by worker."""
-        ...
+        return {}
 
     def connect(self, processes: Any, deadline: float | None, /) -> object:
         """Wait until all workers are connected; WorkerDied, SyncTimeout: names those that are not."""
-        return None  # an outlet without connections
 
     def set_layout(self, layout: Layout) -> None:
         """Define what a buffer contains. Called once, before the first ``reserve``."""
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
         """Ask the workers, which have connected before there was a layout, whether weights of it would fit."""
-        ...
+        return {}
 
     def reserve(self, deadline: float | None) -> Buffer:
         """Return memory for one version that nobody reads; it stays reserved as long as the buffer exists."""
@@ -168,24 +166,17 @@ class Outlet(Protocol):
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
         """Wait until ``workers`` have the version; return why those that do not have it lack it."""
-        ...
+        return {}
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         """Return the slowest worker's seconds of waiting and of installing, and the bytes that one was sent."""
-        ...
+        return 0.0, 0.0, 0
 
     def disconnect(self, worker: int, cause: str) -> None:
         """Treat a worker as dead."""
 
     def readmit(self, worker: int, process: Any, deadline: float | None) -> None:
         """Wait for the process that takes the place of a worker, and until it has the newest update of that index."""
-
-    def close(self, *, graceful: bool) -> None:
-        """Release everything. Idempotent."""
-
-
-class Transactional(Outlet, Protocol):
-    """An outlet that can hold an update back until it is decided."""
 
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
         """Give ``workers`` an undecided update; ``wait`` with the stage ``received`` tells whether they can take it."""
@@ -199,56 +190,70 @@ class Transactional(Outlet, Protocol):
     def abort(self, version: int, workers: Sequence[int]) -> None:
         """Drop what was prepared."""
 
+    def published(self) -> list[Buffer]:
+        """Return the shared buffers of the newest updates, each once."""
+        return []
+
+    def close(self, *, graceful: bool) -> None:
+        """Release everything. Idempotent."""
+
+
+class Connection(Protocol):
+    """A receiver's way to its sender, or to a store."""
+
+    def connect(self, worker_idx: int, deadline: float | None, /) -> int:
+        """Connect, and set the receiver's ``inbox``; return the version to be waited for, 0 if there is none yet."""
+        ...
+
+    def fetch(self, deadline: float | None, /) -> None:
+        """Have the inbox return the newest version; TimeoutError: it did not come in time. Called by any thread."""
+
+    def close(self) -> None:
+        """End the connection. Idempotent."""
+
 
 class Inbox(Protocol):
-    """What a receiver polls: its end of a connection, a store, or a sender in the same process.
+    """What a receiver polls: of a connection, a store, or a sender in the same process. This one is always empty.
+
+    An implementation derives from it: a method with a body here is for what the inbox does not have. All methods are
+    called inside the gate, but for ``answer`` and ``set_wakeups``, which any thread calls.
 
     Attributes:
         binds: whether a model may be bound to the memory of an update.
+        newest: the newest version that there is, as far as is known; for receivers that fetch.
     """
 
-    binds: bool
-
-    @property
-    def newest(self) -> int:
-        """The newest version that there is, as far as is known; for receivers that fetch."""
-        ...
-
-    def connect(self, worker_idx: int, deadline: float | None, /) -> int:
-        """Connect; return the version that is to be waited for, 0 if there is none yet."""
-        ...
+    binds: bool = True
+    newest: int = 0
 
     def hook(self, receiver: Any) -> Any:
         """Return the gate's hook, the same each time: the receiver, or what calls it in the end."""
-        ...
+        return receiver
 
     def use(self, layout: Layout, target: Any) -> None:
-        """Take note of the layout, and of what installs its updates. Called inside the gate."""
+        """Take note of the layout, and of what installs its updates."""
 
     def poll(self) -> Sequence[Update]:
         """Return the updates that are newer than what is installed, the oldest first; usually one or none.
 
-        Called inside the gate. A forward that starts now has to use the last one, if all that it requires is there.
+        A forward that starts now has to use the last one, if all that it requires is there.
         """
-        ...
+        return ()
 
     def settled(self, update: Update, error: str) -> None:
-        """An update was installed, or has failed and is not tried again. Called inside the gate."""
+        """An update was installed, or has failed and is not tried again."""
 
     def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
-        """Tell the sender that ``update`` is installed, or why it is not. Called by any thread."""
+        """Tell the sender that ``update`` is installed, or why it is not."""
 
     def leave(self) -> None:
-        """A forward has ended. Called inside the gate."""
+        """A forward has ended."""
 
     def release(self) -> None:
-        """The model has memory of its own. Called inside the gate."""
-
-    def fetch(self, deadline: float | None) -> None:
-        """Have ``poll`` return the newest version; TimeoutError: it did not come in time. Called by any thread."""
+        """The model has memory of its own."""
 
     def set_wakeups(self, wanted: bool) -> None:
         """Tell whether a thread waits for updates, although none is acknowledged."""
 
     def close(self) -> None:
-        """End the connection. Idempotent."""
+        """The receiver has gone. Idempotent."""

@@ -26,13 +26,13 @@ from wsync.control.listen import Listener, Visitor
 from wsync.control.loop import ControlLoop, control_loop
 from wsync.control.processes import Processes, watched
 from wsync.control.session import LATE, Medium, WorkerSession, checksum_of, wait_for
-from wsync.control.wire import CheckLayout, NewLayout, OfferSlot, Settings
+from wsync.control.wire import NewLayout, OfferSlot, Settings
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed, join_indices
 from wsync.native import native, why_not
 from wsync.shm.arena import SenderArena
 from wsync.transforms.delta import Delta
-from wsync.update import Cause, Stage, Update
+from wsync.update import Cause, Outlet, Stage, Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
 
@@ -45,20 +45,23 @@ class Member:
     """A worker that is connected.
 
     Attributes:
-        session: its connection.
+        session: its connection; set once it is accepted.
+        pidfd: of its process; -1 if that is on another machine.
         block: its words in the arena; -1 if it does not use the arena.
+        wake: the eventfd that wakes it, for the arena; else -1.
         fresh: whether it has connected outside ``connect`` and ``readmit``, and neither was called since.
     """
 
-    def __init__(self, session: WorkerSession, block: int, wake: int) -> None:
-        self.session = session
-        self.block = block
-        self.wake = wake
+    session: WorkerSession
+
+    def __init__(self, pid: int) -> None:
+        self.pidfd = _pidfd(pid)
+        self.block = self.wake = -1
         self.fresh = True
 
 
-class Workers:
-    """The workers of one sender (a ``Transactional`` outlet).
+class Workers(Outlet):
+    """The workers of one sender.
 
     Args:
         listener: where they connect.
@@ -107,76 +110,53 @@ class Workers:
         self._newest: list[Update | None] = [None] * num_workers
         self._given: dict[int, Mapping[int, Member]] = {}  # by version: to whom it was given
         self._rejected: dict[int, str] = {}  # workers whose models do not fit, since `connect` was called
-        self._opened = asyncio.Event()  # set by the first `connect`: workers wait for it
         self._news = asyncio.Event()  # a worker has connected, was rejected, or has ended
-        self._leftovers: dict[Member, int] = {}  # disconnected ones whose processes live on, with their pidfds
-        self._greeting: set[asyncio.Task[Any]] = set()
+        self._leftovers: set[Member] = set()  # disconnected ones whose processes live on
+        self._tasks: set[asyncio.Task[Any] | None] = set()  # one for each worker
         self._closed = False
         self._loop = (loop or control_loop()).acquire()
-        self._loop.post(self._listener.start, self._welcome)
 
     # --- the control thread: a worker's life ---
 
     async def _welcome(self, visitor: Visitor) -> None:
         """Accept a worker, and run its session until it ends."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._greeting.add(task)
-        wake = -1
+        worker = visitor.hello.worker
+        if not 0 <= worker < self._num_workers:
+            return await visitor.refuse(
+                f"index {worker} is out of range: there are workers 0 to {self._num_workers - 1}"
+            )
+        if worker in self._members:
+            return await visitor.refuse(f"index {worker} is taken by a worker that is connected")
+        task, member, fds = asyncio.current_task(), Member(visitor.pid), ()
+        self._tasks.add(task)
         try:
-            worker = visitor.hello.worker
-            if not 0 <= worker < self._num_workers:
-                return await visitor.refuse(
-                    f"index {worker} is out of range: there are workers 0 to {self._num_workers - 1}"
-                )
-            await self._wait_until_open(visitor)
-            if worker in self._members:
-                return await visitor.refuse(f"index {worker} is taken by a worker that is connected")
-            block, fds = -1, ()
-            pidfd = _pidfd(visitor.pid)
-            if self._arena is not None and visitor.hello.native and pidfd >= 0:
-                wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                block = self._arena.open_block(wake, pidfd, worker)
-                fds = (*self._arena.fds, self._arena.signal, wake)
+            if self._arena is not None and visitor.hello.native and member.pidfd >= 0:
+                member.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                member.block = self._arena.open_block(member.wake, member.pidfd, worker)
+                fds = (*self._arena.fds, self._arena.signal, member.wake)
             link = await visitor.accept(fds)
-            medium = None if block >= 0 else self._make_medium(worker)
-            session = WorkerSession(
+            member.session = WorkerSession(
                 worker,
                 link,
-                medium,
+                Medium() if member.block >= 0 else self._make_medium(worker),
                 on_request=self._on_request,
                 difference=self._difference,
-                on_change=partial(self._note_change, worker, block),
+                on_change=partial(self._note_change, member),
             )
-            await self._attend(Member(session, block, wake), pidfd)
+            await self._attend(member)
         finally:
-            self._greeting.discard(task)
+            self._release_when_dead(member)
+            self._tasks.discard(task)
             del task  # else it and this frame keep each other, and with them the memory of the arena
 
-    def _note_change(self, worker: int, block: int) -> None:
+    def _note_change(self, member: Member) -> None:
         """A session has an answer, or has ended: a worker that has ended is absent before anything else is told."""
-        member = self._members.get(worker)
-        if member is not None and member.session.cause is not None:
-            self._remove(member.session)
-        if block >= 0 and self._arena is not None:
-            self._arena.attention(block)
+        if member.session.cause is not None:
+            self._remove(member)
+        if member.block >= 0 and self._arena is not None:
+            self._arena.attention(member.block)
 
-    async def _wait_until_open(self, visitor: Visitor) -> None:
-        if self._opened.is_set():
-            return
-        waiting = [asyncio.ensure_future(one) for one in (self._opened.wait(), visitor.gone())]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waiting:
-                one.cancel()
-            await asyncio.wait(waiting)  # `gone` stops watching the socket, before something else does
-            if not self._opened.is_set():
-                visitor.drop()
-        if not self._opened.is_set():
-            raise ConnectionError("it has given up")
-
-    async def _attend(self, member: Member, pidfd: int) -> None:
+    async def _attend(self, member: Member) -> None:
         session, loop = member.session, asyncio.get_running_loop()
         newest, layout = self._newest[session.worker], self._layout
         session.post(
@@ -190,8 +170,8 @@ class Workers:
                 self._difference is not None,
             )
         )
-        if pidfd >= 0:
-            loop.add_reader(pidfd, session.end, "its process has died")
+        if member.pidfd >= 0:
+            loop.add_reader(member.pidfd, session.end, "its process has died")
         running = asyncio.ensure_future(session.run())
         try:
             if await self._fits(session, layout):
@@ -200,43 +180,38 @@ class Workers:
         finally:
             session.end("the sender has shut down")
             running.cancel()
-            self._remove(session)
-            if pidfd >= 0:
-                loop.remove_reader(pidfd)
-            self._release_when_dead(member, pidfd)
+            self._remove(member)
+            if member.pidfd >= 0:
+                loop.remove_reader(member.pidfd)
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
 
     async def _fits(self, session: WorkerSession, layout: Layout | None) -> bool:
         """Wait for the worker's answer to the layout; return whether its model fits."""
-        changed = asyncio.Event()
-        session.watch(changed)
-        while session.fits is None and session.cause is None:
-            changed.clear()
-            await changed.wait()
-        session.unwatch(changed)
+        await session.until(lambda: session.fits is not None or session.cause is not None)
         if session.fits:
             self._rejected[session.worker] = session.fits
             session.end("its model does not fit the weights")
             self._news.set()
         elif layout is None and self._layout is not None:  # it was defined meanwhile
-            session.post(NewLayout(self._layout.encode()))
+            session.post(NewLayout(self._layout.encode(), try_only=False))
         return not session.fits and session.cause is None
 
     def _add(self, member: Member) -> None:
         """From now on the worker is given updates; now the newest one of its index."""
         worker = member.session.worker
         with self._lock:
-            if worker in self._members:
-                member.session.end(f"another connection has taken index {worker}")
-                return
-            newest = self._newest[worker]
-            if newest is not None:
-                self._give(newest, [member], acknowledge=not self._on_request)
-                if newest.version in self._given:
-                    self._given[newest.version] = {**self._given[newest.version], worker: member}
-            self._set_members({**self._members, worker: member})
-            self._causes = {w: cause for w, cause in self._causes.items() if w != worker}
+            taken = worker in self._members
+            if not taken:
+                newest = self._newest[worker]
+                if newest is not None:
+                    self._give(newest, [member], acknowledge=not self._on_request)
+                    if newest.version in self._given:
+                        self._given[newest.version] = {**self._given[newest.version], worker: member}
+                self._set_members({**self._members, worker: member})
+                self._causes = {w: cause for w, cause in self._causes.items() if w != worker}
+        if taken:
+            member.session.end(f"another connection has taken index {worker}")
         self._news.set()
 
     def _set_members(self, members: Mapping[int, Member]) -> None:
@@ -245,29 +220,29 @@ class Workers:
         blocks = tuple(member.block for member in members.values())
         self._all_blocks = blocks if len(blocks) == self._num_workers and min(blocks) >= 0 else ()
 
-    def _remove(self, session: WorkerSession) -> None:
+    def _remove(self, member: Member) -> None:
+        worker = member.session.worker
         with self._lock:
-            member = self._members.get(session.worker)
-            if member is not None and member.session is session:
+            if self._members.get(worker) is member:
                 self._set_members({w: one for w, one in self._members.items() if one is not member})
-                self._causes = {**self._causes, session.worker: session.cause or "it has ended"}
+                self._causes = {**self._causes, worker: member.session.cause or "it has ended"}
         self._news.set()
 
-    def _release_when_dead(self, member: Member, pidfd: int) -> None:
+    def _release_when_dead(self, member: Member) -> None:
         """A process that was disconnected may still read its slot: its words are its own until it ends."""
         if member.block < 0 or self._closed:
-            self._release(member, pidfd)
+            self._release(member)
         else:
-            self._leftovers[member] = pidfd
-            asyncio.get_running_loop().add_reader(pidfd, self._release, member, pidfd)
+            self._leftovers.add(member)
+            asyncio.get_running_loop().add_reader(member.pidfd, self._release, member)
 
-    def _release(self, member: Member, pidfd: int) -> None:
-        self._leftovers.pop(member, None)
+    def _release(self, member: Member) -> None:
+        self._leftovers.discard(member)
         with suppress(ValueError, OSError):
-            asyncio.get_running_loop().remove_reader(pidfd)
+            asyncio.get_running_loop().remove_reader(member.pidfd)
         if member.block >= 0 and self._arena is not None:
             self._arena.close_block(member.block)
-        for fd in (pidfd, member.wake):
+        for fd in (member.pidfd, member.wake):
             if fd >= 0:
                 os.close(fd)
 
@@ -298,13 +273,12 @@ class Workers:
         member = self._members.get(worker)
         if member is not None and not member.fresh:
             member.session.end("it was disconnected by disconnect() or readmit()")
-            self._remove(member.session)
         await self._meet([worker], sentinels, deadline)
 
     async def _meet(self, workers: Iterable[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Wait until workers are connected; what ``sentinels`` watch ends the wait."""
         loop, dead = asyncio.get_running_loop(), set[int]()
-        self._opened.set()
+        self._listener.start(self._welcome)
         self._rejected.clear()
         for worker, fd in sentinels.items():
             loop.add_reader(
@@ -339,30 +313,24 @@ class Workers:
         if self._arena is not None:
             self._arena.set_layout(layout)
         self._layout = layout
-        message = NewLayout(layout.encode())
+        message = NewLayout(layout.encode(), try_only=False)
         for member in self._members.values():
             self._loop.post(member.session.post, message)
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        """Ask the workers whether weights of a layout would fit."""
-        return self._loop.call(self._ask(CheckLayout(layout.encode()), deadline))
+        return self._loop.call(self._ask(layout, deadline))
 
-    async def _ask(self, message: CheckLayout, deadline: float | None) -> Mapping[int, Cause]:
-        sessions, changed = {w: one.session for w, one in self._members.items()}, asyncio.Event()
-        for session in sessions.values():
+    async def _ask(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
+        sessions = {worker: member.session for worker, member in self._members.items()}
+
+        async def ask(session: WorkerSession) -> None:
             session.fits = None
-            session.watch(changed)
-            session.post(message)
-        try:
+            session.post(NewLayout(layout.encode(), try_only=True))
+            await session.until(lambda: session.fits is not None or session.cause is not None)
+
+        with suppress(TimeoutError):
             async with asyncio.timeout(remaining(deadline)):
-                while any(session.fits is None and session.cause is None for session in sessions.values()):
-                    changed.clear()
-                    await changed.wait()
-        except TimeoutError:
-            pass
-        finally:
-            for session in sessions.values():
-                session.unwatch(changed)
+                await asyncio.gather(*map(ask, sessions.values()))
         causes = {}
         for worker, session in sessions.items():
             if session.fits:
@@ -426,7 +394,7 @@ class Workers:
         if self._arena is not None and (update.extra or update.requires or update.checksum):
             if update.requires != self._serial_of:
                 self._serial, self._serial_of = self._serial + 1, dict(update.requires)
-            self._arena.store_header(update, self._serial if update.requires else 0, checksum=False)
+            self._arena.store_header(update, self._serial if update.requires else 0)
 
     def _add_checksum(self, update: Update) -> None:
         wanted = update.buffer.flat.is_cpu if self._checksum is None else self._checksum
@@ -461,17 +429,11 @@ class Workers:
             ):
                 return causes
             for worker, member in list(pending.items()):
-                session = member.session
-                if version in session.refusals:
-                    causes[worker] = Cause("failed", session.refusals[version])
-                elif arena.installed(member.block) >= version:
-                    pass
-                elif session.failed > version:
-                    causes[worker] = Cause("failed", session.refusals.get(session.failed, "it has refused a newer one"))
-                elif session.cause is not None:
-                    causes[worker] = Cause("died", session.cause)
-                elif stage == "installed":
+                state = member.session.state(version, stage, arena.installed(member.block))
+                if state is False and stage == "installed":
                     continue
+                if isinstance(state, Cause):
+                    causes[worker] = state
                 del pending[worker]
             if deadline is not None and time.monotonic() >= deadline:
                 return causes | dict.fromkeys(pending, LATE)
@@ -499,10 +461,9 @@ class Workers:
             self._loop.call(self._end(member, cause))
 
     async def _end(self, member: Member, cause: str) -> None:
-        member.session.end(cause)
-        self._remove(member.session)
+        member.session.end(cause)  # tells `_note_change`
 
-    # --- Transactional ---
+    # --- transactions ---
 
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
         """Give ``workers`` an undecided update."""
@@ -568,12 +529,13 @@ class Workers:
         if graceful and self._members:
             farewells = [asyncio.ensure_future(one.session.finish()) for one in self._members.values()]
             await asyncio.wait(farewells, timeout=_FAREWELL)
-        for task in [*self._greeting]:
+        tasks = [task for task in self._tasks if task is not None]
+        for task in tasks:
             task.cancel()
-        if self._greeting:
-            await asyncio.wait([*self._greeting], timeout=_FAREWELL)
-        for member, pidfd in [*self._leftovers.items()]:
-            self._release(member, pidfd)
+        if tasks:
+            await asyncio.wait(tasks, timeout=_FAREWELL)
+        for member in [*self._leftovers]:
+            self._release(member)
 
 
 def _difference(delta: Delta, known: dict[tuple[int, int], bytes | None], base: Buffer, new: Buffer) -> bytes | None:

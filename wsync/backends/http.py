@@ -104,7 +104,7 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         """Return how many engines there are."""
         return {"urls": len(self.urls)}
 
-    def make_inbox(self, model_id: str, receiver: Receiver) -> NoReturn:
+    def make_connection(self, model_id: str, receiver: Receiver) -> NoReturn:
         """Refuse: engines are no workers that poll."""
         raise RuntimeError(f"an engine over HTTP receives {_RECEIVE_WHERE}")
 

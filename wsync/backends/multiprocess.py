@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 from typing import Any, Unpack
 
+from wsync.control.session import Medium
 from wsync.legacy.pipes import older_transport
-from wsync.media.inline import InlineMedium
 from wsync.media.queues import MPTransport, QueueLike
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
@@ -37,9 +37,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy, sync, timeout=timeout, bind=False, **options)
         self.checksum = checksum
 
-    def make_medium(self, worker_idx: int) -> InlineMedium:
+    def make_medium(self, worker_idx: int) -> Medium:
         """Return what carries weights without the C extension."""
-        return InlineMedium()
+        return Medium()
 
     def create_transport(
         self,

@@ -8,8 +8,8 @@ from typing import Any, Literal, Unpack
 from tensordict import TensorDict, TensorDictBase
 
 from wsync.backends.shared_mem_transport import SharedMemTransport
+from wsync.control.session import Medium
 from wsync.legacy.pipes import older_transport
-from wsync.media.inline import InlineMedium
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.scheme_transports import SenderTransport
@@ -140,9 +140,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             own = RegisteredWeights(snapshot(registered).tensors)
             self.sender.on_published = lambda update: own.repoint(update.buffer)
 
-    def make_medium(self, worker_idx: int) -> InlineMedium:
+    def make_medium(self, worker_idx: int) -> Medium:
         """Return what carries weights without the C extension."""
-        return InlineMedium()
+        return Medium()
 
     def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
         """Return what the sender reads: its model or weights, or the registered buffers."""

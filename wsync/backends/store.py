@@ -108,7 +108,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self.continue_from(self._first_version - 1)
         self._begins_with_weights = source.weights is not None
 
-    def make_inbox(self, model_id: str, receiver: Receiver) -> FileInbox:
+    def make_connection(self, model_id: str, receiver: Receiver) -> FileInbox:
         """Return what reads the files."""
         reader = Reader(Versions(self._folder(model_id)), self._first_version, keeps=self.bind)
         watches = self.initiator == "sender" or self.max_staleness is not None

@@ -1,7 +1,7 @@
 """First contact: a listener that never waits for a stranger, and a worker's way to it. Both run in the control thread.
 
 Until a connection has proved that it has the key, it costs one descriptor and at most ``MAX_HELLO`` bytes. It is closed
-if it has not done so after five seconds, or if it is the oldest of more than 64.
+if it has not done so after five seconds, or after one second, if it is the oldest of 64 and another one comes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -26,15 +28,11 @@ from wsync.errors import NotConnected, SyncTimeout
 
 _MAC = 32
 _HEAD = struct.Struct("<H")
-_PATIENCE, _MAX_STRANGERS = 5.0, 64
+_PATIENCE, _GRACE, _MAX_STRANGERS = 5.0, 1.0, 64
 _REFUSED, _ACCEPTED = b"\0", b"\1"
 _MAX_FDS = 8
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _SILENCE = 10  # seconds after which a TCP connection to a machine that does not answer is ended
-
-
-class Refusal(Exception):
-    """Why an authenticated worker is not accepted."""
 
 
 @dataclass
@@ -79,10 +77,6 @@ class Visitor:
         """Close the connection without a word."""
         self._socket.close()
 
-    async def gone(self) -> None:
-        """Return when the worker has closed the connection, before it was accepted."""
-        await _readable(self._socket)
-
 
 def listen_on(host: str, port: int = 0) -> socket.socket:
     """Return a TCP socket that listens on one address of this machine.
@@ -101,15 +95,13 @@ def listen_on(host: str, port: int = 0) -> socket.socket:
         family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if place[0] in ("0.0.0.0", "::"):
             raise NotConnected(f"host={host} is every interface: name one address of this machine instead")
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
+        with ExitStack() as opened:
+            sock = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(place)
-            sock.listen(128)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+            sock.listen(socket.SOMAXCONN)
+            opened.pop_all()
+            return sock
     except OSError as error:
         raise NotConnected(f"cannot listen on {where}, which has to be an address of this machine: {error}") from error
 
@@ -129,7 +121,7 @@ class Listener:
     def __init__(self, key: bytes, purpose: str, name: str, host: str | None = None, port: int = 0) -> None:
         self._purpose, self._name = purpose, name
         self._sockets: list[socket.socket] = []
-        self._strangers: dict[asyncio.Task[None], socket.socket] = {}  # in the order of their arrival
+        self._strangers: dict[asyncio.Task[None], tuple[socket.socket, float]] = {}  # with the times of their arrival
         self._opener = os.getpid()
         if host is not None:
             self._sockets.append(listen_on(host, port))
@@ -142,32 +134,42 @@ class Listener:
         self.address = Address(host or "", port if host else 0, unix, key)
 
     def start(self, welcome: Callable[[Visitor], Awaitable[None]]) -> None:
-        """Begin to accept. Called in the control thread; ``welcome`` is called in a task for each worker."""
+        """Begin to accept; those that have come before wait in the kernel. Called in the control thread, also again.
+
+        ``welcome`` is called in a task for each worker.
+        """
         loop = asyncio.get_running_loop()
         for sock in self._sockets:
             sock.setblocking(False)
             loop.add_reader(sock, self._on_connection, sock, welcome)
 
     def _on_connection(self, listening: socket.socket, welcome: Callable[[Visitor], Awaitable[None]]) -> None:
-        loop = asyncio.get_running_loop()
+        if len(self._strangers) == _MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            if time.monotonic() < self._strangers[oldest][1] + _GRACE:
+                return self._accept_later(listening, welcome)
+            oldest.cancel()
         try:
             sock, _ = listening.accept()
         except OSError as error:
-            if error.errno in _EXHAUSTED:  # try again a little later, when a descriptor may be free
-                loop.remove_reader(listening)
-                loop.call_later(
-                    0.1,
-                    lambda: (
-                        listening.fileno() >= 0 and loop.add_reader(listening, self._on_connection, listening, welcome)
-                    ),
-                )
+            if error.errno in _EXHAUSTED:
+                self._accept_later(listening, welcome)
             return
         sock.setblocking(False)
-        if len(self._strangers) == _MAX_STRANGERS:
-            next(iter(self._strangers)).cancel()
         task = asyncio.ensure_future(self._greet(sock, welcome))
-        self._strangers[task] = sock
+        self._strangers[task] = sock, time.monotonic()
         task.add_done_callback(lambda task: self._strangers.pop(task, None))
+
+    def _accept_later(self, listening: socket.socket, welcome: Callable[[Visitor], Awaitable[None]]) -> None:
+        """Leave those that connect to the kernel for a moment."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listening)
+
+        def go_on() -> None:
+            if listening.fileno() >= 0:
+                loop.add_reader(listening, self._on_connection, listening, welcome)
+
+        loop.call_later(0.1, go_on)
 
     async def _greet(self, sock: socket.socket, welcome: Callable[[Visitor], Awaitable[None]]) -> None:
         try:
@@ -209,7 +211,7 @@ class Listener:
     def close(self) -> None:
         """Stop listening, in the control thread. Idempotent."""
         loop = asyncio.get_running_loop()
-        for task, sock in self._strangers.items():
+        for task, (sock, _) in self._strangers.items():
             task.cancel()
             sock.close()
         for sock in self._sockets:
@@ -257,74 +259,57 @@ async def dial_socket(
         NotConnected: no sender is there (any more), or it has refused this worker.
         SyncTimeout: no answer by the deadline.
     """
-    sock: socket.socket | None = None
     where = f" at {address.host} port {address.port}" if address.host else ""
-    try:
-        async with asyncio.timeout(remaining(deadline)):
-            sock = await _open(address)
-            challenge = await _receive(sock, NONCE_SIZE)
-            hello = Hello(PROTOCOL, purpose, name, worker, new_nonce(), os.getpid(), native, payload)
-            body = msgspec.msgpack.encode(hello)
-            public = address.public
-            mac = mac_of(address.key, "worker", challenge, body + public)
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(sock, _HEAD.pack(len(body)) + mac + body)
-            status, fds = await _receive_with_fds(sock, 1 + _MAC)
-            refused, text = status[:1] == _REFUSED, b""
-            if refused:
-                (size,) = _HEAD.unpack(await _receive(sock, _HEAD.size))
-                text = await _receive(sock, size)
-            if not hmac.compare_digest(status[1:], mac_of(address.key, "trainer", challenge, body + public + text)):
-                raise NotConnected(f"worker {worker}: what listens{where} does not have the sender's key")
-            if refused:
-                raise NotConnected(f"worker {worker}: the sender has rejected it: {text.decode(errors='replace')}")
-            return sock, frame_keys(address.key, "worker", challenge, body + public), fds
-    except TimeoutError:
-        _close(sock)
-        raise SyncTimeout(
-            f"worker {worker}: the sender{where} did not answer in time: does it call connect() or readmit()?"
-        ) from None
-    except OSError as error:
-        _close(sock)
-        raise NotConnected(
-            f"worker {worker}: the sender{where} is gone, has been shut down, or cannot be reached ({error})"
-        ) from error
-    except BaseException:
-        _close(sock)
-        raise
-
-
-def _close(sock: socket.socket | None) -> None:
-    if sock is not None:
-        sock.close()
-
-
-async def _open(address: Address) -> socket.socket:
-    """Connect by the Unix socket if the sender is on this machine, else by TCP."""
-    loop = asyncio.get_running_loop()
-    if address.unix:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
+    loop, public = asyncio.get_running_loop(), address.public
+    with ExitStack() as opened:
         try:
-            await loop.sock_connect(sock, b"\0" + address.unix.encode())
-            if _owner(sock) == os.getuid():
-                return sock
-            sock.close()
+            async with asyncio.timeout(remaining(deadline)):
+                sock = await _open(address, opened)
+                challenge = await _receive(sock, NONCE_SIZE)
+                hello = Hello(PROTOCOL, purpose, name, worker, new_nonce(), os.getpid(), native, payload)
+                body = msgspec.msgpack.encode(hello)
+                mac = mac_of(address.key, "worker", challenge, body + public)
+                await loop.sock_sendall(sock, _HEAD.pack(len(body)) + mac + body)
+                status, fds = await _receive_with_fds(sock, 1 + _MAC)
+                refused, text = status[:1] == _REFUSED, b""
+                if refused:
+                    (size,) = _HEAD.unpack(await _receive(sock, _HEAD.size))
+                    text = await _receive(sock, size)
+        except TimeoutError:
+            raise SyncTimeout(
+                f"worker {worker}: the sender{where} did not answer in time: does it call connect() or readmit()?"
+            ) from None
+        except OSError as error:
+            raise NotConnected(
+                f"worker {worker}: the sender{where} is gone, has been shut down, or cannot be reached ({error})"
+            ) from error
+        if not hmac.compare_digest(status[1:], mac_of(address.key, "trainer", challenge, body + public + text)):
+            raise NotConnected(f"worker {worker}: what listens{where} does not have the sender's key")
+        if refused:
+            raise NotConnected(f"worker {worker}: the sender has rejected it: {text.decode(errors='replace')}")
+        opened.pop_all()  # its user closes it
+        return sock, frame_keys(address.key, "worker", challenge, body + public), fds
+
+
+async def _open(address: Address, opened: ExitStack) -> socket.socket:
+    """Connect by the Unix socket if the sender is on this machine, else by TCP."""
+    if address.unix:
+        try:
+            sock = await _connected(socket.AF_UNIX, b"\0" + address.unix.encode(), opened)
+            peer_pid(sock)  # another user's process could have taken the name
+            return sock
         except OSError:
-            sock.close()
             if not address.port:
                 raise
-        except BaseException:
-            sock.close()
-            raise
+    loop = asyncio.get_running_loop()
     family, *_, place = (await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM))[0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    return await _connected(family, place, opened)
+
+
+async def _connected(family: socket.AddressFamily, place: Any, opened: ExitStack) -> socket.socket:
+    sock = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
     sock.setblocking(False)
-    try:
-        await loop.sock_connect(sock, place)
-    except BaseException:
-        sock.close()
-        raise
+    await asyncio.get_running_loop().sock_connect(sock, place)
     return sock
 
 
@@ -354,26 +339,18 @@ async def _receive(sock: socket.socket, size: int) -> bytes:
 async def _receive_with_fds(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
     if sock.family != socket.AF_UNIX:
         return await _receive(sock, size), []
-    await _readable(sock)
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, arrived.set)
+    try:
+        await arrived.wait()
+    finally:
+        loop.remove_reader(sock)
     data, fds, *_ = socket.recv_fds(sock, size, _MAX_FDS)
     for fd in fds:
         os.set_inheritable(fd, False)
     if not data:
         raise ConnectionError("closed by the other end")
     return data + await _receive(sock, size - len(data)), fds
-
-
-async def _readable(sock: socket.socket) -> None:
-    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-    loop.add_reader(sock, lambda: future.done() or future.set_result(None))
-    try:
-        await future
-    finally:
-        loop.remove_reader(sock)
-
-
-def _owner(sock: socket.socket) -> int:
-    return struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
 
 
 def peer_pid(sock: socket.socket) -> int:

@@ -1,15 +1,16 @@
 """How one model's updates reach one worker: the two ends of a connection.
 
-    trainer   WorkerSession.offer → Offer, weights ────────────────┐
-    worker    Receiver.poll_update ← SessionInbox.poll ← _take ←───┘
-    trainer   WorkerSession.state ← Received, Ready, Installed ←────
+    trainer   WorkerSession.offer → Offer, weights ─────────────────┐
+    worker    Receiver.poll_update ← SessionInbox.poll ← _handle ←──┘
+    trainer   WorkerSession.state ← State, Refused ←────────────────
 
 An update is *received* when it is in the worker's memory, verified; *ready* when every forward that starts later uses
 it, or a newer one; *installed* when the model has it. Versions only rise: what is ready or installed makes every older
 one so. So answers are about a state, and nothing is ever sent again.
 
-Everything here runs in the control thread, but for ``SessionInbox.poll``, ``answer`` and ``fetch``. Nothing here knows
-of sockets, processes or tensors: the simulator (``wsync.testing.simulation``) runs it under a clock of its own.
+Everything here runs in the control thread, but for ``SessionInbox.poll``, ``answer``, ``refuse`` and ``settled``.
+Nothing here knows of sockets, processes or tensors: the simulator (``wsync.testing.simulation``) runs it under a clock
+of its own.
 """
 
 from __future__ import annotations
@@ -24,63 +25,64 @@ import xxhash
 
 from wsync.control.wire import (
     MAX_TEXT,
-    CheckLayout,
     Decide,
     Fetch,
-    Finished,
     Fits,
-    Installed,
-    Leaving,
+    Goodbye,
     Link,
     Message,
     Newest,
     NewLayout,
     Offer,
     OfferSlot,
-    Ready,
-    Received,
     Refused,
     Sent,
     Side,
+    State,
 )
-from wsync.deadlines import remaining
-from wsync.update import Cause, Stage, Update
+from wsync.deadlines import NOW, remaining
+from wsync.errors import NotConnected
+from wsync.update import Cause, Inbox, Stage, Update
 
 if TYPE_CHECKING:
     from wsync.weights.packing import Buffer
 
 _KEPT_REFUSALS = 1000
-_FAREWELL = 1.0  # seconds for a worker to say that it has shut down
+_FAREWELL = 1.0  # seconds for this end to say that it has shut down
 _CLOSING = 4.0  # seconds for a medium to end what it does, once its connection has ended
 
 
-class Medium(Protocol):
-    """Carries the weights of one connection. Used by the control thread."""
+class Medium:
+    """Carries the weights of one connection; used by the control thread. The base class: by the connection itself.
+
+    Attributes:
+        waits_for_close: on the sender, whether ``send`` is in code that only ``close`` ends.
+    """
+
+    waits_for_close: bool = False
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
-        """Trainer: send the offer by ``link``, then whole weights or a difference by the medium.
+        """Trainer: send the offer by ``link``, then whole weights or a difference; return when the memory is free.
 
-        Returns when the memory may be reused. A medium that carries the weights beside ``link`` sets ``Offer.medium``,
-        and tells the worker by ``Sent`` when it has returned, or why it has failed.
+        A medium that carries the weights beside ``link`` sets ``Offer.medium``, and tells the worker by ``Sent`` when
+        it has returned, or why it has failed.
 
         Raises:
             ConnectionError: nothing can be sent to this worker any more.
             Exception: this update could not be sent; the worker stays connected.
         """
+        await link.send(offer, payload if isinstance(payload, bytes) else payload.memory)
 
     async def receive(self, link: Link, offer: Offer, into: Buffer) -> None:
         """Worker: fill ``into`` with the weights of an offer with ``Offer.medium``, which was just received."""
+        raise ConnectionError("the sender uses a medium that this worker does not have")
 
     def on_side(self, data: bytes) -> None:
         """Take a ``Side`` message of the other end."""
+        raise ConnectionError("the other end uses a medium that this one does not have")
 
     def on_sent(self, version: int, error: str) -> None:
         """Worker: the trainer's ``send`` has returned, or has failed."""
-
-    @property
-    def waits_for_close(self) -> bool:
-        """Whether ``send`` is in code that only ``close`` ends."""
-        ...
 
     def close(self) -> None:
         """Make ``send`` and ``receive`` raise, at once. Idempotent."""
@@ -89,13 +91,12 @@ class Medium(Protocol):
         """Wait until the threads that carry something have ended, after ``close``."""
 
 
-async def _closed(medium: Medium | None) -> None:
-    """Wait until a medium has ended what it does."""
-    if medium is not None:
-        medium.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSING):
-                await medium.wait_closed()
+async def _close(medium: Medium) -> None:
+    """Close a medium, and wait until it has ended what it does."""
+    medium.close()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_CLOSING):
+            await medium.wait_closed()
 
 
 def checksum_of(memory: memoryview | bytes, extra: bytes) -> int:
@@ -114,7 +115,7 @@ class WorkerSession:
     Args:
         worker: the worker's index.
         link: the connection.
-        medium: carries weights; None if the worker takes them from the arena.
+        medium: carries weights to a worker that does not take them from the arena.
         on_request: whether updates are sent only when the worker asks.
         difference: returns what turns one buffer into another, or None if that is not smaller; None: whole weights
             are sent.
@@ -125,7 +126,7 @@ class WorkerSession:
         wait, apply: seconds that the newest installation took.
         sent_bytes: what the newest update took.
         refusals: why a version was refused, by version.
-        failed: the newest version that could not be installed: an older one will not be, either.
+        failed: the newest version that was refused and has taken the place of older ones.
         fits: the answer to the last layout; None while there is none.
         cause: why the connection has ended; None while it has not.
     """
@@ -134,7 +135,7 @@ class WorkerSession:
         self,
         worker: int,
         link: Link,
-        medium: Medium | None,
+        medium: Medium,
         *,
         on_request: bool = False,
         difference: Callable[[Buffer, Buffer], bytes | None] | None = None,
@@ -153,8 +154,8 @@ class WorkerSession:
         self._messages: deque[Message] = deque()
         self._waiting: deque[Update] = deque()  # they have not begun to travel
         self._newest: Update | None = None  # what the worker may ask for
-        self._unanswered = 0  # requests that came before there was a version
-        self._fetched = 0  # the newest version for which it has asked
+        self._asked = self._answered = 0  # the newest request, and the newest that was answered
+        self._fetched = 0  # the newest version that was sent on request
         self._base: Update | None = None  # what the worker has received whole
         self._wake = asyncio.Event()
         self._changes: set[asyncio.Event] = set()
@@ -170,17 +171,25 @@ class WorkerSession:
         """Send an update. It takes the place of those that have not begun to travel, unless it may be aborted."""
         if self.cause is not None:
             return
-        if self._on_request and not update.undecided:
+        if self._on_request:
             self._newest = update
-            self.post(Newest(update.version))
-            unanswered, self._unanswered = self._unanswered, 0
-            for _ in range(unanswered):
-                self._fetch()
+            self._announce()
             return
         if not update.undecided:
             self._waiting.clear()
         self._waiting.append(update)
         self._wake.set()
+
+    def _announce(self) -> None:
+        """Say which version is the newest; send it, if the worker has asked and was not sent it yet."""
+        newest = self._newest
+        if newest is None:
+            return
+        self.post(Newest(newest.version, self._asked))
+        if self._asked > self._answered and newest.version > self._fetched:
+            self._fetched = newest.version
+            self._waiting = deque([newest])
+        self._answered = self._asked
 
     def decide(self, version: int, *, commit: bool) -> None:
         """Commit or abort an undecided update that was offered."""
@@ -192,11 +201,11 @@ class WorkerSession:
 
     # --- what the worker has ---
 
-    def state(self, version: int, stage: Stage) -> bool | Cause:
-        """Return whether the worker has a version; or why it will not have it."""
+    def state(self, version: int, stage: Stage, has: int = 0) -> bool | Cause:
+        """Return whether the worker has a version; or why it will not have it. ``has``: what the arena tells."""
         if version in self.refusals:
             return Cause("failed", self.refusals[version])
-        if getattr(self, stage) >= version:
+        if max(has, getattr(self, stage)) >= version:
             return True
         if self.failed > version:
             return Cause("failed", self.refusals.get(self.failed, "it has refused a newer one"))
@@ -210,15 +219,28 @@ class WorkerSession:
         """Undo ``watch``."""
         self._changes.discard(event)
 
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition holds, which only a change of this session can bring about."""
+        changed = asyncio.Event()
+        self.watch(changed)
+        try:
+            while not condition():
+                changed.clear()
+                await changed.wait()
+        finally:
+            self.unwatch(changed)
+
     def _changed(self) -> None:
         self._on_change()
         for event in self._changes:
             event.set()
 
-    def _refuse(self, version: int, error: str) -> None:
+    def _refuse(self, version: int, error: str, *, last: bool) -> None:
         if len(self.refusals) >= _KEPT_REFUSALS:
             del self.refusals[next(iter(self.refusals))]
         self.refusals[version] = error[:MAX_TEXT]
+        if last:
+            self.failed = max(self.failed, version)
         if self._base is not None and self._base.version == version:
             self._base = None
 
@@ -226,23 +248,23 @@ class WorkerSession:
 
     async def run(self) -> None:
         """Send and read until the connection ends."""
-        reading, writing = asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())
+        tasks = [asyncio.ensure_future(one) for one in (self._read(), self._write())]
         try:
-            done, _ = await asyncio.wait([reading, writing], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             error = next((task.exception() for task in done), None)
             if error is not None and not isinstance(error, ConnectionError):
                 raise error
             self.end(f"its process has ended, or its connection: {error}")
         finally:
             self.end("this session was cancelled")
-            for task in (reading, writing):
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait([reading, writing])
-            await _closed(self._medium)
+            await asyncio.wait(tasks)
+            await _close(self._medium)
 
     def end_if_stuck(self) -> bool:
         """At a deadline: end the connection if only that ends a call of the medium; return whether it is so."""
-        stuck = self._medium is not None and self._medium.waits_for_close
+        stuck = self._medium.waits_for_close
         if stuck:
             self.end("its transport had not sent the update before the deadline")
         return stuck
@@ -251,8 +273,7 @@ class WorkerSession:
         """End the connection; the first cause counts."""
         if self.cause is None:
             self.cause = cause
-            if self._medium is not None:
-                self._medium.close()
+            self._medium.close()
             self._link.close(ConnectionError(cause))
             self._waiting.clear()
             self._newest = self._base = None
@@ -262,7 +283,7 @@ class WorkerSession:
     async def finish(self) -> None:
         """Tell the worker that the sender has shut down in order, and end the connection."""
         with suppress(ConnectionError):
-            await self._link.send(Finished())
+            await self._link.send(Goodbye())
         self.end("the sender has shut down")
 
     async def _write(self) -> None:
@@ -277,79 +298,50 @@ class WorkerSession:
 
     async def _deliver(self, update: Update) -> None:
         """Send one update, and wait until it has been received; newer ones take each other's place meanwhile."""
-        assert self._medium is not None, "an update for the arena is not offered"
-        base, encode = self._base, self._difference
-        difference = None if base is None or encode is None else encode(base.buffer, update.buffer)
-        payload = update.buffer if difference is None else difference
-        self.sent_bytes = update.buffer.layout.nbytes if difference is None else len(difference)
+        base, payload = self._base, update.buffer
+        difference = None if base is None or self._difference is None else self._difference(base.buffer, payload)
+        if base is None or difference is None:
+            size, on = payload.layout.nbytes, 0
+        else:
+            size, on, payload = len(difference), base.version, difference
+        self.sent_bytes = size
         offer = Offer(
-            update.version,
-            self.sent_bytes,
-            update.checksum,
-            update.extra,
-            dict(update.requires),
-            update.undecided,
-            0 if difference is None or base is None else base.version,
+            update.version, size, update.checksum, update.extra, dict(update.requires), update.undecided, base=on
         )
         try:
             await self._medium.send(self._link, offer, payload)
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001  a user's transport raises anything: the worker lacks this update
-            self._refuse(update.version, f"send_weights has raised {type(error).__name__}: {error}")
+            text = f"send_weights has raised {type(error).__name__}: {error}"
+            self._refuse(update.version, text, last=not update.undecided)
             self._changed()
             return
-        changed = asyncio.Event()
-        self.watch(changed)
-        try:
-            while self.state(update.version, "received") is False:
-                changed.clear()
-                await changed.wait()
-        finally:
-            self.unwatch(changed)
+        await self.until(lambda: self.state(update.version, "received"))
         if update.version not in self.refusals:
             self._base = update if self._difference is not None else None
 
     async def _read(self) -> None:
         while True:
             match await self._link.receive():
-                case Received(version, error) if error:
-                    self._refuse(version, error)
-                case Received(version):
-                    self.received = max(self.received, version)
-                case Ready(version):
-                    self.received, self.ready = max(self.received, version), max(self.ready, version)
-                case Installed(version, wait, apply):
-                    self.received, self.ready = max(self.received, version), max(self.ready, version)
-                    self.installed = max(self.installed, version)
+                case State(received, ready, installed, wait, apply):
+                    self.received, self.ready, self.installed = received, ready, installed
                     self.wait, self.apply = max(0.0, wait), max(0.0, apply)
-                case Refused(version, error):
-                    self.received, self.failed = max(self.received, version), max(self.failed, version)
-                    self._refuse(version, error)
+                case Refused(version, error, last):
+                    self._refuse(version, error, last=last)
                 case Fits(error):
                     self.fits = error
-                case Fetch():
-                    self._fetch()
-                case Side(data) if self._medium is not None:
+                case Fetch(number):
+                    self._asked = number
+                    self._announce()
+                case Side(data):
                     self._medium.on_side(data)
-                case Leaving():
+                case Goodbye():
                     self.end("it has shut down")
                     return
                 case message:
                     raise ConnectionError(f"a worker does not say {message}")
             self._changed()
-
-    def _fetch(self) -> None:
-        """Say which version is the newest, as soon as there is one, and send it, unless the worker has been sent it."""
-        newest = self._newest
-        if newest is None:
-            self._unanswered += 1
-            return
-        self.post(Newest(newest.version, asked=True))
-        if newest.version > self._fetched:
-            self._fetched = newest.version
-            self._waiting.clear()
-            self._waiting.append(newest)
 
 
 async def wait_for(
@@ -373,10 +365,10 @@ async def wait_for(
                     return causes
                 await changed.wait()
     except TimeoutError:
-        look_only = deadline == 0.0
-        late = {w: one for w, one in pending.items() if look_only or not one.end_if_stuck()}
-        died = {w: Cause("died", one.cause or "") for w, one in pending.items() if w not in late}
-        return causes | died | dict.fromkeys(late, LATE)
+        for worker, session in pending.items():
+            stuck = deadline != NOW and session.end_if_stuck()
+            causes[worker] = Cause("died", session.cause or "") if stuck else LATE
+        return causes
     finally:
         for session in sessions.values():
             session.unwatch(changed)
@@ -431,13 +423,8 @@ def choose(models: Iterable[C]) -> dict[C, Update]:
             return {model: updates[-1] for model, updates in waiting.items()}
 
 
-class Owner(Protocol):
+class Owner(Candidate, Protocol):
     """The receiver of a model, as its connection calls it. All methods are called in the control thread."""
-
-    @property
-    def version(self) -> int:
-        """What is installed."""
-        ...
 
     @property
     def passed_version(self) -> int:
@@ -470,7 +457,7 @@ class Owner(Protocol):
         """The connection has ended; ``finished``: the sender has shut down in order."""
 
 
-class SessionInbox:
+class SessionInbox(Inbox):
     """The worker's end of one connection. ``run`` is its life, in the control thread.
 
     Args:
@@ -495,37 +482,41 @@ class SessionInbox:
         self.newest = 0  # that can be fetched
         self._link, self._medium, self._owner = link, medium, owner
         self._call_soon, self._apply_difference, self._slots = call_soon, apply_difference, slots
+        self._messages = asyncio.Queue[tuple[Message, Any]]()  # with what has followed each
         self._staged: deque[Update] = deque()  # the control thread appends, whoever is in the gate removes
         self._prepared: dict[int, Update] = {}
         self._base: Update | None = None
-        self._said = (0, 0, 0)  # what the sender was told: received, ready, installed
+        self._received = 0  # the newest version that is staged or prepared
         self._refusals: deque[Refused] = deque()
         self._times = (0.0, 0.0)
-        self._wake = asyncio.Event()
-        self._fetching: deque[asyncio.Future[int]] = deque()  # each gets the version that is the newest one
+        self._wake = asyncio.Event()  # there is something to report
+        self._asked = 0  # the number of the last request
+        self._fetching: dict[int, asyncio.Future[int]] = {}  # by request: gets the version that is the newest one
         self._arrived, self._arrival = 0, asyncio.Event()  # the newest version that is here, or will not be
         self._ended = False
-        self._busy: asyncio.Task[None] | None = None  # receives an update through the medium
-        self._later = deque[tuple[Any, Any]]()  # messages that have come meanwhile
 
-    # --- Inbox; called inside the gate ---
+    # --- called inside the gate, or by any thread ---
 
     def poll(self) -> Sequence[Update]:
         """Return what is staged, the oldest first."""
         return list(self._staged)
 
     def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
-        """Tell the sender what came of an update; called by any thread."""
+        """Tell the sender what came of an update."""
         if error:
-            self.refuse(update.version, error)
+            self.refuse(update, error)
         else:
             self._times = (wait, apply)
-            self._call_soon(self._wake.set)
+            self._report_soon()
 
-    def refuse(self, version: int, error: str) -> None:
-        """Tell the sender why a version was not installed; called by any thread."""
-        self._refusals.append(Refused(version, error[-MAX_TEXT:]))
-        self._call_soon(self._wake.set)
+    def refuse(self, update: Update, error: str) -> None:
+        """Tell the sender why an update was not installed."""
+        self._refusals.append(Refused(update.version, error[-MAX_TEXT:], last=True))
+        self._report_soon()
+
+    def _report_soon(self) -> None:
+        with suppress(NotConnected):  # this end was shut down meanwhile
+            self._call_soon(self._wake.set)
 
     def settled(self, update: Update, error: str) -> None:
         """Forget what is staged up to an update that was installed; or that one, if it has failed."""
@@ -538,111 +529,95 @@ class SessionInbox:
     # --- its life ---
 
     async def run(self) -> None:
-        """Read and answer until the connection ends."""
-        reading, telling = asyncio.ensure_future(self._take()), asyncio.ensure_future(self._report())
+        """Read, handle and answer until the connection ends."""
+        tasks = [asyncio.ensure_future(one) for one in (self._handle_all(), self._take(), self._report())]
         finished, cause = False, "this end was shut down"
         try:
-            done, _ = await asyncio.wait([reading, telling], return_when=asyncio.FIRST_COMPLETED)
-            error = next((task.exception() for task in done), None)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            error = next((error for task in done if (error := task.exception()) is not None), None)
             finished, cause = error is None, str(self._link.cause or error or "the sender has shut down")
             if error is not None and not isinstance(error, ConnectionError):
                 cause = f"{type(error).__name__}: {error}"
         finally:
             self._ended = True
-            tasks = [task for task in (reading, telling, self._busy) if task is not None]
             for task in tasks:
                 task.cancel()
             self._medium.close()
             self._link.close(ConnectionError(cause))
             self._prepared.clear()
-            self._answer_fetch(*[0] * len(self._fetching))
+            self._answer_fetches(0, self._asked)
             self._arrival.set()
             self._owner.ended(cause, finished=finished)
             await asyncio.wait(tasks)
-            await _closed(self._medium)
+            await _close(self._medium)
 
-    async def leave(self) -> None:
+    async def say_goodbye(self) -> None:
         """Tell the sender that this worker has shut down in order, and end the connection."""
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(_FAREWELL):
-                await self._link.send(Leaving())
+                await self._link.send(Goodbye())
         self._link.close(ConnectionError("this end was shut down"))
 
-    async def fetch(self) -> None:
+    async def request(self) -> None:
         """Ask for the newest version; return when it, or the first, is staged or refused, or the connection ended."""
-        answer = asyncio.get_running_loop().create_future()
+        self._asked += 1
+        self._fetching[self._asked] = answer = asyncio.get_running_loop().create_future()
         with suppress(ConnectionError):
-            self._fetching.append(answer)
-            await self._link.send(Fetch())
+            await self._link.send(Fetch(self._asked))
             newest = await answer
             while self._arrived < newest and not self._ended:
                 self._arrival.clear()
                 await self._arrival.wait()
 
-    def _answer_fetch(self, *versions: int) -> None:
-        for version in versions:
-            answer = self._fetching.popleft()
-            answer.done() or answer.set_result(version)
+    def _answer_fetches(self, version: int, answered: int) -> None:
+        for number in [number for number in self._fetching if number <= answered]:
+            answer = self._fetching.pop(number)
+            if not answer.done():
+                answer.set_result(version)
 
     def _note_arrival(self, version: int) -> None:
         self._arrived = max(self._arrived, version)
         self._arrival.set()
 
     async def _take(self) -> None:
+        """Read; what is for the medium reaches it also while an update is received through it."""
         while True:
-            message = await self._link.receive()
-            if isinstance(message, Side):
-                self._medium.on_side(message.data)
-            elif isinstance(message, Sent):
-                self._medium.on_sent(message.version, message.error)
-            elif isinstance(message, Finished):
-                return
-            else:
-                payload = None
-                if isinstance(message, Offer) and not message.medium:
-                    payload = await self._read_payload(message)
-                if self._busy is not None:
-                    self._later.append((message, payload))
-                elif isinstance(message, Offer) and message.medium:  # `Side` messages are read meanwhile
-                    self._busy = asyncio.ensure_future(self._handle_all(message))
-                else:
-                    await self._handle(message, payload)
+            match await self._link.receive():
+                case Side(data):
+                    self._medium.on_side(data)
+                case Sent(version, error):
+                    self._medium.on_sent(version, error)
+                case Offer(medium=False) as offer:
+                    self._messages.put_nowait((offer, await self._read_payload(offer)))
+                case message:
+                    self._messages.put_nowait((message, None))
+                    if isinstance(message, Goodbye):  # nothing follows; the connection ends when this was handled
+                        await asyncio.get_running_loop().create_future()
 
-    async def _handle_all(self, message: Any) -> None:
-        """Handle a message, and those that come meanwhile, in order."""
-        try:
-            await self._handle(message, None)
-            while self._later:
-                await self._handle(*self._later.popleft())
-        except Exception as error:  # noqa: BLE001  it ends the connection
-            self._link.close(error if isinstance(error, ConnectionError) else ConnectionError(repr(error)))
-        finally:
-            self._busy = None
-
-    async def _handle(self, message: Any, payload: Buffer | bytes | None) -> None:
-        match message:
-            case Offer():
-                await self._receive(message, payload)
-            case OfferSlot(version, slot) if self._slots is not None:
-                await self._prepare(self._slots(version, slot))
-            case Decide(version, commit):
-                prepared = self._prepared.pop(version, None)
-                if commit and prepared is not None and self._slots is None:
-                    self._stage(prepared)
-                elif commit:
-                    self._owner.settle()
-            case Newest(version, asked):
-                self.newest = max(self.newest, version)
-                if asked and self._fetching:
-                    self._answer_fetch(version)
-            case CheckLayout(layout):
-                error = await self._owner.use_layout(layout, try_only=True)
-                await self._link.send(Fits(error[-MAX_TEXT:]))
-            case NewLayout(layout):
-                await self._owner.use_layout(layout, try_only=False)
-                self._owner.settle()  # with the arena, an update may have been published already
-            case _:
-                raise ConnectionError(f"a sender does not say {message}")
+    async def _handle_all(self) -> None:
+        while True:
+            match await self._messages.get():
+                case Offer() as offer, payload:
+                    await self._receive(offer, payload)
+                case OfferSlot(version, slot), _ if self._slots is not None:
+                    await self._prepare(self._slots(version, slot))
+                case Decide(version, commit), _:
+                    prepared = self._prepared.pop(version, None)
+                    if commit and prepared is not None and self._slots is None:
+                        self._stage(prepared)
+                    elif commit:
+                        self._owner.settle()
+                case Newest(version, answered), _:
+                    self.newest = max(self.newest, version)
+                    self._answer_fetches(version, answered)
+                case NewLayout(layout, try_only), _:
+                    error = await self._owner.use_layout(layout, try_only=try_only)
+                    await self._link.send(Fits(error[-MAX_TEXT:]))
+                    self._owner.settle()  # with the arena, an update may have been published already
+                case Goodbye(), _:
+                    return
+                case message, _:
+                    raise ConnectionError(f"a sender does not say {message}")
 
     async def _read_payload(self, offer: Offer) -> Buffer | bytes:
         """Read the bytes that follow an offer: a whole update into its place, or a difference."""
@@ -671,50 +646,49 @@ class SessionInbox:
             raise
         except Exception as raised:  # noqa: BLE001  a user's transport raises anything: the sender is told
             error = f"{type(raised).__name__}: {raised}"
-        if error:
-            self._base = None
-            await self._link.send(Received(offer.version, error[-MAX_TEXT:]))
-            if not offer.undecided:
-                self._owner.missed(offer.version, error)
-            self._note_arrival(offer.version)
-            return
         update = Update(offer.version, buffer, offer.extra, offer.checksum, offer.requires, undecided=offer.undecided)
-        self._base = update if self._apply_difference is not None else None
+        self._base = update if self._apply_difference is not None and not error else None
         if offer.undecided:
+            update.damage = error
             await self._prepare(update)
+        elif error:
+            self.refuse(update, error)
+            self._owner.missed(offer.version, error)
         else:
             self._stage(update)
+        self._note_arrival(offer.version)
 
     async def _prepare(self, update: Update) -> None:
         error = update.damage or await self._owner.check(update)
-        if not error:
+        if error:
+            self._refusals.append(Refused(update.version, error[-MAX_TEXT:], last=False))
+        else:
             self._prepared[update.version] = update
-        await self._link.send(Received(update.version, error[-MAX_TEXT:]))
+            self._received = update.version
+        self._wake.set()
 
     def _stage(self, update: Update) -> None:
         self._staged.append(update)
+        self._received = max(self._received, update.version)
         self._owner.settle()
         self._wake.set()
-        self._note_arrival(update.version)
 
     async def _report(self) -> None:
-        """Say what has become ready and installed, once for each version. With an arena, its words say so."""
+        """Tell the sender what this worker has, whenever that has changed. With an arena, its words say the rest."""
+        said = (0, 0, 0)
         while True:
             while self._refusals:
                 await self._link.send(self._refusals.popleft())
-            if self._slots is None:
-                await self._say_version()
+            state = self._state()
+            if state != said:
+                said = state
+                await self._link.send(State(*state, *self._times))
             await self._wake.wait()
             self._wake.clear()
 
-    async def _say_version(self) -> None:
+    def _state(self) -> tuple[int, int, int]:
+        if self._slots is not None:
+            return self._received, 0, 0
         installed = self._owner.passed_version
         ready = max(installed, self._owner.ready_version())
-        received = max(ready, self._staged[-1].version if self._staged else 0)
-        said, self._said = self._said, (received, ready, installed)
-        if installed > said[2]:
-            await self._link.send(Installed(installed, *self._times))
-        elif ready > said[1]:
-            await self._link.send(Ready(ready))
-        if received > max(said[0], ready):
-            await self._link.send(Received(received))
+        return max(ready, self._received), ready, installed

@@ -36,7 +36,7 @@ class Settings(Message, frozen=True, tag=True):
 
     Attributes:
         sender: identifies the sender, for ``requires``.
-        layout: of the weights; empty if no weights have defined it yet.
+        layout: of the weights; empty if no weights have defined it yet. The worker answers with ``Fits``.
         checksum: whether updates in the arena carry a checksum.
         on_request: whether the worker fetches versions (``initiator="receiver"``).
         first: the version that ``connect`` of the worker waits for; 0 for none.
@@ -54,15 +54,10 @@ class Settings(Message, frozen=True, tag=True):
 
 
 class NewLayout(Message, frozen=True, tag=True):
-    """The layout, where it was not known when the worker connected."""
+    """The layout, where it was not known when the worker connected. ``try_only``: find out whether it would fit."""
 
     layout: bytes
-
-
-class CheckLayout(Message, frozen=True, tag=True):
-    """Asks whether weights of a layout would fit; the answer is ``Fits``."""
-
-    layout: bytes
+    try_only: bool
 
 
 class Offer(Message, frozen=True, tag=True):
@@ -90,7 +85,7 @@ class Offer(Message, frozen=True, tag=True):
 
 
 class OfferSlot(Message, frozen=True, tag=True):
-    """An update that lies in a slot of the arena, to be prepared."""
+    """An undecided update in a slot of the arena."""
 
     version: int
     slot: int
@@ -104,69 +99,66 @@ class Sent(Message, frozen=True, tag=True):
 
 
 class Decide(Message, frozen=True, tag=True):
-    """Whether what was prepared is committed."""
+    """Whether an undecided update is committed."""
 
     version: int
     commit: bool
 
 
 class Newest(Message, frozen=True, tag=True):
-    """The newest version that can be fetched; ``asked``: as the answer to a ``Fetch``, after which it is sent."""
+    """The newest version that can be fetched: it answers all requests up to the number ``answered``."""
 
     version: int
-    asked: bool = False
-
-
-class Finished(Message, frozen=True, tag=True):
-    """The sender has shut down in order."""
+    answered: int
 
 
 # --- worker to trainer ---
 
 
 class Fits(Message, frozen=True, tag=True):
-    """The answer to ``Settings`` and ``CheckLayout``: why weights of the layout do not fit; empty if they do."""
+    """The answer to a layout: why weights of it do not fit; empty if they do."""
 
     error: str = ""
 
 
-class Received(Message, frozen=True, tag=True):
-    """An update is in the worker's memory, verified and checked against the model; or why it never will be."""
+class State(Message, frozen=True, tag=True):
+    """What the worker has: see ``wsync.control.session``. Versions only rise.
 
-    version: int
-    error: str = ""
+    Attributes:
+        received, ready, installed: the newest version of which this can be said.
+        wait, apply: seconds from the arrival of the installed version until the gate was free, and of the installation.
+    """
 
-
-class Ready(Message, frozen=True, tag=True):
-    """Every forward that starts from now on uses this version, or a newer one."""
-
-    version: int
-
-
-class Installed(Message, frozen=True, tag=True):
-    """The model has this version. Seconds: from its arrival until the gate was free, and of the installation."""
-
-    version: int
+    received: int
+    ready: int = 0
+    installed: int = 0
     wait: float = 0.0
     apply: float = 0.0
 
 
 class Refused(Message, frozen=True, tag=True):
-    """This version could not be installed; the model keeps the version that it has."""
+    """Why a version did not arrive, does not fit or could not be installed. The model keeps the version that it has.
+
+    Attributes:
+        last: whether an older version that is not installed never will be, as this one has taken its place.
+    """
 
     version: int
     error: str
+    last: bool
 
 
 class Fetch(Message, frozen=True, tag=True):
-    """Asks for the newest version."""
+    """Asks for the newest version; requests are numbered."""
 
-
-class Leaving(Message, frozen=True, tag=True):
-    """The worker has shut down in order."""
+    number: int
 
 
 # --- both ways ---
+
+
+class Goodbye(Message, frozen=True, tag=True):
+    """This end has shut down in order."""
 
 
 class Side(Message, frozen=True, tag=True):
@@ -175,8 +167,8 @@ class Side(Message, frozen=True, tag=True):
     data: bytes
 
 
-FromTrainer = Settings | NewLayout | CheckLayout | Offer | OfferSlot | Sent | Decide | Newest | Finished | Side
-FromWorker = Fits | Received | Ready | Installed | Refused | Fetch | Leaving | Side
+FromTrainer = Settings | NewLayout | Offer | OfferSlot | Sent | Decide | Newest | Goodbye | Side
+FromWorker = Fits | State | Refused | Fetch | Goodbye | Side
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {
     "worker": msgspec.msgpack.Decoder(FromTrainer),  # by the end that reads

@@ -22,7 +22,7 @@ from wsync.engine.protocol import NOT_INITIALISED, PAUSE, RESUME, PauseMode
 from wsync.engine.transfers import BodyTransfer, Differences, MakeTransfer, VersionSource
 from wsync.errors import LayoutMismatch, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.transforms.delta import Delta
-from wsync.update import Cause, Stage, Update
+from wsync.update import Cause, Outlet, Stage, Update
 from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
@@ -243,7 +243,7 @@ class Engine:
                 await asyncio.wait([calling])
 
 
-class Engines:
+class Engines(Outlet):
     """An ``Outlet`` to engines.
 
     Args:

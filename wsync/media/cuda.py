@@ -17,14 +17,14 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from wsync.control.loop import run_blocking
+from wsync.control.session import Medium
 from wsync.control.wire import Link, Offer, Side
-from wsync.media.inline import InlineMedium
 from wsync.weights.packing import Buffer
 
 _INDEX = struct.Struct("<I")
 
 
-class CudaMedium(InlineMedium):
+class CudaMedium(Medium):
     """One end of a connection between two processes on one GPU."""
 
     def __init__(self) -> None:

@@ -26,9 +26,9 @@ from torch.distributed import (
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.control.loop import run_blocking
+from wsync.control.session import Medium
 from wsync.control.wire import Link, Offer, Side
 from wsync.deadlines import deadline_in, remaining
-from wsync.media.inline import InlineMedium
 from wsync.media.pair import Pair, device_of, form_pair
 from wsync.transport import apply_received, weights_of
 from wsync.weights.layout import Layout
@@ -104,7 +104,7 @@ class LinkStore(TorchStore):
         return all(key in self._values for key in keys)
 
 
-class GroupMedium(InlineMedium):
+class GroupMedium(Medium):
     """One end of a connection whose large updates go through a process group.
 
     Args:

@@ -21,11 +21,10 @@ from weakref import WeakKeyDictionary
 from msgspec.structs import replace
 
 from wsync.control.loop import run_blocking
-from wsync.control.session import checksum_of
+from wsync.control.session import Medium, checksum_of
 from wsync.control.wire import MAX_TEXT, Link, Offer, Sent, Side
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import WeightSyncError
-from wsync.media.inline import InlineMedium
 from wsync.transport import Closable, TransportBackend
 from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import Snapshot, snapshot
@@ -104,7 +103,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.exception()  # seen: the call of an update that has failed is not always awaited
 
 
-class TransportMedium(InlineMedium):
+class TransportMedium(Medium):
     """One end of a connection whose weights a ``TransportBackend`` carries.
 
     Args:

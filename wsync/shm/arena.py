@@ -70,6 +70,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -85,7 +86,7 @@ from wsync.errors import SyncTimeout, WeightSyncError, join_indices
 from wsync.gate import process_gate
 from wsync.native import native
 from wsync.shm.memory import allocate, event_fd, memory_file, read_at, whole_pages, write_at
-from wsync.update import Update
+from wsync.update import Inbox, Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 from wsync.weights.tensors import PinnedMapping, in_clean_thread
@@ -314,20 +315,17 @@ class SenderArena:
         if self._workers.pop(block, None) is not None:
             self._words.close(block)
 
-    def store_header(self, update: Update, serial: int, checksum: bool = False) -> None:
+    def store_header(self, update: Update, serial: int) -> None:
         """Store what accompanies an update, before it is published. Needed only if it has anything beside its weights.
 
         Args:
             update: in its slot.
             serial: stands for ``update.requires``: the next number whenever that has changed; 0 if it is empty.
-            checksum: whether to compute the checksum, if the update has none yet.
 
         Raises:
             WeightSyncError: the machine has no memory left for it.
         """
         slot, record, words = update.buffer.slot, self._slots.record(update.buffer.slot), self._slots.words
-        if checksum and not update.checksum:
-            update.checksum = checksum_of(update.buffer.memory, update.extra)
         if update.extra or update.requires:
             header = msgspec.msgpack.encode(_Header(dict(update.requires), update.extra))
             write_at(self._slots.fds[1], header, slot * _SPAN)
@@ -376,66 +374,74 @@ class SenderArena:
         self._slots.close()
 
 
-class ArenaInbox:
-    """The arena in a worker: what its receiver polls; see ``wsync.update.Inbox``.
-
-    ``answer``, ``set_wakeups``, ``announced`` and ``newest`` are for any thread, ``update_in`` for the control thread;
-    all others are called inside the gate.
+class ArenaInbox(Inbox):
+    """The arena in a worker.
 
     Args:
         fds: the two files, the trainer's eventfd and this connection's; owned by this object from now on.
         block: this connection's block.
         blocks: the arena's number of blocks.
+        owner: the receiver.
+        refuse: called with an update that could not be installed, and the error.
         binds: whether the model stays bound to its slot; otherwise it copies.
         checksum: whether updates carry a checksum.
 
     Attributes:
         wake: this connection's eventfd. When it can be read, an update has come that somebody waits for.
         words: the words of the connection, for ``version`` (what is installed).
-        on_refused: called by ``answer`` with an update that could not be installed, and the error.
     """
 
-    def __init__(self, fds: Sequence[int], block: int, blocks: int, *, binds: bool, checksum: bool) -> None:
+    def __init__(
+        self,
+        fds: Sequence[int],
+        block: int,
+        blocks: int,
+        owner: Any,
+        refuse: Callable[[Update, str], None],
+        *,
+        binds: bool,
+        checksum: bool,
+    ) -> None:
         weights, headers, self._signal, self.wake = fds
+        self.binds = binds
         self._slots = _Slots((weights, headers), blocks)
-        self._block = block
-        self._binds = binds
+        self._block, self._owner, self._refuse = block, owner, refuse
+        self._target: Any = None
         self._checksum = checksum
         self._may_refuse = checksum
         self._checked = 0  # the newest version with a checksum that was right
+        self._waited_for = False
         self.words = native.WorkerWords(self._slots.control, blocks, block, self._signal, binds, self._slots.plans)
         self.words.hold = binds and checksum
-        self.on_refused: Callable[[Update, str], None] = lambda update, error: None
 
-    def set_layout(self, layout: Layout) -> None:
-        """Use this layout, and map all slots that exist: mapping takes longer than an update."""
-        self._slots.layout = layout
+    def use(self, layout: Layout, target: Any) -> None:
+        """Map all slots that exist: mapping takes longer than an update."""
+        self._slots.layout, self._target = layout, target
         slots = self._slots.allocated()
         if slots:
             self._slots.buffer(slots - 1)
+        if target.may_refuse or self._owner.on_request:  # the model's slot is kept between forwards, too
+            self.words.hold, self._may_refuse = self.binds, True
 
-    def hook_for(self, receiver: Any) -> Any:
-        """Return the object that the gate calls in place of ``receiver``: it does what is usual, and calls it else."""
-        self.words.receiver = receiver
+    def hook(self, receiver: Any) -> Any:
+        """Return compiled code, which installs what is usual, and calls the receiver for the rest."""
+        self.words.receiver, receiver.words = receiver, self.words
         return self.words
 
-    def usual(self, installer: Any | None) -> None:
-        """Let the hook install usual updates by ``installer``; None: the receiver is called for everything.
+    def _set_usual(self) -> None:
+        """Let the hook install usual updates, unless threads wait for them, or the worker fetches or passes on.
 
-        A version is never usual that has extra state, or requires what is not known to be there; nor any, if updates
-        have a checksum, or after ``hold_between_forwards``.
+        A version is never usual that has extra state, or requires what is not known to be there; nor any that may be
+        refused.
         """
-        self.words.usual(None if self._may_refuse else installer)
+        owner = self._owner
+        usual = not (self._waited_for or self._may_refuse or owner.on_request or owner.passes_on)
+        self.words.usual(getattr(self._target, "installer", None) if usual else None)
 
     @property
-    def newest(self) -> int:
+    def newest(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The version that the trainer has published for this worker; 0 for none."""
         return self._slots.words[self._block * _BLOCK + _PUBLISHED] >> 16
-
-    @property
-    def holds(self) -> bool:
-        """Whether the slot of the version that the model has stays as it is until the next install."""
-        return self.words.hold or not self._binds
 
     def poll(self) -> Sequence[Update]:
         """Return the published and the pending version, if they are new here; their slots are marked as used.
@@ -452,7 +458,7 @@ class ArenaInbox:
         If there is one that is prepared, the model holds its slot from now on: what is published may have to wait until
         the model's siblings have what it requires.
         """
-        self.words.hold = self.words.hold or (self._binds and version > self.newest)
+        self.words.hold = self.words.hold or (self.binds and version > self.newest)
         record, words = self._slots.record(slot), self._slots.words
         size, checksum = words[record + _HEADER_SIZE], self._slots.unsigned_words[record + _CHECKSUM]
         try:
@@ -473,53 +479,52 @@ class ArenaInbox:
 
     def settled(self, update: Update, error: str) -> None:
         """Note that an update was installed, or has failed."""
+        words = self.words
         if error:
-            self.words.failed_version = max(self.words.failed_version, update.version)
-            self.words.usual(None)  # the receiver must see the next install, to allow forwards again
-            if not self._binds:
-                self.words.release()
+            words.failed_version = max(words.failed_version, update.version)
+            words.usual(None)  # the receiver must see the next install, to allow forwards again
         else:
             slot = update.buffer.slot
-            self.words.fulfilled = self._slots.words[self._slots.record(slot) + _SERIAL]
-            self.words.version, self.words.announced_at = update.version, 0.0
-            if self._binds:
-                self.words.bound_slot = slot
-            else:
-                self.words.release()
+            words.fulfilled = self._slots.words[self._slots.record(slot) + _SERIAL]
+            words.version, words.announced_at = update.version, 0.0
+            if self.binds:
+                words.bound_slot = slot
+            self._set_usual()
+        if not self.binds:
+            words.release()
 
     def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
         """Tell the sender what came of an update."""
         if error:
-            self.on_refused(update, error)
+            self._refuse(update, error)
         else:
             self.words.answer(update.version, update.acknowledge, wait, apply)
 
     def leave(self) -> None:
-        """A forward has ended: its slot is not used any more."""
+        """The slot of the forward is not used any more."""
         self.words.release()
 
-    def announced(self, at: float) -> None:
-        """Note when the control thread was woken, on ``time.perf_counter``. It calls this before it installs."""
+    def woken(self) -> None:
+        """The control thread was woken: note when, for the cost, and install."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.wake)
         if self.newest > max(self.words.version, self.words.failed_version):
-            self.words.announced_at = at
+            self.words.announced_at = time.perf_counter()
+        process_gate().settle()
 
     def set_wakeups(self, wanted: bool) -> None:
         """Set whether the trainer wakes this worker for an update that need not be acknowledged."""
+        self._waited_for = wanted
         self.words.set_wakeups(wanted)
+        process_gate().soon(self._set_usual)
 
-    def hold_between_forwards(self) -> None:
-        """Keep the model's slot between forwards too: an update may be refused. Called before the first install."""
-        self.words.hold, self._may_refuse = self._binds, True
-
-    def unbind(self) -> None:
-        """Note that the model has memory of its own until the next install."""
+    def release(self) -> None:
+        """The model is not bound until the next install."""
         self.words.bound_slot = -1
         self.words.release()
 
     def close(self) -> None:
-        """Release everything. A model that is bound keeps its memory, which the trainer may write. Idempotent."""
+        """Release everything. A model that is bound keeps its memory, which the trainer may write."""
         self.words.close()
         self._slots.close()
         descriptors, self._signal, self.wake = {self._signal, self.wake} - {-1}, -1, -1

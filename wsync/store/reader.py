@@ -164,6 +164,7 @@ class FileInbox(Inbox):
         self._watches = watches
         self._staged: Update | None = None
         self._used: Layout | None = None  # the layout that the owner uses
+        owner.inbox = self
         self._thread: threading.Thread | None = None
 
     @property
@@ -179,7 +180,7 @@ class FileInbox(Inbox):
             LayoutMismatch: it does not fit the model.
             WeightSyncError: the store cannot be read.
         """
-        old, self._used = self._reader, None
+        old, self._used, self._owner.inbox = self._reader, None, self
         self._reader = Reader(old.store, old.oldest, keeps=old.keeps)  # also what an earlier connection has read
         self.fetch(deadline if self._waits else NOW)
         if self._staged is not None:
@@ -232,10 +233,6 @@ class FileInbox(Inbox):
             notify.close()
 
     # --- called by the receiver ---
-
-    def hook(self, receiver: Receiver) -> Receiver:
-        """Return the gate's hook: the receiver."""
-        return receiver
 
     def use(self, layout: Layout, target: object) -> None:
         """Take note that the owner uses a layout."""

@@ -9,7 +9,7 @@ from wsync.control.session import checksum_of
 from wsync.store.tensor_file import dump, require_storable
 from wsync.store.versions import Manifest, Versions
 from wsync.transforms.delta import Delta
-from wsync.update import Cause, Stage, Update
+from wsync.update import Cause, Outlet, Stage, Update
 from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
@@ -17,7 +17,7 @@ from wsync.weights.packing import Buffer, BufferPool
 SAME_WEIGHTS = "all readers of a store get the same weights"
 
 
-class Files:
+class Files(Outlet):
     """An ``Outlet`` without connections: whatever reads the store gets the newest version.
 
     A version that is published is stored: nothing has to be waited for, and nothing can fail later. ``num_workers`` is

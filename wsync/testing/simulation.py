@@ -26,10 +26,9 @@ from typing import Any
 
 from wsync import deadlines, workers
 from wsync.control import session
-from wsync.control.session import SessionInbox, WorkerSession, choose, wait_for
+from wsync.control.session import Medium, SessionInbox, WorkerSession, choose, wait_for
 from wsync.control.wire import Link
 from wsync.deadlines import deadline_in
-from wsync.media.inline import InlineMedium
 from wsync.update import Cause, Update
 from wsync.workers import Workers
 
@@ -305,7 +304,7 @@ class SimulatedWorker(Process):
             try:
                 await link.receive()  # its settings
                 loop = asyncio.get_running_loop()
-                inbox = SessionInbox(link, InlineMedium(), model, loop.call_soon)  # pyright: ignore[reportArgumentType]
+                inbox = SessionInbox(link, Medium(), model, loop.call_soon)  # pyright: ignore[reportArgumentType]
                 await link.send(session.Fits())
                 if model.inbox is not None:  # what was promised stays promised
                     inbox._staged.extend(model.inbox.poll())
@@ -525,14 +524,13 @@ class World:
             outlet = Workers(
                 listener,
                 len(INDICES),
-                lambda index: InlineMedium(),
+                lambda index: Medium(),
                 arena=False,
                 checksum=None,  # type: ignore[arg-type]
                 on_request=False,
                 loop=DirectLoop(),  # type: ignore[arg-type]
             )
             outlet._layout = FakeLayout()  # type: ignore[assignment]
-            outlet._opened.set()
             self.outlets[name] = outlet
         for name in MODELS:
             self.outlets[name].publish(self.new_update(name), INDICES)
