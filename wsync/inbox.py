@@ -139,7 +139,6 @@ class WorkerConnection:
             self._loop.call(session.request(), deadline)
 
     def close(self) -> None:
-        """End the connection. Idempotent."""
         loop, self._loop = self._loop, None
         if loop is not None and not loop.inherited:
             loop.call(self._close())
@@ -223,7 +222,6 @@ class InProcess(Outlet, Inbox):
         return {0: Cause("failed", error)} if error else {}
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
-        """Return the seconds of the newest installation."""
         return *self._cost, 0
 
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
@@ -243,22 +241,18 @@ class InProcess(Outlet, Inbox):
     # --- the receiver's side ---
 
     def poll(self) -> Sequence[Update]:
-        """Return what is staged."""
         return self._staged
 
     def settled(self, update: Update, error: str) -> None:
-        """Forget it."""
         self._staged = []
         if error:
             self._errors[update.version] = error
 
     def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
-        """Keep the costs."""
         self._cost = (wait, apply)
 
     def fetch(self, deadline: float | None) -> None:
         """Do nothing: updates are installed as they are sent."""
 
     def close(self, *, graceful: bool = True) -> None:
-        """Release the memory."""
         self._staged = []

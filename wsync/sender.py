@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from wsync.control.loop import control_loop
-from wsync.deadlines import deadline_in
+from wsync.deadlines import NOW, deadline_in
 from wsync.errors import NotConnected, WeightSyncError, WorkerDied, WorkerError, forked_child_error, join_indices
 from wsync.update import LAST_VERSION, Cause, Outlet, Stage, SyncReport, Update
 from wsync.weights.binding import dump_extra
@@ -112,9 +112,9 @@ class Sender:
         self._everyone: Sequence[int] = range(num_workers)
         self._seen: Sequence[int] = ()  # the workers that were present at the last look
         self._expecting: Sequence[int] = ()  # these, and those that have gone and were not named yet
-        self._kept: list[Sent] = []  # sent without waiting, the oldest first
-        self._failed: list[Sent] = []
-        self._causes: dict[int, Mapping[int, Cause]] = {}  # of those, by version
+        self._kept: list[Sent] = []  # sent and not finished, the oldest first
+        self._failed: Sent | None = None  # the oldest update that has failed without being waited for
+        self._causes: dict[int, Cause] = {}  # why workers lack it, or a later one
         self._requires: list[Mapping[str, int]] = [{}] * num_workers  # what further updates require, by worker
         self._alike = True  # whether that is the same for all workers
         self._extra: dict[int, bytes] = {}  # each worker's extra state, as last sent
@@ -150,7 +150,8 @@ class Sender:
             self._expected(self._everyone)
             if sent is not None and self._waits:
                 sent.workers = list(self._everyone)
-                self._require(sent)  # not recorded in the metrics: it includes the start of the workers
+                causes = self.outlet.wait(sent.workers, sent.version, sent.stage, sent.deadline)
+                self._raise(sent, causes)  # not recorded in the metrics: it includes the start of the workers
 
     def disconnect(self, worker: int) -> None:
         """Treat a worker as dead, also while another thread's call waits for it."""
@@ -195,25 +196,15 @@ class Sender:
                     return sent
             if sent is None:
                 sent = self._publish_any(weights, worker_ids, partial, acknowledge)
+            if wait and not self._waits:  # workers fetch it when they want it: only deaths are told
+                causes = self.outlet.wait(sent.workers, sent.version, "ready", NOW)
+                self._raise(sent, {worker: cause for worker, cause in causes.items() if cause.kind == "died"})
+                return self._report(sent, time.perf_counter() - sent.began)
             self._kept.append(sent)  # so that a wait that Ctrl-C ends is not forgotten
-            report = None
-            if wait and self._waits:
-                report = self._finish(sent)
-            elif wait:  # workers fetch it when they want it
-                del self._kept[-1]
-                self._raise_deaths(sent)
-                report = self._report(sent, time.perf_counter() - sent.began)
-            if self._failed or len(self._kept) > 1:
-                self._collect(sent)
-                self._raise_failed(sent.version)
+            report = self._finish(sent) if wait else None
+            self._collect(sent)
+            self._raise_failed()
             return report
-
-    def _raise_deaths(self, sent: Sent) -> None:
-        """Raise for workers that have died; others are not waited for."""
-        causes = self.outlet.wait(sent.workers, sent.version, "ready", 0.0)
-        died = {worker: cause for worker, cause in causes.items() if cause.kind == "died"}
-        self._name(died)
-        raise_causes(died, "version {} is missing", sent.version)
 
     def _publish_usual(self, weights: object, acknowledge: bool) -> Sent | SyncReport | None:
         """Publish weights of a form that was sent before, to all workers; None if there is anything unusual.
@@ -242,7 +233,7 @@ class Sender:
         workers = self._expecting if outlet.workers is self._seen else self._expected(self._everyone)
         now = time.perf_counter()
         costs = (extracted - began, packed - extracted, now - packed)
-        if finished and not (self._kept or self._failed) and len(workers) == self.num_workers:
+        if finished and not self._kept and self._failed is None and len(workers) == self.num_workers:
             return SyncReport(version, layout.nbytes, now - began, costs, workers)
         if not workers:
             raise self._nobody()
@@ -313,19 +304,14 @@ class Sender:
         """Return the extra states to send, each with its workers; without one, each worker is sent what it has."""
         if extra is not None or not self._extra:
             return [(workers, dump_extra(extra))]
-        groups: dict[bytes, list[int]] = {}
-        for worker in workers:
-            groups.setdefault(self._extra.get(worker, b""), []).append(worker)
-        return [(workers, extra) for extra, workers in groups.items()]
+        return _grouped(workers, lambda worker: self._extra.get(worker, b""))
 
     def _by_requires(self, workers: Sequence[int]) -> Sequence[tuple[Sequence[int], Mapping[str, int]]]:
         """Return what an update requires, each with its workers: they differ after a transaction with some of them."""
         if self._alike:
             return [(workers, self._requires[0])]
-        groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
-        for worker in workers:
-            groups.setdefault(tuple(sorted(self._requires[worker].items())), []).append(worker)
-        return [(some, dict(requires)) for requires, some in groups.items()]
+        groups = _grouped(workers, lambda worker: tuple(sorted(self._requires[worker].items())))
+        return [(some, dict(requires)) for some, requires in groups]
 
     def _note(
         self, version: int, packed: Sequence[tuple[Sequence[int], Buffer, bytes]], workers: Sequence[int]
@@ -376,7 +362,7 @@ class Sender:
     def _nobody(self) -> NotConnected:
         """The error of a send to nobody. Deaths that no call has reported come first."""
         self._collect()
-        self._raise_failed(None)
+        self._raise_failed(sent=False)
         why = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(self.outlet.causes().items()))
         return NotConnected(f"every worker has died or left: start another process, then readmit(index, process){why}")
 
@@ -386,36 +372,36 @@ class Sender:
         """Wait for everything that was sent without waiting; return the newest one's report."""
         with self.exclusive():
             report, deadlines = None, [sent.deadline for sent in self._kept]
-            self._raise_failed()
-            if deadlines and None not in deadlines:  # a newer one takes the place of older ones, and has more time
-                latest = max(deadline for deadline in deadlines if deadline is not None)
-                for sent in self._kept:
-                    sent.deadline = latest
+            latest = None if None in deadlines else max(deadlines, default=NOW)  # pyright: ignore[reportArgumentType]
             while self._kept:
-                report = self._finish(self._kept[0])
+                sent = self._kept[0]
+                causes = self.outlet.wait(sent.workers, sent.version, sent.stage, latest)
+                del self._kept[0]
+                if causes:
+                    self._note_failure(sent, causes)
+                else:
+                    report = self._report(sent, time.perf_counter() - sent.began)
+            self._raise_failed()
             return report
 
     def _finish(self, sent: Sent) -> SyncReport:
         """Wait for one that is kept; return its report."""
-        self._require(sent)
+        causes = self.outlet.wait(sent.workers, sent.version, sent.stage, sent.deadline)
+        self._kept.remove(sent)
+        self._raise(sent, causes)
         return self._report(sent, time.perf_counter() - sent.began)
 
-    def _require(self, sent: Sent) -> None:
-        causes = self.outlet.wait(sent.workers, sent.version, sent.stage, sent.deadline)
-        if sent in self._kept:
-            self._kept.remove(sent)
-        if causes:
-            self._name(causes)
-            have = [worker for worker in sent.workers if worker not in causes]
-            raise_causes(causes, "version {} is missing", sent.version, have)
+    def _raise(self, sent: Sent, causes: Mapping[int, Cause]) -> None:
+        """Raise one error that names the workers that lack an update, if there are any."""
+        self._name(causes)
+        raise_causes(causes, "version {} is missing", sent.version, [w for w in sent.workers if w not in causes])
 
     def _name(self, causes: Mapping[int, Cause]) -> None:
         """Expect nothing more of workers that have died: the error that follows names them."""
         died = {worker for worker, cause in causes.items() if cause.kind == "died"} - set(self.outlet.workers)
         self._expecting = [worker for worker in self._expecting if worker not in died]
         for sent in self._kept:
-            if died.intersection(sent.workers):
-                sent.workers = [worker for worker in sent.workers if worker not in died]
+            sent.workers = [worker for worker in sent.workers if worker not in died]
 
     def _report(self, sent: Sent, seconds: float) -> SyncReport:
         wait, apply, nbytes = self.outlet.costs(sent.workers, sent.version)
@@ -426,36 +412,35 @@ class Sender:
         return report
 
     def _collect(self, newest: Sent | None = None) -> None:
-        """Finish those before ``newest`` that are installed; keep those that have failed for ``_raise_failed``."""
+        """Finish those before ``newest`` of which all is known, without waiting."""
         while self._kept and self._kept[0] is not newest:
             sent = self._kept[0]
-            causes = self.outlet.wait(sent.workers, sent.version, sent.stage, 0.0)
+            causes = self.outlet.wait(sent.workers, sent.version, sent.stage, NOW)
             failed = {worker: cause for worker, cause in causes.items() if cause.kind != "late"}
             if failed:
-                self._failed.append(sent)
-                self._causes[sent.version] = failed
-                if len(failed) == len(causes):
-                    del self._kept[0]
-                    continue
+                self._note_failure(sent, failed)
                 sent.workers = [worker for worker in sent.workers if worker not in failed]
-            if causes:
+            if len(failed) < len(causes):
                 return
             del self._kept[0]
-            self._report(sent, sum(sent.costs))
+            if not causes:
+                self._report(sent, sum(sent.costs))
 
-    def _raise_failed(self, version: int | None = None) -> None:
-        """Raise one error for all that has failed without being waited for; ``version``: what was sent meanwhile."""
-        if not self._failed:
+    def _note_failure(self, sent: Sent, causes: Mapping[int, Cause]) -> None:
+        """Keep an error for ``_raise_failed``: each worker is named once, by its first cause."""
+        self._failed = self._failed or sent
+        self._causes = {**causes, **self._causes}
+
+    def _raise_failed(self, *, sent: bool = True) -> None:
+        """Raise one error for all that has failed without being waited for; ``sent``: whether this call has sent."""
+        failed, causes = self._failed, self._causes
+        if failed is None:
             return
-        failed, self._failed = self._failed, []
-        causes: dict[int, Cause] = {}
-        for sent in failed:
-            causes = {**self._causes.pop(sent.version), **causes}
-        self._name(causes)
+        self._failed, self._causes = None, {}
         try:
-            raise_causes(causes, "version {} is missing", failed[0].version)
+            self._raise(failed, causes)
         except WorkerError as error:
-            error.version = failed[0].version if version is not None else None
+            error.version = error.version if sent else None
             raise
 
     # --- transactions: see ``transaction.py`` ---
@@ -554,3 +539,14 @@ def one_worker(worker: object, num_workers: int) -> int:
     if len(named) != 1:
         raise ValueError(f"worker is one worker's index, not {worker!r}")
     return named[0]
+
+
+G = TypeVar("G", bound=Hashable)
+
+
+def _grouped(workers: Sequence[int], key: Callable[[int], G]) -> list[tuple[Sequence[int], G]]:
+    """Return the workers that have the same key, with the key."""
+    groups: dict[G, list[int]] = {}
+    for worker in workers:
+        groups.setdefault(key(worker), []).append(worker)
+    return [(some, one) for one, some in groups.items()]

@@ -249,16 +249,13 @@ class Workers(Outlet):
     # --- Outlet: called under the sender's lock ---
 
     def causes(self) -> Mapping[int, str]:
-        """Why a worker that was connected is absent, by worker."""
         return self._causes
 
     def connect(self, processes: Processes | None, deadline: float | None) -> None:
-        """Wait until all workers are connected."""
         with watched(processes, self._num_workers) as sentinels:
             self._loop.call(self._meet(range(self._num_workers), sentinels, deadline))
 
     def readmit(self, worker: int, process: Any, deadline: float | None) -> None:
-        """Wait for the process that takes the place of a worker, and until it has the newest update of that index."""
         with watched(None if process is None else {worker: process}, self._num_workers) as sentinels:
             self._loop.call(self._replace(worker, sentinels, deadline))
         newest = self._newest[worker]
@@ -309,7 +306,6 @@ class Workers(Outlet):
             self._members[worker].fresh = False
 
     def set_layout(self, layout: Layout) -> None:
-        """Define what a buffer contains, and tell the workers that are connected already."""
         if self._arena is not None:
             self._arena.set_layout(layout)
         self._layout = layout
@@ -340,7 +336,6 @@ class Workers(Outlet):
         return causes
 
     def reserve(self, deadline: float | None) -> Buffer:
-        """Return memory for one version that nobody reads."""
         assert self._layout is not None, "set_layout() comes first"
         return self._pool.reserve(self._layout) if self._arena is None else self._arena.reserve(deadline)
 
@@ -402,7 +397,6 @@ class Workers(Outlet):
             update.checksum = checksum_of(update.buffer.memory, update.extra)
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
-        """Wait until ``workers`` have the version; return why those that do not have it lack it."""
         given = self._given.get(version, self._members)
         causes: dict[int, Cause] = {}
         by_words = {w: given[w] for w in workers if w in given and given[w].block >= 0} if stage != "received" else {}
@@ -440,7 +434,6 @@ class Workers(Outlet):
         return causes
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
-        """Return the slowest worker's seconds of waiting and of installing, and the bytes that one was sent."""
         members, sent = self._members, 0
         blocks = [members[w].block for w in workers if w in members and members[w].block >= 0]
         wait, apply = self._arena.times(tuple(blocks)) if self._arena is not None and blocks else (0.0, 0.0)
@@ -455,7 +448,6 @@ class Workers(Outlet):
         return wait, apply, sent if not blocks else 0
 
     def disconnect(self, worker: int, cause: str) -> None:
-        """Treat a worker as dead."""
         member = self._members.get(worker)
         if member is not None:
             self._loop.call(self._end(member, cause))
@@ -466,7 +458,6 @@ class Workers(Outlet):
     # --- transactions ---
 
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
-        """Give ``workers`` an undecided update."""
         given = {w: one for w, one in self._members.items() if w in workers}
         self._given[update.version] = {**self._given.get(update.version, {}), **given}
         if any(one.block < 0 for one in given.values()) or self._checksum:
@@ -479,13 +470,11 @@ class Workers(Outlet):
                 self._loop.post(member.session.offer, update)
 
     def announce_commit(self, update: Update, workers: Sequence[int]) -> None:
-        """First half of a commit: those that use the arena see it, and use it once all its siblings are there."""
         blocks = [one.block for w, one in self._members.items() if w in workers and one.block >= 0]
         if self._arena is not None and blocks:
             self._arena.set_pending(tuple(blocks), update.version, update.buffer.slot)
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
-        """Make the prepared update the newest one."""
         with self._lock:
             prepared = self._given.get(update.version, {})
             for worker in workers:
@@ -498,14 +487,12 @@ class Workers(Outlet):
             self._loop.post(member.session.decide, update.version, commit=True)
 
     def abort(self, version: int, workers: Sequence[int]) -> None:
-        """Drop what was prepared."""
         for member in self._given.pop(version, {}).values():
             self._loop.post(member.session.decide, version, commit=False)
 
     # --- the end ---
 
     def published(self) -> list[Buffer]:
-        """Return the buffers of the newest updates, each once."""
         return list({id(one.buffer): one.buffer for one in self._newest if one is not None}.values())
 
     def close(self, *, graceful: bool) -> None:

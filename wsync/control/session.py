@@ -498,11 +498,9 @@ class SessionInbox(Inbox):
     # --- called inside the gate, or by any thread ---
 
     def poll(self) -> Sequence[Update]:
-        """Return what is staged, the oldest first."""
         return list(self._staged)
 
     def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
-        """Tell the sender what came of an update."""
         if error:
             self.refuse(update, error)
         else:

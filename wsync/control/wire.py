@@ -291,7 +291,6 @@ class SocketStream(asyncio.BufferedProtocol):
     # --- called by the loop ---
 
     def connection_made(self, transport: Any) -> None:
-        """Keep the transport."""
         self._transport: asyncio.Transport = transport
         transport.set_write_buffer_limits(high=1)  # `write` returns when the kernel has the payload
         sock = transport.get_extra_info("socket")
@@ -300,7 +299,6 @@ class SocketStream(asyncio.BufferedProtocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wake the reader and the writer."""
         self._error = self._error or ConnectionError(f"the connection has ended ({exc or 'closed by the other end'})")
         self._wake()
 
@@ -309,16 +307,13 @@ class SocketStream(asyncio.BufferedProtocol):
         return False
 
     def pause_writing(self) -> None:
-        """The kernel has no room."""
         self._full = True
 
     def resume_writing(self) -> None:
-        """The kernel has taken everything."""
         self._full = False
         self._wake()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes belong."""
         if self._target is not None:
             return self._target
         if self._have == len(self._head):  # the loop reads on although it was told to pause
@@ -326,7 +321,6 @@ class SocketStream(asyncio.BufferedProtocol):
         return memoryview(self._head)[self._have :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take note of bytes that have arrived."""
         if self._target is not None:
             self._target = self._target[nbytes:] or None
             if self._target is not None:
@@ -347,7 +341,6 @@ class SocketStream(asyncio.BufferedProtocol):
     # --- Stream ---
 
     async def read(self, size: int) -> bytes:
-        """Return exactly ``size`` bytes."""
         if size > _PAUSE:
             data = bytearray(size)
             await self.read_into(memoryview(data))

@@ -478,7 +478,6 @@ class ArenaInbox(Inbox):
         )
 
     def settled(self, update: Update, error: str) -> None:
-        """Note that an update was installed, or has failed."""
         words = self.words
         if error:
             words.failed_version = max(words.failed_version, update.version)
@@ -494,14 +493,12 @@ class ArenaInbox(Inbox):
             words.release()
 
     def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
-        """Tell the sender what came of an update."""
         if error:
             self._refuse(update, error)
         else:
             self.words.answer(update.version, update.acknowledge, wait, apply)
 
     def leave(self) -> None:
-        """The slot of the forward is not used any more."""
         self.words.release()
 
     def woken(self) -> None:

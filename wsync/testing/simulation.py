@@ -49,7 +49,6 @@ class VirtualTime(selectors.DefaultSelector):
     now = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
-        """Advance the clock."""
         if timeout is None:
             raise Violation("everything waits, and nothing is going to happen")
         self.now += max(timeout, 0.0)
@@ -64,7 +63,6 @@ class Loop(asyncio.SelectorEventLoop):
         super().__init__(self._virtual)
 
     def time(self) -> float:
-        """Return the virtual time in seconds."""
         return self._virtual.now
 
 
@@ -74,14 +72,12 @@ class DirectLoop:
     inherited, here = False, True
 
     def acquire(self) -> DirectLoop:
-        """Return this object."""
         return self
 
     def release(self) -> None:
         """Do nothing."""
 
     def post(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Call a function soon."""
         asyncio.get_running_loop().call_soon(lambda: function(*args, **kwargs))
 
 
@@ -128,7 +124,6 @@ class Stream:
         process.streams.append(self)
 
     async def write(self, head: bytes, payload: memoryview | bytes = b"") -> None:
-        """Take both; wait while too much is under way."""
         await self.process.step()
         self._check()
         data = head + bytes(payload)
@@ -141,7 +136,6 @@ class Stream:
             await self._change()
 
     async def read(self, size: int) -> bytes:
-        """Return exactly ``size`` bytes."""
         while len(self.received) < size:
             await self._change()
         await self.process.step()
@@ -152,18 +146,15 @@ class Stream:
         return data
 
     async def read_into(self, memory: memoryview) -> None:
-        """Fill ``memory``."""
         memory[:] = await self.read(len(memory))
 
     def close(self) -> None:
-        """End the connection; the other end learns it later."""
         if not self.error:
             self._break("closed at this end")
             if not self.peer.error and not self.lost:
                 self._later(self.peer._break, "closed by the other end")
 
     def cut(self) -> None:
-        """Nothing arrives any more, in either direction; each end learns it by the kernel's keep-alive."""
         for end in (self, self.peer):
             end.lost = True
             self.world.loop.call_later(KEEPALIVE, end._break, "keep-alive: the other end does not answer")
@@ -205,7 +196,6 @@ class FakeBuffer:
 
     @property
     def memory(self) -> memoryview:
-        """The bytes."""
         return memoryview(self.data)
 
 
@@ -215,7 +205,6 @@ class FakeLayout:
     SIZE = 24
 
     def encode(self) -> bytes:
-        """Return what travels."""
         return b"layout"
 
 
@@ -227,15 +216,12 @@ class Visitor:
         self._stream = there
 
     async def accept(self, fds: Sequence[int] = ()) -> Link:
-        """Return the trainer's end."""
         return Link(self._stream, "trainer", KEYS)
 
     async def refuse(self, why: str) -> None:
-        """Close the connection."""
         self._stream.close()
 
     async def gone(self) -> None:
-        """Wait for ever: the outlet is open from the beginning."""
         await asyncio.Event().wait()
 
 
@@ -248,34 +234,27 @@ class Model:
         self.inbox: SessionInbox | None = None
 
     def candidates(self) -> Sequence[Update]:
-        """Return what is staged."""
         return self.inbox.poll() if self.inbox is not None else ()
 
     async def use_layout(self, layout: bytes, *, try_only: bool) -> str:
-        """Every layout fits."""
         return ""
 
     def new_buffer(self) -> FakeBuffer:
-        """Return room for one update."""
         return FakeBuffer(bytes(FakeLayout.SIZE))
 
     async def check(self, update: Update) -> str:
-        """Find out whether the model would take an update: now and then it would not."""
         await self.worker.step()
         return "refused" if self.worker.world.random.random() < 0.05 else ""
 
     def settle(self) -> None:
-        """Install what can be installed, if no forward runs."""
         if not self.worker.gate_held:
             self.worker.install()
 
     @property
     def passed_version(self) -> int:
-        """The version that the model has."""
         return self.version
 
     def ready_version(self) -> int:
-        """Return the version that a forward that starts now would use."""
         chosen = choose(self.worker.models.values()).get(self)
         return self.version if chosen is None else chosen.version
 
