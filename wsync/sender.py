@@ -199,7 +199,7 @@ class Sender:
             if wait and not self._waits:  # workers fetch it when they want it: only deaths are told
                 causes = self.outlet.wait(sent.workers, sent.version, "ready", NOW)
                 self._raise(sent, {worker: cause for worker, cause in causes.items() if cause.kind == "died"})
-                return self._report(sent, time.perf_counter() - sent.began)
+                return self._report(sent, time.monotonic() - sent.began)
             self._kept.append(sent)  # so that a wait that Ctrl-C ends is not forgotten
             report = self._finish(sent) if wait else None
             self._collect(sent)
@@ -211,19 +211,19 @@ class Sender:
 
         It is the shortest way, on which every call counts: a published update of a small model takes some microseconds.
         """
-        began, layout = time.perf_counter(), self.layout
+        began, layout = time.monotonic(), self.layout
         if layout is None or not self._alike or self._extra:
             return None
         tensors = self.source.usual(weights, layout)
         if tensors is None:
             return None
         outlet, timeout = self.outlet, self.timeout
-        deadline = None if timeout is None else time.monotonic() + timeout
-        extracted = time.perf_counter()
+        deadline = None if timeout is None else began + timeout
+        extracted = time.monotonic()
         buffer = outlet.reserve(deadline)
         if not buffer.pack(tensors):
             return None
-        packed = time.perf_counter()
+        packed = time.monotonic()
         self.version = version = self.version + 1
         update = Update(version, buffer, b"", 0, self._requires[0], acknowledge=acknowledge)
         finished = outlet.publish(update, self._everyone)
@@ -231,7 +231,7 @@ class Sender:
         if self.on_published is not None:
             self.on_published(update)
         workers = self._expecting if outlet.workers is self._seen else self._expected(self._everyone)
-        now = time.perf_counter()
+        now = time.monotonic()
         costs = (extracted - began, packed - extracted, now - packed)
         if finished and not self._kept and self._failed is None and len(workers) == self.num_workers:
             return SyncReport(version, layout.nbytes, now - began, costs, workers)
@@ -253,36 +253,36 @@ class Sender:
         self, weights: object, workers: Sequence[int], rest: Sequence[Tensor] | None, *, acknowledge: bool
     ) -> Sent:
         """Check and pack the next version, for several groups of workers if they get different weights, and publish."""
-        began, deadline = time.perf_counter(), deadline_in(self.timeout)
+        began, deadline = time.monotonic(), deadline_in(self.timeout)
         packed, costs = self._pack(weights, workers, rest, deadline)
         acknowledge = acknowledge or any(extra for _, _, extra in packed)  # `set_extra_state` may raise
         self.version = version = self.version + 1
-        at = time.perf_counter()
+        at = time.monotonic()
         for group, buffer, extra in packed:
             for some, requires in self._by_requires(group):
                 self.outlet.publish(Update(version, buffer, extra, 0, requires, acknowledge=acknowledge), some)
         self._note(version, packed, workers)
         nbytes = packed[0][1].flat.numel()
-        costs = (*costs, time.perf_counter() - at)
+        costs = (*costs, time.monotonic() - at)
         return Sent(version, self._expected(workers), nbytes, acknowledge, began, deadline, costs)
 
     def _pack(
         self, weights: object, workers: Sequence[int], rest: Sequence[Tensor] | None, deadline: float | None
     ) -> tuple[list[tuple[Sequence[int], Buffer, bytes]], tuple[float, float]]:
         """Return each group of workers with its packed weights and extra state, and the seconds that it took."""
-        began, packing = time.perf_counter(), 0.0
+        began, packing = time.monotonic(), 0.0
         layout = self._agreed_layout(weights, deadline)
         packed: list[tuple[Sequence[int], Buffer, bytes]] = []
         for part in self.source.parts(weights, workers, layout, rest):
             for group, extra in self._by_extra(part.workers, part.extra):
                 buffer = self.outlet.reserve(deadline)
-                at = time.perf_counter()
+                at = time.monotonic()
                 buffer.pack(part.tensors)
-                packing += time.perf_counter() - at
+                packing += time.monotonic() - at
                 packed.append((group, buffer, extra))
             del part  # before the next one is made
         self._loop.require_own()  # a function of the user's may have forked, and this may be the child
-        return packed, (time.perf_counter() - began - packing, packing)
+        return packed, (time.monotonic() - began - packing, packing)
 
     def _agreed_layout(self, weights: object, deadline: float | None) -> Layout:
         if self.layout is None and self.connected:  # the workers have not checked it as they connected
@@ -380,7 +380,7 @@ class Sender:
                 if causes:
                     self._note_failure(sent, causes)
                 else:
-                    report = self._report(sent, time.perf_counter() - sent.began)
+                    report = self._report(sent, time.monotonic() - sent.began)
             self._raise_failed()
             return report
 
@@ -389,7 +389,7 @@ class Sender:
         causes = self.outlet.wait(sent.workers, sent.version, sent.stage, sent.deadline)
         self._kept.remove(sent)
         self._raise(sent, causes)
-        return self._report(sent, time.perf_counter() - sent.began)
+        return self._report(sent, time.monotonic() - sent.began)
 
     def _raise(self, sent: Sent, causes: Mapping[int, Cause]) -> None:
         """Raise one error that names the workers that lack an update, if there are any."""
@@ -452,7 +452,7 @@ class Sender:
             raise WeightSyncError("models are installed one by one here: workers fetch, or the backend cannot wait")
         if not self.connected:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) first")
-        began, deadline = time.perf_counter(), deadline_in(self.timeout)
+        began, deadline = time.monotonic(), deadline_in(self.timeout)
         targets = self._recipients(worker_ids)
         packed, costs = self._pack(weights, targets, None, deadline)
         self.version = version = self.version + 1

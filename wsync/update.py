@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+import msgspec
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,7 +19,7 @@ PHASES = ("extract", "pack", "transfer", "wait", "apply", "acknowledge")
 Stage = Literal["received", "ready", "installed"]
 
 
-class Update:
+class Update(msgspec.Struct, eq=False):
     """One version of one model's weights. Immutable once it is published.
 
     Attributes:
@@ -32,28 +34,14 @@ class Update:
         damage: in a worker: why it must not be installed; else empty.
     """
 
-    __slots__ = ("acknowledge", "buffer", "checksum", "damage", "extra", "requires", "undecided", "version")
-
-    def __init__(
-        self,
-        version: int,
-        buffer: Buffer,
-        extra: bytes = b"",
-        checksum: int = 0,
-        requires: Mapping[str, int] | None = None,
-        *,
-        acknowledge: bool = True,
-        undecided: bool = False,
-        damage: str = "",
-    ) -> None:
-        self.version = version
-        self.buffer = buffer
-        self.extra = extra
-        self.checksum = checksum
-        self.requires = requires or {}
-        self.acknowledge = acknowledge
-        self.undecided = undecided
-        self.damage = damage
+    version: int
+    buffer: Buffer
+    extra: bytes = b""
+    checksum: int = 0
+    requires: Mapping[str, int] = {}
+    acknowledge: bool = True
+    undecided: bool = False
+    damage: str = ""
 
     @property
     def views(self) -> Sequence[Tensor]:
@@ -77,7 +65,7 @@ class Cause(NamedTuple):
     text: str
 
 
-class SyncReport:
+class SyncReport(msgspec.Struct, eq=False):
     """What one update cost.
 
     Attributes:
@@ -86,16 +74,11 @@ class SyncReport:
         seconds: from the call to the moment when the promise of ``send`` held.
     """
 
-    __slots__ = ("_costs", "_workers", "bytes", "seconds", "version")
-
-    def __init__(
-        self, version: int, nbytes: int, seconds: float, costs: tuple[float, ...], workers: Sequence[int]
-    ) -> None:
-        self.version = version
-        self.bytes = nbytes
-        self.seconds = seconds
-        self._workers = workers
-        self._costs = costs  # seconds of extract, pack, transfer, wait, apply
+    version: int
+    bytes: int
+    seconds: float
+    _costs: tuple[float, ...]  # seconds of extract, pack, transfer, wait, apply
+    _workers: Sequence[int]
 
     @property
     def workers(self) -> dict[int, int]:

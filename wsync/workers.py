@@ -341,25 +341,21 @@ class Workers(Outlet):
 
     def publish(self, update: Update, workers: Sequence[int]) -> bool:
         """Give ``workers`` the update; return whether every forward that starts now uses it, and that is enough."""
-        alive, blocks = True, ()
+        everyone = len(workers) == self._num_workers
         with self._lock:
-            if len(workers) == self._num_workers:
-                self._newest[:], given = [update] * self._num_workers, self._members
-                if not (update.acknowledge or update.extra or update.requires or self._checksum):
-                    blocks = self._all_blocks
-            else:
-                for worker in workers:
-                    self._newest[worker] = update
-                given = {w: one for w, one in self._members.items() if w in workers}
-            if blocks and self._arena is not None:
-                alive = self._arena.publish(blocks, update.version, update.buffer.slot, False)
-                if alive:
-                    return True
+            if everyone:
+                self._newest = [update] * self._num_workers
+                if self._all_blocks and not (update.acknowledge or update.extra or update.requires or self._checksum):
+                    assert self._arena is not None
+                    if self._arena.publish(self._all_blocks, update.version, update.buffer.slot, False):
+                        return True
+            for worker in workers:
+                self._newest[worker] = update
+            given = {worker: member for worker, member in self._members.items() if worker in workers}
             if len(self._given) > 1000:  # of a trainer that never waits
                 del self._given[next(iter(self._given))]
             self._given[update.version] = {**self._given.get(update.version, {}), **given}
-            if not blocks:
-                alive = self._give(update, given.values())
+            alive = self._give(update, given.values())
         if not alive:
             self._loop.call(asyncio.sleep(0))  # the control thread takes note of deaths first
         return False

@@ -98,41 +98,34 @@ static PyObject *PackPlan_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     return NULL;
 }
 
-/* Ask each tensor that is not the one copied last, or has moved since, whether it is lazily negated. Return 1 if none
- * is, and all of them fit; 0 if not; -1 with an error. Other threads may run meanwhile. */
+/* Return 1 if all tensors fit, none is lazily negated, and those that were tied are (the others would have to be
+ * compared); 0 if not; -1 with an error. A tensor is asked once, while it stays where it is. As other threads may run
+ * meanwhile, all are looked at again after that. */
 static int know_tensors(PackPlan *self, PyObject *tensors)
 {
-    for (Py_ssize_t i = 0; i < self->count; i++) {
-        Entry *entry = &self->entries[i];
-        DLTensor view;
-        if (PyList_GET_SIZE(tensors) != self->count)
-            return 0; /* another thread has changed the list */
-        PyObject *tensor = PyList_GET_ITEM(tensors, i);
-        if (!is_like(tensor, &entry->view, &view)) /* it may not even be a tensor */
-            return 0;
-        if (entry->tensor == tensor && entry->source == start_of(&view))
-            continue;
-        Py_XSETREF(entry->tensor, Py_NewRef(tensor));
-        entry->source = start_of(&view);
-        int negative = ask(entry->tensor, names.is_neg);
-        if (negative) {
-            Py_CLEAR(entry->tensor);
-            return negative < 0 ? -1 : 0;
+    for (int asked = 1; asked;) {
+        asked = 0;
+        for (Py_ssize_t i = 0; i < self->count; i++) {
+            Entry *entry = &self->entries[i];
+            DLTensor view;
+            if (PyList_GET_SIZE(tensors) != self->count)
+                return 0; /* another thread has changed the list */
+            PyObject *tensor = PyList_GET_ITEM(tensors, i);
+            if (!is_like(tensor, &entry->view, &view)) /* it may not even be a tensor */
+                return 0;
+            if (entry->tensor != tensor || entry->source != start_of(&view)) {
+                Py_XSETREF(entry->tensor, Py_NewRef(tensor));
+                entry->source = start_of(&view);
+                int negative = ask(entry->tensor, names.is_neg);
+                if (negative) {
+                    Py_CLEAR(entry->tensor);
+                    return negative < 0 ? -1 : 0;
+                }
+                asked = 1;
+            }
+            if (entry->nbytes && entry->source != self->entries[entry->leader].source)
+                return 0;
         }
-    }
-    return 1;
-}
-
-/* Return whether all tensors still fit, and those that were tied are: the others would have to be compared. */
-static int fit(PackPlan *self)
-{
-    for (Py_ssize_t i = 0; i < self->count; i++) {
-        Entry *entry = &self->entries[i];
-        DLTensor view;
-        if (!is_like(entry->tensor, &entry->view, &view) || start_of(&view) != entry->source)
-            return 0;
-        if (entry->nbytes && entry->source != self->entries[entry->leader].source)
-            return 0;
     }
     return 1;
 }
@@ -157,8 +150,8 @@ static PyObject *PackPlan_fill(PackPlan *self, PyObject *args)
     if (!self->plain || !PyList_CheckExact(tensors) || PyList_GET_SIZE(tensors) != self->count)
         Py_RETURN_FALSE;
     int fits = know_tensors(self, tensors);
-    if (fits > 0 && (fits = fit(self))) /* from here on no other thread runs, unless the copy is large */
-        copy(self);
+    if (fits > 0)
+        copy(self); /* since they were looked at, no other thread has run; one may, if the copy is large */
     if (!keep)
         forget(self);
     return fits < 0 ? NULL : PyBool_FromLong(fits);

@@ -125,32 +125,39 @@ static PyObject *SenderWords_close(SenderWords *self, PyObject *given)
     Py_RETURN_NONE;
 }
 
-/* Return whether no open block needs a slot. The steps are in this order: a worker that will hold a slot stores `held`
- * before it ceases to use the slot. */
-static int is_free(SenderWords *self, int64_t slot)
+enum { NAMED = 1, USED = 2, HELD = 4 };
+
+/* Return whether no open block needs a slot for one of these reasons. They are looked at in this order: a worker that
+ * will hold a slot stores `held` before it ceases to use the slot. */
+static int is_free(SenderWords *self, int64_t slot, int reasons)
 {
-    for (int step = 0; step < 3; step++)
-        for (Py_ssize_t i = 0; i < self->top; i++) {
+    for (int reason = NAMED; reason <= HELD; reason <<= 1)
+        for (Py_ssize_t i = 0; i < self->top && reason & reasons; i++) {
             const Block *block = &self->blocks[i];
             int64_t word = block->published, next = block->pending; /* written by this process */
-            int needed = step == 0   ? (word && slot_in(word) == slot) || (next && slot_in(next) == slot)
-                         : step == 1 ? load(&block->used) == slot || load(&block->used_too) == slot
-                                     : load(&block->held) == slot;
+            int needed = reason == NAMED  ? (word && slot_in(word) == slot) || (next && slot_in(next) == slot)
+                         : reason == USED ? load(&block->used) == slot || load(&block->used_too) == slot
+                                          : load(&block->held) == slot;
             if (needed && self->peers[i].open)
                 return 0;
         }
     return 1;
 }
 
-static PyObject *SenderWords_claim(SenderWords *self, PyObject *given)
+/* Of the buffers of all slots, return one that nobody else refers to, in a slot that no block needs. If there is none,
+ * return how many slots are kept: they are named or held by a block, or somebody refers to the buffer. */
+static PyObject *SenderWords_claim(SenderWords *self, PyObject *buffers)
 {
-    Py_ssize_t slot = PyNumber_AsSsize_t(given, PyExc_IndexError);
-    if (PyErr_Occurred() || slot < 0 || slot >= MAX_SLOTS)
-        return PyErr_Format(PyExc_IndexError, "there is no slot %zd", slot);
-    int claimed = is_free(self, slot);
-    if (claimed)
-        self->records[slot] = (Record){0};
-    return PyBool_FromLong(claimed);
+    Py_ssize_t kept = 0;
+    for (Py_ssize_t slot = 0; slot < PyList_GET_SIZE(buffers); slot++) {
+        PyObject *buffer = PyList_GET_ITEM(buffers, slot);
+        if (Py_REFCNT(buffer) == 1 && is_free(self, slot, NAMED | USED | HELD)) {
+            self->records[slot] = (Record){0};
+            return Py_NewRef(buffer);
+        }
+        kept += Py_REFCNT(buffer) > 1 || !is_free(self, slot, NAMED | HELD);
+    }
+    return PyLong_FromSsize_t(kept);
 }
 
 static PyObject *SenderWords_publish(SenderWords *self, PyObject *args)

@@ -28,7 +28,7 @@ stored in one order that every process sees (sequentially consistent atomics, in
 
 - A worker that enters a forward loads ``published``, stores its slot in ``used``, and loads ``published`` again. If it
   has changed, it begins anew.
-- The trainer writes a slot ``s`` only after it has found that ``s`` is leased to nobody (no ``Buffer`` of it exists),
+- The trainer writes a slot ``s`` only after it has found that nobody refers to the ``Buffer`` of ``s`` (it is not leased),
   that no block names ``s`` in ``published`` or ``pending``, then none in ``used`` or ``used_too``, then none in
   ``held``.
 
@@ -71,14 +71,12 @@ import mmap
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from wsync.control.session import checksum_of
 from wsync.deadlines import remaining
@@ -92,7 +90,7 @@ from wsync.weights.packing import Buffer
 from wsync.weights.tensors import PinnedMapping, in_clean_thread
 
 _BLOCK, _RECORD = 16, 5  # words
-_PUBLISHED, _PENDING, _USED, _HELD, _INSTALLED, _WAIT, _APPLY = 0, 1, 8, 10, 11, 13, 14  # in a block
+_PUBLISHED, _USED, _INSTALLED, _WAIT, _APPLY = 0, 8, 11, 13, 14  # in a block
 _CHECKSUM, _HEADER_SIZE, _HAS_EXTRA, _SERIAL = 1, 2, 3, 4  # in a record
 _SPAN = 1 << 36  # bytes of (sparse) file between two headers
 _SPARE = 2  # slots besides those that are published, held and leased: one to write, one that may still be in use
@@ -105,12 +103,6 @@ class _Header(msgspec.Struct):
     extra: bytes
 
 
-class _Slot(NamedTuple):
-    flat: Tensor
-    views: tuple[Tensor, ...]
-    plan: Any
-
-
 class _Slots:
     """One process's mapping of an arena.
 
@@ -120,11 +112,12 @@ class _Slots:
 
     Attributes:
         control: the mapped blocks and records.
-        plans: one ``PackPlan`` for each slot that is mapped here.
+        buffers: of the slots that are mapped here; ``plans``: the plan of each.
     """
 
     def __init__(self, fds: tuple[int, int], capacity: int) -> None:
         self.fds = fds
+        self.buffers: list[Buffer] = []
         self.plans: list[Any] = []
         self._slots_at = size_of_words(capacity)
         self.control = mmap.mmap(fds[0], self._slots_at)
@@ -132,7 +125,6 @@ class _Slots:
         self.unsigned_words = memoryview(self.control).cast("Q")
         self.numbers = memoryview(self.control).cast("d")
         self._records_at = capacity * _BLOCK
-        self._mapped: list[_Slot] = []
         self._mapping = threading.Lock()  # guards both lists: in a worker, two threads may map a slot at the same time
         self.layout: Layout | None = None
 
@@ -146,28 +138,26 @@ class _Slots:
         return whole_pages(self.layout.nbytes)
 
     def buffer(self, slot: int) -> Buffer:
-        """Return a new ``Buffer`` of a slot. The first call maps it, and those before it.
+        """Return the buffer of a slot. The first call maps it, and those before it.
 
-        The slot is mapped again if PyTorch has moved its tensors, as it does if a worker puts the model that is bound
+        The slot is mapped again if PyTorch has moved its tensors, as it does if a process puts a model that is bound
         to them into shared memory (``share_memory()``).
         """
-        if slot >= len(self._mapped) or not self.plans[slot].in_place:
+        if slot >= len(self.buffers) or not self.plans[slot].in_place:
             with self._mapping:
-                while slot >= len(self._mapped) or not self.plans[slot].in_place:
-                    at = min(slot, len(self._mapped))
-                    mapped = in_clean_thread(self._map, at)
-                    self._mapped[at : at + 1], self.plans[at : at + 1] = [mapped], [mapped.plan]
-        flat, views, plan = self._mapped[slot]
-        return Buffer(self.layout, flat, views, slot, plan)  # pyright: ignore[reportArgumentType]
+                while slot >= len(self.buffers) or not self.plans[slot].in_place:
+                    at = min(slot, len(self.buffers))
+                    buffer = in_clean_thread(self._map, at)
+                    self.buffers[at : at + 1], self.plans[at : at + 1] = [buffer], [buffer.plan]
+        return self.buffers[slot]
 
-    def _map(self, slot: int) -> _Slot:
+    def _map(self, slot: int) -> Buffer:
         assert self.layout is not None and self.fds[0] >= 0, "no layout, or closed"
         offset, flags = self._slots_at + slot * self._slot_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = PinnedMapping(self.fds[0], self._slot_size, flags=flags, offset=offset)
         memory.pin()  # for copies to and from a GPU, if this process uses one
         flat = torch.frombuffer(memory, dtype=torch.uint8)[: self.layout.nbytes]
-        views = self.layout.views(flat)
-        return _Slot(flat, views, native.PackPlan(views, True))
+        return Buffer.over(self.layout, flat, slot, shared=True)
 
     def allocate(self, slot: int) -> None:
         """Allocate the memory of a slot at the end of the file."""
@@ -203,6 +193,9 @@ class SenderArena:
     Attributes:
         blocks: as given.
         signal: the eventfd that workers signal.
+        publish: ``(blocks, version, slot, acknowledge)``: points connections to a slot, and wakes those workers that
+            have to acknowledge it or want to be woken. Returns False if the process of an open block has ended; that is
+            looked at only without ``acknowledge``.
 
     Raises:
         WeightSyncError: no memory is left, or a system call is not permitted here.
@@ -222,8 +215,8 @@ class SenderArena:
             words, headers, self.signal = descriptors
             self._slots = _Slots((words, headers), blocks)
             self._words = native.SenderWords(self._slots.control, blocks, self.signal)
+            self.publish: Callable[[tuple[int, ...], int, int, bool], bool] = self._words.publish
             opened.pop_all()
-        self._leases: list[Callable[[], Buffer | None]] = []
         self._workers: dict[int, int] = {}  # by block, of those that are open
 
     @property
@@ -236,57 +229,35 @@ class SenderArena:
         self._slots.layout = layout
 
     def reserve(self, deadline: float | None) -> Buffer:
-        """Return a slot that nobody reads. It is leased as long as the buffer exists.
+        """Return the buffer of a slot that nobody reads. It stays so as long as somebody refers to the buffer.
 
         Raises:
             SyncTimeout: there was none before ``deadline``; names the workers whose forwards use them.
             WeightSyncError: the machine has no memory left for a further slot; nothing has changed.
         """
-        slots, words = self._slots, self._words
-        for slot, lease in enumerate(self._leases):
-            if lease() is None and words.claim(slot):
-                break
-        else:
-            slot = self._wait_for_slot(deadline)
-        buffer = slots.buffer(slot)
-        self._leases[slot] = weakref.ref(buffer)
-        return buffer
-
-    def _wait_for_slot(self, deadline: float | None) -> int:
-        slot = self._claim()
-        if slot is None:
+        found = self._claim()
+        if found is None:
             self._words.want_freed(True)
             try:
-                while (slot := self._claim()) is None:
+                while (found := self._claim()) is None:
                     if not self._words.wait((), 0, remaining(deadline)):
                         raise self._too_long()
             finally:
                 self._words.want_freed(False)
-        return slot
+        return found if found.plan.in_place else self._slots.buffer(found.slot)
 
-    def _claim(self) -> int | None:
-        for slot, lease in enumerate(self._leases):
-            if lease() is None and self._words.claim(slot):
-                return slot
-        slots = len(self._leases)
-        kept = [slot for slot, lease in enumerate(self._leases) if lease() is not None or self._is_kept(slot)]
-        if slots >= len(kept) + _SPARE:
+    def _claim(self) -> Buffer | None:
+        """Return a free buffer, a new one if most others are kept; None: one has to be waited for."""
+        found = self._words.claim(self._slots.buffers)
+        if type(found) is not int:
+            return found
+        number = len(self._slots.buffers)
+        if number >= found + _SPARE:
             return None
-        if slots == native.MAX_SLOTS:
+        if number == native.MAX_SLOTS:
             raise WeightSyncError(f"more than {native.MAX_SLOTS} versions are in use at the same time")
-        self._slots.allocate(slots)
-        self._slots.buffer(slots)
-        self._leases.append(lambda: None)
-        return slots
-
-    def _is_kept(self, slot: int) -> bool:
-        """Return whether a block names or holds a slot."""
-        words = self._slots.words
-        for at in [block * _BLOCK for block in tuple(self._workers)]:
-            named = [word >> 1 & 0x7FFF for word in (words[at + _PUBLISHED], words[at + _PENDING]) if word]
-            if slot in named or words[at + _HELD] == slot:
-                return True
-        return False
+        self._slots.allocate(number)
+        return self._slots.buffer(number)
 
     def _too_long(self) -> SyncTimeout:
         blocking = {w for block, w in tuple(self._workers.items()) if self._slots.words[block * _BLOCK + _USED] >= 0}
@@ -336,14 +307,6 @@ class SenderArena:
     def set_pending(self, blocks: Iterable[int], version: int, slot: int) -> None:
         """Store what ``publish`` is about to publish, in a transaction: for all models before the first ``publish``."""
         self._words.publish(tuple(blocks), version, slot, True, True)
-
-    def publish(self, blocks: Iterable[int], version: int, slot: int, acknowledge: bool) -> bool:
-        """Point connections to a slot, and wake those workers that have to acknowledge it or want to be woken.
-
-        Returns:
-            False if the process of an open block has ended. It is looked at only without ``acknowledge``.
-        """
-        return self._words.publish(tuple(blocks), version, slot, acknowledge)
 
     def wait(self, blocks: Iterable[int], version: int, timeout: float | None) -> bool:
         """Wait until all of the connections have installed ``version``. Raises what a signal handler raises.

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from wsync.weights.snapshot import snapshot
 from wsync.weights.tensors import copy_all, zeros
 
 
-class Buffer:
+class Buffer(msgspec.Struct, weakref=True, eq=False):
     """A lease on memory for one version: a slot of the arena, or memory of a pool.
 
     The memory is not reused as long as the object exists: whatever reads the bytes or the views keeps the buffer.
@@ -29,14 +30,11 @@ class Buffer:
             more in calls than in bytes; that of a large one first loads the cache lines that it overwrites.
     """
 
-    __slots__ = ("__weakref__", "flat", "layout", "plan", "slot", "views")
-
-    def __init__(self, layout: Layout, flat: Tensor, views: Sequence[Tensor], slot: int, plan: Any) -> None:
-        self.layout = layout
-        self.flat = flat
-        self.views = views
-        self.slot = slot
-        self.plan = plan
+    layout: Layout
+    flat: Tensor
+    views: Sequence[Tensor]
+    slot: int
+    plan: Any
 
     @classmethod
     def over(cls, layout: Layout, flat: Tensor, slot: int = -1, *, shared: bool = False) -> Buffer:
