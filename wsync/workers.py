@@ -103,7 +103,7 @@ class Workers(Outlet):
         self._pool = BufferPool(device)
         self._layout: Layout | None = None
         self._lock = threading.Lock()
-        self.workers: tuple[int, ...] = ()  # those that are present; replaced whenever that changes
+        self.workers: Sequence[int] = ()  # those that are present; replaced whenever that changes
         self._all_blocks: tuple[int, ...] = ()  # those of all workers, if all are present and use the arena
         self._members: Mapping[int, Member] = {}  # replaced, never changed
         self._causes: Mapping[int, str] = {}

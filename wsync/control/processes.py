@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from typing import IO, Any
 
-from wsync.deadlines import NOW, wait_readable
 from wsync.errors import WorkerDied
 
 Process = BaseProcess | subprocess.Popen[Any] | IO[Any] | int
@@ -19,7 +17,6 @@ Process = BaseProcess | subprocess.Popen[Any] | IO[Any] | int
 ended (``Process.sentinel``, a pidfd), as an integer or as an object with ``fileno()``."""
 Processes = Sequence[Process] | Mapping[int, Process]
 """Those of all workers, in the order of their indices; or ``{worker_idx: process}`` of some."""
-_SENTINELS = ("pipe:", "socket:", *(f"anon_inode:[{kind}]" for kind in ("pidfd", "eventfd", "eventpoll")), "pidfd:")
 _EXIT_CODE_TIMEOUT = 1.0  # seconds to wait for the exit code of a process that has ended: some milliseconds are usual
 
 
@@ -35,12 +32,12 @@ def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int,
 
     Raises:
         TypeError: one is neither a process nor a sentinel.
-        ValueError: a list of another length; an unknown worker; a process that was not started; an integer that is not
-            the descriptor of an open pipe, socket, eventfd or pidfd.
+        ValueError: a list of another length; an unknown worker; a process that was not started; a process id, or
+            another integer that is not an open descriptor.
     """
     with ExitStack() as opened:
-        known = {worker: _checked(worker, one) for worker, one in _by_worker(processes, num_workers).items()}
-        sentinels = {worker: _descriptor_of(one, opened) for worker, one in known.items()}
+        known = _by_worker(processes, num_workers)
+        sentinels = {worker: _descriptor_of(worker, one, opened) for worker, one in known.items()}
         try:
             yield sentinels
         except WorkerDied as error:
@@ -65,63 +62,55 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
     return dict(enumerate(processes))
 
 
-def _checked(worker: int, process: Process) -> Process:
-    """Return what is watched: for the sentinel of a ``multiprocessing.Process``, the ``Process``."""
-    if isinstance(process, BaseProcess) and process.pid is None:
-        raise ValueError(f"the process of worker {worker} has not been started: call its start() before connect()")
-    if isinstance(process, BaseProcess | subprocess.Popen) or hasattr(process, "fileno"):  # as `select` takes
-        return process
-    if not isinstance(process, int):
+def _descriptor_of(worker: int, process: Process, opened: ExitStack) -> int:
+    """Return a descriptor that is readable when ``process`` has ended; ``opened`` closes it if it was made here."""
+    if isinstance(process, BaseProcess | subprocess.Popen):
+        if process.pid is None:
+            raise ValueError(f"the process of worker {worker} has not been started: call its start() before connect()")
+        # Not Process.sentinel: that is a pipe, which a child of the worker may keep open after the worker has ended.
+        try:
+            descriptor = (
+                os.eventfd(1, os.EFD_CLOEXEC) if _exit_code(process) is not None else os.pidfd_open(process.pid)
+            )
+        except ProcessLookupError:  # it has ended meanwhile
+            descriptor = os.eventfd(1, os.EFD_CLOEXEC)  # readable at once
+        opened.callback(os.close, descriptor)
+        return descriptor
+    descriptor = process if isinstance(process, int) else getattr(process, "fileno", lambda: None)()
+    if not isinstance(descriptor, int):
         raise TypeError(
             f"the process of worker {worker} is a multiprocessing.Process, a subprocess.Popen or a sentinel, "
             f"not {process!r}"
         )
     try:
-        is_sentinel = os.readlink(f"/proc/self/fd/{process}").startswith(_SENTINELS)
-    except OSError:
-        is_sentinel = False
-    if not is_sentinel:
+        os.fstat(descriptor)
+    except (OSError, OverflowError) as error:
         raise ValueError(
             f"worker {worker}: {process} is not the descriptor of an open pipe, socket, eventfd or pidfd; for a "
             "process id, pass open(os.pidfd_open(id))"
-        )
-    children = (child for child in multiprocessing.active_children() if child.sentinel == process)
-    return next(children, process)
-
-
-def _descriptor_of(process: Process, opened: ExitStack) -> int:
-    """Return a descriptor that is readable when ``process`` has ended; ``opened`` closes it if it was made here."""
-    if isinstance(process, int):
-        return process
-    if not isinstance(process, BaseProcess | subprocess.Popen):
-        return process.fileno()
-    # Not Process.sentinel: that is a pipe, which a child of the worker may keep open after the worker has ended.
-    try:
-        ended = (process.exitcode if isinstance(process, BaseProcess) else process.poll()) is not None
-        descriptor = os.eventfd(1, os.EFD_CLOEXEC) if ended else os.pidfd_open(process.pid or 0)
-    except ProcessLookupError:  # it has ended meanwhile
-        descriptor = os.eventfd(1, os.EFD_CLOEXEC)  # readable at once
-    opened.callback(os.close, descriptor)
+        ) from error
     return descriptor
+
+
+def _exit_code(process: BaseProcess | subprocess.Popen[Any]) -> int | None:
+    return process.exitcode if isinstance(process, BaseProcess) else process.poll()
 
 
 def _describe_end(process: Process, sentinel: int) -> str:
     """Return how a process that has ended did so, as far as that is known here."""
-    name, code = f"descriptor {sentinel}", None
-    if isinstance(process, BaseProcess):
-        process.join(_EXIT_CODE_TIMEOUT)
-        name, code = f"process {process.pid}", process.exitcode
-    elif isinstance(process, subprocess.Popen):
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_EXIT_CODE_TIMEOUT)
-        name, code = f"process {process.pid}", process.returncode
-    else:
+    if not isinstance(process, BaseProcess | subprocess.Popen):
+        code = None
         with suppress(OSError):  # not a child of this process, or it has been waited for, or this is no pidfd
             status = os.waitid(os.P_PIDFD, sentinel, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is not None:
                 code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        name = f"descriptor {sentinel}"
+    else:
+        with suppress(subprocess.TimeoutExpired):
+            process.join(_EXIT_CODE_TIMEOUT) if isinstance(process, BaseProcess) else process.wait(_EXIT_CODE_TIMEOUT)
+        name, code = f"process {process.pid}", _exit_code(process)
     if code is None:
-        return f"{name} has ended" if wait_readable([sentinel], NOW) else f"{name}: still running"
+        return f"{name} has ended"
     if code >= 0:
         return f"{name} ended with exit code {code}"
     names = {one.value: one.name for one in signal.Signals}  # a real-time signal has none

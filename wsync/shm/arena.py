@@ -28,9 +28,9 @@ stored in one order that every process sees (sequentially consistent atomics, in
 
 - A worker that enters a forward loads ``published``, stores its slot in ``used``, and loads ``published`` again. If it
   has changed, it begins anew.
-- The trainer writes a slot ``s`` only after it has found that nobody refers to the ``Buffer`` of ``s`` (it is not leased),
-  that no block names ``s`` in ``published`` or ``pending``, then none in ``used`` or ``used_too``, then none in
-  ``held``.
+- The trainer writes a slot ``s`` only after it has found that ``s`` is leased to nobody (nothing refers to its
+  ``Buffer``), that no block names ``s`` in ``published`` or ``pending``, then none in ``used`` or ``used_too``, then
+  none in ``held``.
 
 **Guarantees.**
 
