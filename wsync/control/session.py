@@ -19,7 +19,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -45,6 +45,7 @@ from wsync.errors import NotConnected
 from wsync.update import Cause, Inbox, Stage, Update
 
 if TYPE_CHECKING:
+    from wsync.receiver import Receiver
     from wsync.weights.packing import Buffer
 
 _KEPT_REFUSALS = 1000
@@ -380,28 +381,7 @@ LATE = Cause("late", "did not answer before the deadline")
 # --- the worker's end ---
 
 
-class Candidate(Protocol):
-    """One model of a process, as the rule for updates that belong together sees it."""
-
-    @property
-    def sender(self) -> str:
-        """The name of the sender of its updates."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """What is installed."""
-        ...
-
-    def candidates(self) -> Sequence[Update]:
-        """Return the updates that may be installed, and are newer than what is installed; the oldest first."""
-        ...
-
-
-C = TypeVar("C", bound=Candidate)
-
-
-def choose(models: Iterable[C]) -> dict[C, Update]:
+def choose(models: Iterable[Receiver]) -> dict[Receiver, Update]:
     """Return the newest update of each model such that all models then have what each requires of the others.
 
     It is the only place that knows what makes the parts of a transaction arrive together: each update names the
@@ -423,40 +403,6 @@ def choose(models: Iterable[C]) -> dict[C, Update]:
             return {model: updates[-1] for model, updates in waiting.items()}
 
 
-class Owner(Candidate, Protocol):
-    """The receiver of a model, as its connection calls it. All methods are called in the control thread."""
-
-    @property
-    def passed_version(self) -> int:
-        """What is installed, and passed on where this worker has workers of its own."""
-        ...
-
-    async def use_layout(self, layout: bytes, *, try_only: bool) -> str:
-        """Use weights of this layout from now on, or only try it; return why they do not fit, or an empty string."""
-        ...
-
-    def new_buffer(self) -> Buffer:
-        """Return room for one update."""
-        ...
-
-    async def check(self, update: Update) -> str:
-        """Find out, inside the gate, whether the model would take an update; return why not, or an empty string."""
-        ...
-
-    def settle(self) -> None:
-        """Install what can be installed, if nobody holds the gate; who holds it does it on leaving."""
-
-    def ready_version(self) -> int:
-        """Return the version that a forward that starts now would use."""
-        ...
-
-    def missed(self, version: int, error: str) -> None:
-        """A version has not arrived, and will not: why."""
-
-    def ended(self, cause: str, *, finished: bool) -> None:
-        """The connection has ended; ``finished``: the sender has shut down in order."""
-
-
 class SessionInbox(Inbox):
     """The worker's end of one connection. ``run`` is its life, in the control thread.
 
@@ -473,7 +419,7 @@ class SessionInbox(Inbox):
         self,
         link: Link,
         medium: Medium,
-        owner: Owner,
+        owner: Receiver,
         call_soon: Callable[..., object],
         *,
         apply_difference: Callable[[memoryview, bytes, memoryview], None] | None = None,

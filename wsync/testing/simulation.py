@@ -255,7 +255,7 @@ class Model:
         return self.version
 
     def ready_version(self) -> int:
-        chosen = choose(self.worker.models.values()).get(self)
+        chosen = dict[Any, Update](choose(self.worker.models.values())).get(self)
         return self.version if chosen is None else chosen.version
 
     def ended(self, cause: str, *, finished: bool) -> None:
@@ -268,7 +268,7 @@ class SimulatedWorker(Process):
     def __init__(self, world: World, index: int) -> None:
         super().__init__(world)
         self.index, self.gate_held = index, False
-        self.models = {name: Model(self, world.outlets[name].name) for name in MODELS}
+        self.models: dict[str, Any] = {name: Model(self, world.outlets[name].name) for name in MODELS}
         self.seen, self.promised = Counter[str](), Counter[str]()  # versions by model
         self.start(self.act())
         for name in MODELS:
