@@ -354,7 +354,7 @@ def test_a_source_keeps_no_module_alive() -> None:
     layout = Layout.of(source.first(net))
     source.learn(net, layout)
     gone = weakref.ref(net.body[0])  # type: ignore[arg-type]
-    del net, source._index
+    del net
     gc.collect()
     assert gone() is None
 

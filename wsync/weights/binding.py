@@ -177,9 +177,8 @@ class Binding(Target):
         self.may_refuse = bool(self._agree or layout.extra or (layout.extra is None and index.extra))
         self._index = index
         self._tensors = [where[key] for where, key in index.places.values()]
-        self._tree = index.tree(list(index.places))
         parts = tuple(self._tensors), tuple(self._bound), tuple(self._copied)
-        self.installer = native.Installer(self._tree, *parts) if native is not None else None
+        self.installer = native.Installer(index.tree, *parts) if native is not None else None
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Switch the model to ``views`` and ``extra``.
@@ -223,7 +222,7 @@ class Binding(Target):
 
     def _is_current(self) -> bool:
         """Whether the model has the same tensors; inside ``functional_call`` it has not."""
-        now = self._tree.tensors()
+        now = self._index.tree.tensors()
         return now is not None and all(map(is_, now, self._tensors))
 
     def _is_alike(self, views: Sequence[Tensor]) -> bool:

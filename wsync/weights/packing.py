@@ -39,15 +39,11 @@ class Buffer:
         self.plan = plan
 
     @classmethod
-    def over(cls, layout: Layout, flat: Tensor, slot: int = -1, *, shared: bool = False) -> Buffer:
-        """Return a buffer over ``flat``; ``shared``: whether other processes read it."""
-        views = layout.views(flat)
-        return cls(layout, flat, views, slot, native.PackPlan(views, shared) if native is not None else None)
-
-    @classmethod
     def new(cls, layout: Layout, device: torch.device | str = "cpu") -> Buffer:
         """Return a buffer in private memory."""
-        return cls.over(layout, zeros(layout.nbytes, device))
+        flat = zeros(layout.nbytes, device)
+        views = layout.views(flat)
+        return cls(layout, flat, views, -1, None if native is None else native.PackPlan(views, False))
 
     @property
     def memory(self) -> memoryview:
@@ -76,19 +72,15 @@ class BufferPool:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
         self._layout: Layout | None = None
-        self._memory: list[tuple[Tensor, Sequence[Tensor], Any, weakref.ref[Buffer]]] = []
+        self._free: list[tuple[Tensor, Sequence[Tensor], int, Any]] = []
 
     def reserve(self, layout: Layout) -> Buffer:
         """Return a buffer that nobody else has."""
         if self._layout is not layout:
-            self._memory, self._layout = [], layout
-        for index, (flat, views, plan, last) in enumerate(self._memory):
-            if last() is None:
-                buffer = Buffer(layout, flat, views, -1, plan)
-                self._memory[index] = flat, views, plan, weakref.ref(buffer)
-                return buffer
-        buffer = Buffer.new(layout, self._device)
-        self._memory.append((buffer.flat, buffer.views, buffer.plan, weakref.ref(buffer)))
+            self._free, self._layout = [], layout
+        buffer = Buffer(layout, *self._free.pop()) if self._free else Buffer.new(layout, self._device)
+        memory = buffer.flat, buffer.views, buffer.slot, buffer.plan
+        weakref.finalize(buffer, self._free.append, memory).atexit = False
         return buffer
 
 

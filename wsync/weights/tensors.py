@@ -59,14 +59,28 @@ def defect_of(tensor: Tensor, *, writable: bool = False) -> str:
     return "has elements that share memory: clone it" if writable and overlaps_itself(tensor) else ""
 
 
-def require_whole(names: Iterable[str], tensors: Iterable[Tensor], receiving: str = "") -> None:
-    """Raise ``LayoutMismatch`` if some of these weights, or of those of ``receiving``, are sharded (FSDP2)."""
+def require_whole(names: Iterable[str], tensors: Iterable[Tensor], receiver: str = "") -> None:
+    """Raise ``LayoutMismatch`` if some of these weights, or of those of ``receiver``, are sharded (FSDP2)."""
     sharded = [f"'{name}'" for name, tensor in zip(names, tensors, strict=True) if is_sharded(tensor)]
     if sharded:
         raise LayoutMismatch(
             f"only whole tensors can be carried, and this rank has only a shard of {describe(sharded)} of "
-            f"{receiving or 'these weights'} (DTensor): {_RECEIVE if receiving else _GATHER}"
+            f"{receiver or 'these weights'} (DTensor): {_RECEIVE if receiver else _GATHER}"
         )
+
+
+def require_carried(
+    names: Sequence[str], tensors: Sequence[Tensor], receiver: str = "", *, writable: bool = False
+) -> None:
+    """Raise ``LayoutMismatch`` if some of these weights cannot be sent, or some of ``receiver`` cannot be written."""
+    odd = [
+        f"'{name}' {defect}"
+        for name, one in zip(names, tensors, strict=True)
+        if (defect := defect_of(one, writable=writable))
+    ]
+    if odd:
+        require_whole(names, tensors, receiver)
+        raise LayoutMismatch(f"{receiver or 'these weights'}: {describe(odd)}")
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -178,10 +192,7 @@ def in_clean_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
 
 
 class PinnedMapping(mmap.mmap):
-    """A mapping of memory. Once ``pin`` was called in a process that uses a GPU, the GPU copies it directly.
-
-    Such copies are several times as fast as those of other memory.
-    """
+    """A mapping of memory, which a GPU copies several times as fast if ``pin`` was called in a process that uses it."""
 
     _pinned_by = -1  # id of the process
     _address = 0
@@ -189,11 +200,11 @@ class PinnedMapping(mmap.mmap):
 
     def pin(self) -> None:
         """Pin the memory, if this process uses a GPU. Called once. Memory that CUDA does not pin remains usable."""
-        gpu = _gpu_in_use()
-        if gpu < 0:
+        self._gpu = _gpu_in_use()
+        if self._gpu < 0:
             return
-        self._address, self._gpu = ctypes.addressof(ctypes.c_char.from_buffer(self)), gpu
-        with torch.cuda.device(gpu):
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        with torch.cuda.device(self._gpu):
             runtime: Any = torch.cuda.cudart()
             result = int(runtime.cudaHostRegister(self._address, len(self), 0))
             if not result:
@@ -223,9 +234,6 @@ def _gpu_in_use() -> int:
 
 def zeros(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
     """Return ``uint8[nbytes]``, zero; pinned if it is in main memory and this process uses a GPU."""
+    pinned = torch.device(device).type == "cpu" and _gpu_in_use() >= 0
     with torch.inference_mode(False):  # views of an inference tensor are inference tensors
-        if torch.device(device).type != "cpu" or not nbytes or _gpu_in_use() < 0:
-            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        memory = PinnedMapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.pin()
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
