@@ -6,15 +6,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import ParamSpec
 
-__all__ = [
-    "LayoutMismatch",
-    "NotConnected",
-    "SyncTimeout",
-    "WeightSyncError",
-    "WorkerDied",
-    "WorkerFailed",
-    "missing_extra",
-]
+P = ParamSpec("P")
 
 
 class WeightSyncError(RuntimeError):
@@ -91,9 +83,6 @@ def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError
     return ModuleNotFoundError(
         f"{package} is not installed: pip install '.[{extra}]' in a clone of wsync", name=error.name
     )
-
-
-P = ParamSpec("P")
 
 
 def error_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> str:

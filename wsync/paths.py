@@ -37,24 +37,10 @@ class CollectorContext(Protocol):
         ...
 
 
-@runtime_checkable
-class CascadingContext(Protocol):
-    """A receiver's context that has workers of its own, to which updates are passed on."""
-
-    def cascade_weights(self, model_id: str) -> None:
-        """Send the model's weights to the workers below. Called outside the gate, after an update is installed.
-
-        If several were installed at once, it is called for the newest.
-        """
-        ...
-
-
 class NoSuchPath(LookupError):
     """A path leads nowhere.
 
-    Attributes:
-        reached: the part of the path that exists; empty if its first step is missing.
-        lacking: what is missing there, and what there is instead.
+    ``reached`` is the part that exists, empty if its first step is missing; ``lacking`` says what there is instead.
     """
 
     def __init__(self, message: str, reached: str, lacking: str) -> None:

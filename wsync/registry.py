@@ -12,8 +12,6 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-ENTRY_POINTS = "wsync.backends"
-
 _BACKENDS = {
     "shared_mem": "wsync.backends.shared_mem:SharedMemWeightSyncScheme",
     "multiprocess": "wsync.backends.multiprocess:MultiProcessWeightSyncScheme",
@@ -50,7 +48,7 @@ def register_backend(name: str, scheme: str) -> None:
 def registered_backends() -> dict[str, str]:
     """Return all backends: ``{name: import string}``; registered ones first, then those of installed packages."""
     found = dict(_BACKENDS)
-    for point in entry_points(group=ENTRY_POINTS):
+    for point in entry_points(group="wsync.backends"):
         found.setdefault(point.name, point.value)
     return found
 

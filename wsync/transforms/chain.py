@@ -18,10 +18,12 @@ from wsync.weights.tensors import require_whole
 
 Transform = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Weights by name → weights by name."""
+Memory = dict[str, tuple[list[Any], Tensor]]
+"""The results of the last call by name, and of what kind the weights were: new memory costs more than the copy."""
 
 
 class ByName(ABC):
-    """A transform of the library, which is given names or patterns. It keeps nothing of the weights.
+    """A transform of the library, which is given names or patterns. It keeps nothing of the weights itself.
 
     Attributes:
         selects: whether the result is a part of the model on purpose.
@@ -32,31 +34,48 @@ class ByName(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
-    def __call__(self, weights: Mapping[str, Tensor], strict: bool = True) -> dict[str, Tensor]:
+    def __call__(
+        self, weights: Mapping[str, Tensor], strict: bool = True, memory: Memory | None = None
+    ) -> dict[str, Tensor]:
         """Return the transformed weights.
 
         Args:
             weights: by name.
             strict: whether they are a whole model, so that a name or a pattern without a weight is an error.
+            memory: of an earlier call, whose results are overwritten.
 
         Raises:
             LayoutMismatch: the transform does not fit the weights; or some are sharded over ranks.
         """
         require_whole(weights, weights.values())  # PyTorch might wait for the other ranks
         with torch.no_grad():
-            return self.apply(dict(weights), strict)
+            return self.apply(dict(weights), strict, {} if memory is None else memory)
 
     @abstractmethod
-    def apply(self, weights: dict[str, Tensor], strict: bool) -> dict[str, Tensor]:
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
         """Return the transformed weights."""
 
 
+def computed(memory: Memory, name: str, inputs: Sequence[Tensor], compute: Callable[[Tensor | None], Tensor]) -> Tensor:
+    """Return ``compute(out)``: the result for ``inputs``, in the memory of the last one of the same kind, if any."""
+    kind = [(one.shape, one.dtype, one.device) for one in inputs]
+    known = memory.get(name)
+    result = compute(known[1] if known is not None and known[0] == kind else None)
+    memory[name] = kind, result
+    return result
+
+
 class Chain:
-    """Several transforms, one after the other; ``side`` is named in errors. TypeError: one is not callable."""
+    """Several transforms, one after the other; ``side`` is named in errors. Results are valid until the next call.
+
+    Raises:
+        TypeError: one is not callable.
+    """
 
     def __init__(self, transforms: Transform | Sequence[Transform], side: str) -> None:
         self.transforms = _listed(transforms)
         self._side = side
+        self._memories: list[Memory] = [{} for _ in self.transforms]
         for one in self.transforms:
             if not callable(one):
                 raise TypeError(
@@ -71,10 +90,10 @@ class Chain:
             TypeError: a transform returned something else than tensors by name.
         """
         with torch.inference_mode(False), torch.no_grad():
-            for one in self.transforms:
+            for one, memory in zip(self.transforms, self._memories, strict=True):
                 where = f"{self._side} {getattr(one, '__name__', None) or repr(one)}"
                 try:
-                    result = one(weights, strict) if isinstance(one, ByName) else one(weights)
+                    result = one(weights, strict, memory) if isinstance(one, ByName) else one(weights)
                 except LayoutMismatch as error:
                     raise LayoutMismatch(f"{where}: {error}") from error
                 except RuntimeError:  # PyTorch's, perhaps because of a DTensor

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.transforms.chain import ByName, as_patterns, matching, require_unused, shown_names
+from wsync.transforms.chain import ByName, Memory, as_patterns, computed, matching, require_unused, shown_names
 from wsync.weights.tensors import tie_leaders
 
 _NARROW = (torch.int8, torch.float8_e4m3fn)  # what ``Quantize`` converts to
@@ -35,7 +36,7 @@ class Cast(ByName):
             raise ValueError(f"Cast is to a floating-point dtype, not to {self.dtype}; for integers see Quantize")
         self.only = as_patterns(only)
 
-    def apply(self, weights: dict[str, Tensor], strict: bool) -> dict[str, Tensor]:
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
         """Return the weights, converted; tied ones stay tied."""
         narrow = _quantised(weights)
         kept = {*narrow, *(name + _SCALE for name in narrow)}
@@ -44,7 +45,9 @@ class Cast(ByName):
         chosen = [name for name in floats if name in found and weights[name].dtype is not self.dtype]
         for name, leader in zip(chosen, tie_leaders([weights[name] for name in chosen]), strict=True):
             first = weights[chosen[leader]]
-            weights[name] = first if first.dtype is self.dtype else first.to(self.dtype)
+            if first.dtype is not self.dtype:
+                first = computed(memory, name, [first], partial(_cast, first, self.dtype))
+            weights[name] = first
         return weights
 
 
@@ -53,7 +56,7 @@ class Quantize(ByName):
 
     ``name`` becomes the quantised tensor, ``name + "_scale"`` its float32 scale: ``weight ≈ quantised × scale``, with
     ``scale = max|weight| / largest``. For int8 the error of each value is at most half its scale. Of tied weights each
-    is quantised and sent. A weight that is infinite or not a number, and another weight with a scale's name, are errors.
+    is quantised and sent. Values that are infinite or not numbers, and another weight with a scale's name, are errors.
 
     Args:
         dtype: ``torch.int8`` or ``torch.float8_e4m3fn``, or its name.
@@ -70,28 +73,30 @@ class Quantize(ByName):
         self.per_channel = per_channel
         self.only = as_patterns(only)
 
-    def apply(self, weights: dict[str, Tensor], strict: bool) -> dict[str, Tensor]:
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
         """Return the weights, quantised, with their scales."""
         wide = [name for name, one in weights.items() if one.is_floating_point() and one.dim() > 1 and one.numel()]
         found = matching(self.only, wide, strict, "floating-point weight with two dimensions or more")
         chosen = [name for name in wide if name in found]
         require_unused([name + _SCALE for name in chosen], weights)
         for name in chosen:
-            weights[name], weights[name + _SCALE] = self._quantised(name, weights[name])
+            weights[name], weights[name + _SCALE] = self._quantised(name, weights[name], memory)
         return weights
 
-    def _quantised(self, name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantised(self, name: str, weight: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        """Return the quantised weight and its scale."""
         largest = 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
-        weight = weight.float()  # in half precision, scales and quotients would be rounded
-        dimensions = tuple(range(1 if self.per_channel else 0, weight.dim()))
-        scale = weight.abs().amax(dimensions, keepdim=self.per_channel) / largest
+        wide = weight.float()  # in half precision, scales and quotients would be rounded
+        dimensions = tuple(range(1 if self.per_channel else 0, wide.dim()))
+        scale = wide.abs().amax(dimensions, keepdim=self.per_channel).div_(largest)
         scale.clamp_(min=_LEAST_SCALE)  # of zeros alone
         if not scale.isfinite().all():
             raise LayoutMismatch(f"'{name}' has values that are infinite or not numbers, and cannot be quantised")
-        scaled = weight / scale
+        scaled = wide / scale
         if self.dtype is torch.int8:
             scaled.round_()
-        return scaled.clamp_(-largest, largest).to(self.dtype), scale
+        scaled.clamp_(-largest, largest)
+        return computed(memory, name, [weight], partial(_cast, scaled, self.dtype)), scale
 
 
 class QuantizeInt8(Quantize):
@@ -114,19 +119,25 @@ class Dequantize(ByName):
     def __init__(self, dtype: torch.dtype | str = torch.float32) -> None:
         self.dtype = _as_dtype(dtype)
 
-    def apply(self, weights: dict[str, Tensor], strict: bool) -> dict[str, Tensor]:
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
         """Return the weights, without the scales."""
         found = _quantised(weights)
         if strict and not found:
             raise LayoutMismatch(f"no int8 or float8 weight has a scale ('…_scale'); there are {shown_names(weights)}")
         scales = {name + _SCALE for name in found}
-        results = {name: (weights[name].float() * weights[name + _SCALE]).to(self.dtype) for name in found}
-        return {**{name: tensor for name, tensor in weights.items() if name not in scales}, **results}
+        for name in found:
+            wide = weights[name].float().mul_(weights[name + _SCALE])
+            weights[name] = computed(memory, name, [weights[name]], partial(_cast, wide, self.dtype))
+        return {name: tensor for name, tensor in weights.items() if name not in scales}
 
 
 def _quantised(weights: dict[str, Tensor]) -> list[str]:
     """Return the names of the weights in a narrow dtype that have a scale beside them."""
     return [name for name, tensor in weights.items() if tensor.dtype in _NARROW and name + _SCALE in weights]
+
+
+def _cast(given: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    return given.to(dtype) if out is None else out.copy_(given)
 
 
 def _as_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -11,7 +11,9 @@ from torch import Tensor
 from wsync.errors import LayoutMismatch
 from wsync.transforms.chain import (
     ByName,
+    Memory,
     as_patterns,
+    computed,
     matching,
     require,
     require_distinct,
@@ -30,7 +32,7 @@ class Rename(ByName):
     def __init__(self, names: Mapping[str, str] | Callable[[str], str]) -> None:
         self.names = dict(names) if isinstance(names, Mapping) else names
 
-    def apply(self, weights: dict[str, Tensor], strict: bool) -> dict[str, Tensor]:
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
         """Return ``weights`` under their new names."""
         names = self.names
         if callable(names):
@@ -55,7 +57,7 @@ class Select(ByName):
     def __init__(self, *patterns: str | Sequence[str]) -> None:
         self.patterns = as_patterns(*patterns)
 
-    def apply(self, weights: dict[str, Tensor], strict: bool) -> dict[str, Tensor]:
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
         """Return the weights that are kept; LayoutMismatch: there are none."""
         found = matching(self.patterns, weights, strict)
         kept = {name: one for name, one in weights.items() if (name in found) is not self._drops}
@@ -95,7 +97,7 @@ class Fuse(ByName):
         self.groups = _checked_groups(groups)
         self.dim = dim
 
-    def apply(self, weights: dict[str, Tensor], strict: bool) -> dict[str, Tensor]:
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
         """Return the weights, joined ones in the place of their parts."""
         members: list[tuple[str, list[str]]] = []
         for new, old in self.groups.items():
@@ -106,16 +108,15 @@ class Fuse(ByName):
         rest = {name: tensor for name, tensor in weights.items() if name not in parts}
         require_distinct([new for new, _ in members])
         require_unused([new for new, _ in members], rest)
-        return {**rest, **{new: self._joined(old, weights) for new, old in members}}
+        return {**rest, **{new: self._joined(new, [weights[one] for one in old], memory) for new, old in members}}
 
-    def _joined(self, names: Sequence[str], weights: Mapping[str, Tensor]) -> Tensor:
-        tensors = [weights[name] for name in names]
+    def _joined(self, name: str, parts: Sequence[Tensor], memory: Memory) -> Tensor:
         try:
-            return torch.cat(tensors, self.dim)
+            return computed(memory, name, parts, lambda out: torch.cat(parts, self.dim, out=out))
         except (RuntimeError, IndexError) as error:
-            shapes = ", ".join(str(list(one.shape)) for one in tensors)
+            shapes = ", ".join(str(list(one.shape)) for one in parts)
             raise LayoutMismatch(
-                f"{shown_names(names)} cannot be joined along dimension {self.dim}: their shapes are {shapes}"
+                f"'{name}' cannot be joined along dimension {self.dim}: the shapes of its parts are {shapes}"
             ) from error
 
 
@@ -138,7 +139,7 @@ class Split(ByName):
         self.sizes = None if sizes is None else tuple(sizes)
         self.dim = dim
 
-    def apply(self, weights: dict[str, Tensor], strict: bool) -> dict[str, Tensor]:
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
         """Return the weights, views of the parts in the place of the joined ones."""
         result = dict(weights)
         for pattern, parts in self.groups.items():

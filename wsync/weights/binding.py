@@ -149,10 +149,7 @@ class Binding(Target):
                 f"'{stand_ins[0]}' of the worker's model is a plain tensor in a parameter's place: hold wsync.gate() "
                 "around functional_call()"
             )
-        problems: list[str] = []
-        if layout.extra is not None and layout.extra != index.extra.keys():
-            problems.append(f"extra state differs: {describe(sorted(layout.extra ^ index.extra.keys()))}")
-        self._own = layout.fit(own, "the worker's model", optional=index.optional, problems=problems)
+        self._own = layout.fit(own, "the worker's model", optional=index.optional, extra=index.extra)
         self._agree = layout.tied_only_in(self._own)
         before = {id(parameter): parameter for parameter, _ in self._bound}
         aliased = _aliased(self._own)

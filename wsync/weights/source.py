@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
