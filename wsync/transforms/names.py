@@ -110,7 +110,7 @@ class Fuse(ByName):
         require_unused([new for new, _ in members], rest)
         return {**rest, **{new: self._joined(new, [weights[one] for one in old], memory) for new, old in members}}
 
-    def _joined(self, name: str, parts: Sequence[Tensor], memory: Memory) -> Tensor:
+    def _joined(self, name: str, parts: list[Tensor], memory: Memory) -> Tensor:
         try:
             return computed(memory, name, parts, lambda out: torch.cat(parts, self.dim, out=out))
         except (RuntimeError, IndexError) as error:

@@ -18,7 +18,7 @@ from wsync.weights.tensors import describe, require_apart, require_carried, same
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
 
-class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
+class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
     """Name, dtype, shape, strides and place of every tensor of a model, in one flat buffer of bytes.
 
     Entries are ordered by dtype, so that each dtype is one contiguous stretch. Tied tensors share a place.
@@ -42,7 +42,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
     nbytes: int
     extra: frozenset[str] | None
     optional: frozenset[str]
-    model_may_have_more: bool = False
+    model_may_have_more: bool
 
     @classmethod
     def of(cls, weights: Snapshot) -> Layout:
@@ -137,9 +137,12 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
             LayoutMismatch: names those that have another shape or dtype, or cannot be carried, or be written.
         """
         require_carried(self.names, tensors, receiver, writable=writable)
-        entries = [*zip(self.names, tensors, self.shapes, self.dtypes, strict=True)]
+        entries = zip(self.names, tensors, self.shapes, self.dtypes, strict=True)
         others = [one for one in entries if one[1].shape != one[2] or one[1].dtype is not one[3]]
-        problems = [f"'{name}' is {_kind(one.shape, one.dtype)}, not {_kind(*kind)}" for name, one, *kind in others]
+        problems = [
+            f"'{name}' is {_kind(one.shape, one.dtype)}, not {_kind(shape, dtype)}"
+            for name, one, shape, dtype in others
+        ]
         for follower, leader in () if receiver or problems else self.ties:
             pair = [tensors[follower], tensors[leader]]
             if any(tie_leaders(pair)) and not same_bits(*pair):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
@@ -142,7 +142,8 @@ class Source:
         if rest is not None:
             return [self._completed(workers, given, layout, rest)]
         if self._device_map_fn is not None:
-            return self._mapped(workers, self._strategy.extract_weights(given), layout, self._device_map_fn)
+            change, formatted = self._device_map_fn, self._strategy.extract_weights(given)
+            return (self._part([worker], snapshot(change(worker, formatted)), layout) for worker in workers)
         part = self._part(workers, self._read(given), layout)
         return [Part([worker], part.tensors, part.extra) for worker in workers] if self._own_buffers else [part]
 
@@ -222,13 +223,6 @@ class Source:
         # Not strict: a state dict may lack what is dropped. What the result lacks, the layout finds.
         sent = self._transformed(read.with_optional(self._optional, fallback), strict=False)
         return Part(workers, layout.order(sent), sent.extra)
-
-    def _mapped(
-        self, workers: Sequence[int], weights: object, layout: Layout, device_map_fn: DeviceMap
-    ) -> Iterator[Part]:
-        """Yield the weights that are made for each worker; no earlier ones are kept here."""
-        for worker in workers:
-            yield self._part([worker], snapshot(device_map_fn(worker, weights)), layout)
 
     def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
         """Return a part of a model, completed by ``rest``."""

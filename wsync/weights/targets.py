@@ -77,9 +77,7 @@ class Tensors(Target):
     ) -> None:
         if is_stacked(destination):
             raise LayoutMismatch("a lazily stacked TensorDict has no tensors to copy into: make it contiguous first")
-        self._destination = destination
-        self._layout = layout
-        self._owner = owner
+        self._destination, self._layout, self._owner = destination, layout, owner
         self._current()
 
     def _current(self) -> list[Tensor]:
@@ -110,12 +108,11 @@ class Transformed(Target):
     """
 
     def __init__(self, layout: Layout, transform: Chain, make: Callable[[Layout], Target]) -> None:
-        self._names = layout.names
-        self._transform = transform
+        self._names, self._transform = layout.names, transform
         extra = None if layout.extra is None or transform.selects else dict.fromkeys(layout.extra)
         more = layout.model_may_have_more or transform.selects
-        zero = dict(zip(layout.names, layout.views(zeros(layout.nbytes)), strict=True))
-        result = transform(zero)  # only the kinds of the tensors matter
+        zero = layout.views(zeros(layout.nbytes))  # only the kinds of the tensors matter
+        result = transform(dict(zip(layout.names, zero, strict=True)))
         self._layout = Layout.of(Snapshot(result, extra, model_may_have_more=more))
         self._target = make(self._layout)
         self.detach = self._target.detach
@@ -148,18 +145,10 @@ class Destination:
         TypeError: ``model`` is neither a module nor a mapping of tensors.
     """
 
-    def __init__(
-        self,
-        model: Any = None,
-        *,
-        load: Load | None = None,
-        transform: Chain | None = None,
-    ) -> None:
+    def __init__(self, model: Any = None, *, load: Load | None = None, transform: Chain | None = None) -> None:
         if load is None and not isinstance(model, nn.Module | TensorDictBase | Mapping):
             raise TypeError(f"a receiver's model is a module, a TensorDict or a dict of tensors, not {model!r}")
-        self.model = model
-        self._load = load
-        self._transform = transform
+        self.model, self._load, self._transform = model, load, transform
 
     @property
     def module(self) -> nn.Module | None:
