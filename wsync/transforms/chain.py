@@ -37,15 +37,12 @@ class ByName(ABC):
     def __call__(
         self, weights: Mapping[str, Tensor], strict: bool = True, memory: Memory | None = None
     ) -> dict[str, Tensor]:
-        """Return the transformed weights.
+        """Return the transformed weights; LayoutMismatch: the transform does not fit them, or some are sharded.
 
         Args:
             weights: by name.
             strict: whether they are a whole model, so that a name or a pattern without a weight is an error.
             memory: of an earlier call, whose results are overwritten.
-
-        Raises:
-            LayoutMismatch: the transform does not fit the weights; or some are sharded over ranks.
         """
         require_whole(weights, weights.values())  # PyTorch might wait for the other ranks
         with torch.no_grad():
@@ -114,13 +111,10 @@ class Chain:
 
 
 def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Chain | None:
-    """Return one or several transforms as a chain; None for none. ``Delta`` is left out: it changes no weights.
+    """Return transforms as a chain; None for none. ``Delta`` is left out: it changes no weights.
 
-    ``side`` is ``"send_transform"`` or ``"receive_transform"``.
-
-    Raises:
-        TypeError: one of them is not callable.
-        ValueError: a ``Delta`` on the receiving side.
+    ``side`` is ``"send_transform"`` or ``"receive_transform"``. TypeError: one is not callable. ValueError: a ``Delta``
+    on the receiving side.
     """
     given = _listed(transforms)
     changing = [one for one in given if not isinstance(one, Delta)]

@@ -197,7 +197,7 @@ def snapshot(source: object) -> Snapshot:
 
 
 def no_weights(source: object) -> TypeError:
-    """Return the error of a ``source`` that is not weights."""
+    """The error of a ``source`` that is not weights."""
     return TypeError(f"weights are a torch.nn.Module, a TensorDict or a state dict, not a {type(source).__name__}")
 
 

@@ -105,11 +105,7 @@ class Source:
         self._forms: list[tuple[_Form, list[int]]] = []  # of mappings, and where each tensor of the layout is
 
     def first(self, weights: object = None) -> Snapshot:
-        """Return one worker's weights, which define the layout.
-
-        Raises:
-            NotConnected: there are none yet; or ``undefined``.
-        """
+        """Return one worker's weights, which define the layout; NotConnected: there are none; or ``undefined``."""
         if self._undefined:
             raise NotConnected(self._undefined)
         given = self._given(weights)

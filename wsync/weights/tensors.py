@@ -147,17 +147,14 @@ def tie_leaders(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _tie_key(one: Tensor) -> tuple[object, ...]:
-    """Return what is equal for tied tensors. A lazily conjugated or negated view has the memory of its base."""
+    # A lazily conjugated or negated view has the memory of its base.
     return one.device, one.data_ptr(), one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()
 
 
 def require_apart(tensors: Mapping[str, Tensor], owner: str) -> None:
-    """Check that no two tensors of ``owner`` reach into each other's memory: the later one would win.
+    """Raise ``LayoutMismatch`` if two tensors of ``owner`` reach into each other's memory: the later one would win.
 
     Tied tensors are allowed: one tensor under several names.
-
-    Raises:
-        LayoutMismatch: two of them overlap; names both.
     """
     spans = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), name)
@@ -182,10 +179,9 @@ def _extent(tensor: Tensor) -> int:
 
 
 def in_clean_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return what ``function`` returns, or raise what it raises, in a thread of its own.
+    """Call ``function`` in a thread of its own: tensors for other threads are not made under this thread's modes.
 
-    Modes such as ``no_grad``, ``inference_mode``, ``torch.func.grad`` and fake tensors belong to a thread; tensors that
-    other threads will use must not be made under them.
+    Such modes are ``no_grad``, ``inference_mode``, ``torch.func.grad`` and fake tensors.
     """
     with ThreadPoolExecutor(1, "wsync-clean") as thread:
         return thread.submit(function, *args, **kwargs).result()
@@ -194,9 +190,7 @@ def in_clean_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
 class PinnedMapping(mmap.mmap):
     """A mapping of memory, which a GPU copies several times as fast if ``pin`` was called in a process that uses it."""
 
-    _pinned_by = -1  # id of the process
-    _address = 0
-    _gpu = -1
+    _pinned_by, _address, _gpu = -1, 0, -1  # id of the process, where, and for which GPU
 
     def pin(self) -> None:
         """Pin the memory, if this process uses a GPU. Called once. Memory that CUDA does not pin remains usable."""
@@ -211,7 +205,7 @@ class PinnedMapping(mmap.mmap):
                 self._pinned_by = os.getpid()
                 return
             _log.debug("%d bytes were not pinned: CUDA error %d", len(self), result)
-            with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel of PyTorch would raise it
+            with suppress(RuntimeError):  # CUDA keeps the error, which the next kernel would raise
                 torch.zeros(1, device="cuda")
 
     def __del__(self) -> None:
