@@ -49,9 +49,7 @@ class NoSuchPath(LookupError):
 
 
 def find_model(context: object, model_id: str) -> nn.Module:
-    """The model that ``model_id`` names in ``context``.
-
-    The context's own ``get_model(model_id)`` is asked, if it has one; else the id is a path of attributes and indices.
+    """The model that ``model_id`` names in ``context``: by its own ``get_model(model_id)``, else as a path.
 
     Raises:
         LookupError: there is no such thing; names the part of the path that was found, and what there is.
@@ -66,12 +64,7 @@ def find_model(context: object, model_id: str) -> nn.Module:
 
 
 def find_object(context: object, path: str) -> Any:
-    """The object at ``path``, attributes and indices, in ``context``.
-
-    Raises:
-        NoSuchPath: there is none; a ``LookupError``.
-        ValueError: it is not a path.
-    """
+    """Return what is at ``path`` in ``context``. NoSuchPath: there is none; ValueError: no path."""
     found, end = context, 0
     while end < len(path):
         step = _STEP.match(path, end)

@@ -46,7 +46,7 @@ def register_backend(name: str, scheme: str) -> None:
 
 
 def registered_backends() -> dict[str, str]:
-    """Return all backends: ``{name: import string}``; registered ones first, then those of installed packages."""
+    """Return all backends, ``{name: import string}``; registered ones first, then those of installed packages."""
     found = dict(_BACKENDS)
     for point in entry_points(group="wsync.backends"):
         found.setdefault(point.name, point.value)
@@ -65,10 +65,7 @@ def import_string(name: str) -> str:
 def load_backend(name: str) -> Any:
     """Return the scheme class of a backend.
 
-    Raises:
-        ValueError: there is no such backend; lists all.
-        ImportError, AttributeError: it could not be imported.
-        TypeError: what was registered is no subclass of ``WeightSyncScheme``.
+    ValueError: there is no such backend. ImportError, AttributeError, TypeError: what was registered is no scheme.
     """
     registered = import_string(name)
     module, _, attribute = registered.partition(":")
