@@ -24,7 +24,6 @@ _BACKENDS = {
     "http": "wsync.backends.http:HTTPWeightSyncScheme",
     "none": "wsync.backends.none:NoWeightSyncScheme",
 }
-_ALIASES = {"shared": "shared_mem", "process": "multiprocess", "multiprocessing": "multiprocess", "direct": "none"}
 
 
 def register_backend(name: str, scheme: str) -> None:
@@ -56,10 +55,9 @@ def registered_backends() -> dict[str, str]:
 def import_string(name: str) -> str:
     """Return the import string of a backend's scheme; ValueError: there is no such backend; lists all."""
     known = registered_backends()
-    found = known.get(name) or known.get(_ALIASES.get(name, ""))
-    if found is None:
+    if name not in known:
         raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(sorted(known))}")
-    return found
+    return known[name]
 
 
 def load_backend(name: str) -> Any:

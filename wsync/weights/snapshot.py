@@ -5,8 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
@@ -23,8 +22,7 @@ Place = tuple[dict[str, Any], str]
 """A dictionary of a module, and the key of a tensor in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A model's weights by name. The tensors are the source's own: nothing is copied.
 
     Attributes:
@@ -36,7 +34,7 @@ class Snapshot:
 
     tensors: Mapping[str, Tensor]
     extra: Mapping[str, Any] | None = None
-    optional: frozenset[str] = field(default_factory=frozenset)
+    optional: frozenset[str] = frozenset()
     model_may_have_more: bool = False
 
     def with_optional(self, names: frozenset[str], fallback: Snapshot | None) -> Snapshot:
@@ -50,7 +48,7 @@ class Snapshot:
         tensors = {name: tensor for name, tensor in self.tensors.items() if name not in surplus}
         if fallback is not None:
             tensors |= {name: fallback.tensors[name] for name in sorted(missing) if name in fallback.tensors}
-        return replace(self, tensors=tensors, optional=self.optional | names)
+        return self._replace(tensors=tensors, optional=self.optional | names)
 
 
 def is_module(source: object) -> TypeGuard[nn.Module]:

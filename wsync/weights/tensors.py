@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import os
 import sys
@@ -20,7 +19,6 @@ from wsync.errors import LayoutMismatch
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_log = logging.getLogger(__name__)
 _GATHER = (
     "call torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, and send its result from rank 0"
@@ -84,7 +82,7 @@ def require_carried(
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether several elements of a tensor may lie in one place, as in an expanded one."""
+    """Return whether several elements may lie in one place, as in an expanded tensor."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < reach:
@@ -200,11 +198,9 @@ class PinnedMapping(mmap.mmap):
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         with torch.cuda.device(self._gpu):
             runtime: Any = torch.cuda.cudart()
-            result = int(runtime.cudaHostRegister(self._address, len(self), 0))
-            if not result:
+            if not int(runtime.cudaHostRegister(self._address, len(self), 0)):
                 self._pinned_by = os.getpid()
                 return
-            _log.debug("%d bytes were not pinned: CUDA error %d", len(self), result)
             with suppress(RuntimeError):  # CUDA keeps the error, which the next kernel would raise
                 torch.zeros(1, device="cuda")
 
