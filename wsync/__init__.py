@@ -29,7 +29,7 @@ from wsync.gate import gate, gated
 from wsync.legacy.api import WeightReceiver, WeightSender
 from wsync.media.group import DistributedTransport
 from wsync.metrics import SyncMetrics
-from wsync.paths import CascadingContext, CollectorContext, NoSuchPath, RemoteWorker, find_model, find_object
+from wsync.paths import CollectorContext, NoSuchPath, RemoteWorker, find_model, find_object
 from wsync.registry import register_backend, registered_backends
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import worker_list
@@ -41,7 +41,6 @@ from wsync.weights.strategy import WeightStrategy, bytes_of
 
 __version__ = "0.1.0"
 __all__ = [
-    "CascadingContext",
     "Closable",
     "CollectorContext",
     "CudaWeightSyncScheme",

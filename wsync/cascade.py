@@ -10,7 +10,6 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from wsync.gate import process_gate
-from wsync.paths import CascadingContext
 from wsync.weights.strategy import WeightStrategy
 
 Call = tuple[tuple[object, ...], dict[str, object]]
@@ -33,8 +32,9 @@ def pass_on_of(context: object, model_id: str, model: object, strategy: WeightSt
         TypeError: ``update_policy_weights_`` accepts none of the forms.
         ValueError: it needs weights, and there is no model to copy them from.
     """
-    if isinstance(context, CascadingContext):
-        return lambda: context.cascade_weights(model_id)
+    cascade: Callable[[str], object] | None = getattr(context, "cascade_weights", None)
+    if cascade is not None:
+        return lambda: cascade(model_id)
     update: Callable[..., object] | None = getattr(context, "update_policy_weights_", None)
     if update is None:
         return None

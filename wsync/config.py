@@ -9,7 +9,7 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, make_dataclass
 from functools import cache
@@ -42,8 +42,7 @@ def register_configs(defaults: Mapping[str, Any] | None = None, folders: Sequenc
     ``collector/for/<name>``        the collector option that the scheme names first (``WeightSyncScheme.collectors``)
     ==============================  =================================================================================
 
-    A file without ``_target_`` is about the backend in its defaults list, or the one of its own name. A scheme that
-    cannot be imported has a config that accepts any option.
+    A file without ``_target_`` is about the backend in its defaults list, or the one of its own name.
 
     Args:
         defaults: replace the defaults of schemes that have an option of that name, ``{"timeout": "${timeout}"}``.
@@ -97,12 +96,11 @@ def _default_collector(target: str | None) -> str:
 
 @cache  # two configs of one scheme have to be of one type to be merged
 def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
-    """Return the config of a scheme: a dataclass with ``_target_`` and one field per option.
+    """Return the config of a scheme: a dataclass with ``_target_`` and one field per argument of ``__init__``.
 
-    The options are the arguments of ``__init__``. If it ends in ``**options``, those of the class that it derives from
-    are added, to which it passes them on. A ``Literal`` of strings is a ``str`` (the scheme checks the value); what
-    OmegaConf has no type for is ``Any``. If the scheme cannot be imported, or is a function that accepts any option,
-    the config is a dictionary, to which options can be added.
+    A ``Literal`` of strings is a ``str`` (the scheme checks the value); what OmegaConf has no type for is ``Any``. If
+    the scheme cannot be imported, or is a function that accepts any option, the config is a dictionary, to which
+    options can be added.
 
     Args:
         target: dotted name of the scheme's class, or of a function that returns a scheme.
@@ -111,35 +109,26 @@ def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
     scheme = _imported(target)
     if not callable(scheme):
         return {"_target_": target}
-    parameters = inspect.signature(scheme).parameters.values()
-    options = [(name, kind, dict(defaults).get(name, default)) for name, kind, default in _options(scheme, parameters)]
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return {"_target_": target, **{name: default for name, _, default in options}}
-    fields: list[tuple[str, Any, Any]] = [("_target_", str, field(default=target))]
-    fields += [(name, _config_type(kind), field(default=default)) for name, kind, default in options]
-    made = make_dataclass(f"{scheme.__name__}Config", fields)
-    made.__doc__ = f"The options of ``{scheme.__name__}``."
-    made.__module__ = __name__
-    return made
-
-
-def _options(scheme: Any, parameters: Iterable[inspect.Parameter]) -> Iterable[tuple[str, Any, Any]]:
-    """Yield each option's name, annotation and default; those with a default that no config can hold are left out."""
     hints: dict[str, Any] = {}
     for function in [one.__init__ for one in reversed(scheme.__mro__)] if isinstance(scheme, type) else [scheme]:
         with suppress(NameError):  # names that are imported for type checkers only
             hints |= typing.get_type_hints(function)
-    for parameter in parameters:
+    accepts_any, given = False, dict(defaults)
+    fields: list[tuple[str, Any, Any]] = [("_target_", str, target)]
+    for parameter in inspect.signature(scheme).parameters.values():
+        accepts_any = accepts_any or parameter.kind is parameter.VAR_KEYWORD
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if parameter.default is parameter.empty:
-            yield parameter.name, hints.get(parameter.name, Any), "???"
-        elif all(one is None or isinstance(one, _PLAIN) for one in _items(parameter.default)):
-            yield parameter.name, hints.get(parameter.name, Any), parameter.default
-
-
-def _items(default: object) -> tuple[object, ...]:
-    return default if isinstance(default, tuple) else (default,)
+        default = "???" if parameter.default is parameter.empty else parameter.default
+        if all(one is None or isinstance(one, _PLAIN) for one in (default if type(default) is tuple else (default,))):
+            kind = _config_type(hints.get(parameter.name, Any))  # a config cannot hold other defaults
+            fields.append((parameter.name, kind, given.get(parameter.name, default)))
+    if accepts_any:
+        return {name: default for name, _, default in fields}
+    made = make_dataclass(f"{scheme.__name__}Config", [(name, kind, field(default=one)) for name, kind, one in fields])
+    made.__doc__ = f"The options of ``{scheme.__name__}``."
+    made.__module__ = __name__
+    return made
 
 
 def _config_type(annotation: Any) -> Any:

@@ -29,9 +29,9 @@ def remaining(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-def earlier(first: float | None, second: float | None) -> float | None:
-    """Return the earlier one of two deadlines."""
-    return min((one for one in (first, second) if one is not None), default=None)
+def earlier(*deadlines: float | None) -> float | None:
+    """Return the earliest of these deadlines."""
+    return min((one for one in deadlines if one is not None), default=None)
 
 
 def milliseconds(deadline: float | None) -> float | None:

@@ -6,15 +6,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import ParamSpec
 
-__all__ = [
-    "LayoutMismatch",
-    "NotConnected",
-    "SyncTimeout",
-    "WeightSyncError",
-    "WorkerDied",
-    "WorkerFailed",
-    "missing_extra",
-]
+P = ParamSpec("P")
 
 
 class WeightSyncError(RuntimeError):
@@ -51,8 +43,7 @@ class WorkerError(WeightSyncError):
     Attributes:
         workers: ``{worker_idx: cause}`` for each worker that failed.
         version: the update that they lack, and the others have; None if no worker was given one.
-        failed: those among them that answered with an error, or that could not be sent the update; all others died, or
-            did not answer.
+        failed: those that answered with an error, or could not be sent the update; others died, or did not answer.
     """
 
     def __init__(
@@ -81,19 +72,14 @@ class WorkerDied(WorkerError):
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
-    """Return the error of an import or a call that needs a package which is not installed.
+    """Return the error of what needs a package that is not installed, of the optional dependencies ``extra``.
 
-    Args:
-        error: the error of the import statement.
-        extra: the optional dependencies of wsync that have the package: ``"ray"``, ``"train"`` …
+    ``error`` is that of the import statement; ``extra`` is ``"ray"``, ``"train"`` …
     """
     package = (error.name or "").split(".")[0]
     return ModuleNotFoundError(
         f"{package} is not installed: pip install '.[{extra}]' in a clone of wsync", name=error.name
     )
-
-
-P = ParamSpec("P")
 
 
 def error_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> str:

@@ -37,24 +37,10 @@ class CollectorContext(Protocol):
         ...
 
 
-@runtime_checkable
-class CascadingContext(Protocol):
-    """A receiver's context that has workers of its own, to which updates are passed on."""
-
-    def cascade_weights(self, model_id: str) -> None:
-        """Send the model's weights to the workers below. Called outside the gate, after an update is installed.
-
-        If several were installed at once, it is called for the newest.
-        """
-        ...
-
-
 class NoSuchPath(LookupError):
     """A path leads nowhere.
 
-    Attributes:
-        reached: the part of the path that exists; empty if its first step is missing.
-        lacking: what is missing there, and what there is instead.
+    ``reached`` is the part that exists, empty if its first step is missing; ``lacking`` says what there is instead.
     """
 
     def __init__(self, message: str, reached: str, lacking: str) -> None:
@@ -63,9 +49,7 @@ class NoSuchPath(LookupError):
 
 
 def find_model(context: object, model_id: str) -> nn.Module:
-    """The model that ``model_id`` names in ``context``.
-
-    The context's own ``get_model(model_id)`` is asked, if it has one; else the id is a path of attributes and indices.
+    """The model that ``model_id`` names in ``context``: by its own ``get_model(model_id)``, else as a path.
 
     Raises:
         LookupError: there is no such thing; names the part of the path that was found, and what there is.
@@ -80,12 +64,7 @@ def find_model(context: object, model_id: str) -> nn.Module:
 
 
 def find_object(context: object, path: str) -> Any:
-    """The object at ``path``, attributes and indices, in ``context``.
-
-    Raises:
-        NoSuchPath: there is none; a ``LookupError``.
-        ValueError: it is not a path.
-    """
+    """Return what is at ``path`` in ``context``. NoSuchPath: there is none; ValueError: no path."""
     found, end = context, 0
     while end < len(path):
         step = _STEP.match(path, end)

@@ -12,8 +12,6 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-ENTRY_POINTS = "wsync.backends"
-
 _BACKENDS = {
     "shared_mem": "wsync.backends.shared_mem:SharedMemWeightSyncScheme",
     "multiprocess": "wsync.backends.multiprocess:MultiProcessWeightSyncScheme",
@@ -26,7 +24,6 @@ _BACKENDS = {
     "http": "wsync.backends.http:HTTPWeightSyncScheme",
     "none": "wsync.backends.none:NoWeightSyncScheme",
 }
-_ALIASES = {"shared": "shared_mem", "process": "multiprocess", "multiprocessing": "multiprocess", "direct": "none"}
 
 
 def register_backend(name: str, scheme: str) -> None:
@@ -48,9 +45,9 @@ def register_backend(name: str, scheme: str) -> None:
 
 
 def registered_backends() -> dict[str, str]:
-    """Return all backends: ``{name: import string}``; registered ones first, then those of installed packages."""
+    """Return all backends, ``{name: import string}``; registered ones first, then those of installed packages."""
     found = dict(_BACKENDS)
-    for point in entry_points(group=ENTRY_POINTS):
+    for point in entry_points(group="wsync.backends"):
         found.setdefault(point.name, point.value)
     return found
 
@@ -58,19 +55,15 @@ def registered_backends() -> dict[str, str]:
 def import_string(name: str) -> str:
     """Return the import string of a backend's scheme; ValueError: there is no such backend; lists all."""
     known = registered_backends()
-    found = known.get(name) or known.get(_ALIASES.get(name, ""))
-    if found is None:
+    if name not in known:
         raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(sorted(known))}")
-    return found
+    return known[name]
 
 
 def load_backend(name: str) -> Any:
     """Return the scheme class of a backend.
 
-    Raises:
-        ValueError: there is no such backend; lists all.
-        ImportError, AttributeError: it could not be imported.
-        TypeError: what was registered is no subclass of ``WeightSyncScheme``.
+    ValueError: there is no such backend. ImportError, AttributeError, TypeError: what was registered is no scheme.
     """
     registered = import_string(name)
     module, _, attribute = registered.partition(":")

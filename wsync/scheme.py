@@ -294,7 +294,6 @@ class WeightSyncScheme:
         *,
         model: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
         load: Load | None = None,
-        chunk_bytes: int | None = None,
         worker_idx: int | None = None,
     ) -> None:
         """Set up a worker's end. Nothing is received yet.
@@ -308,7 +307,6 @@ class WeightSyncScheme:
                 with another process is first given memory of its own: that process's model must not change.
             load: for an inference engine: called inside the gate, by the thread that installs, with an iterator over
                 the ``(name, tensor)`` pairs of a version; they are valid during the call. ``model`` is then optional.
-            chunk_bytes: call ``load`` several times for one version, with at most so many bytes (or one tensor) each.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
         Raises:
@@ -332,7 +330,7 @@ class WeightSyncScheme:
                 f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
                 "acknowledgements: use initiator='sender', with shared_mem also acknowledge='installed', not a store"
             )
-        receiver = self._make_receiver(model_id, model, load, chunk_bytes, pass_on)
+        receiver = self._make_receiver(model_id, model, load, pass_on)
         receiver.connection = self.make_connection(model_id, receiver)
         self._receiver, self._model_id, self._context, self._model = receiver, model_id, context, model
         self._index = worker_idx
@@ -342,13 +340,12 @@ class WeightSyncScheme:
         model_id: str,
         model: Any,
         load: Load | None,
-        chunk_bytes: int | None,
         pass_on: Callable[[], object] | None,
     ) -> Receiver:
         transform = compose(self.receive_transform, "receive_transform")
         return Receiver(
             model_id,
-            Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform),
+            Destination(model, load=load, transform=transform),
             self.strategy,
             bind=self.bind,
             on_request=self.initiator == "receiver",
@@ -369,7 +366,7 @@ class WeightSyncScheme:
             LayoutMismatch: the source does not fit the model.
         """
         self._require_uninitialised()
-        receiver = self._make_receiver(model_id, model, None, None, None)
+        receiver = self._make_receiver(model_id, model, None, None)
         receiver.on_request = False
         outlet = InProcess(receiver)
         self._begin_sending(model_id, outlet, self.make_source(model_id, source, None), 1)

@@ -61,15 +61,6 @@ def test_in_one_process_the_model_keeps_its_weights() -> None:
         assert scheme.model is model and model.weight.tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize(
-    ("alias", "name"),
-    [("shared", "shared_mem"), ("process", "multiprocess"), ("multiprocessing", "multiprocess"), ("direct", "none")],
-)
-def test_aliases_of_backends(alias: str, name: str) -> None:
-    with wsync.WeightSyncScheme.from_backend(alias) as scheme:
-        assert scheme.name == name
-
-
 def test_what_is_registered_is_the_import_string_of_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wsync.registry._BACKENDS", {**wsync.registered_backends()})
     for wrong in (wsync.NoWeightSyncScheme, "json", "json:"):

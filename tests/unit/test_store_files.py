@@ -7,12 +7,12 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from wsync.store.versions import Versions
 from wsync.store.writer import Files
 from wsync.transforms.delta import Delta
 from wsync.update import Update
+from wsync.weights.binding import dump_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import packed
 
@@ -128,7 +129,7 @@ def test_every_kind_of_tensor_is_in_a_plain_safetensors_file(tmp_path: Path) -> 
 def test_what_files_cannot_have_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, weights(1))
     with pytest.raises(LayoutMismatch, match="extra state cannot be stored"):
-        trainer.publish(weights(2), extra=b"\x80\x04}\x94\x8c\x01aK\x01s.")
+        trainer.publish(weights(2), extra=dump_extra({"a": 1}))
     with pytest.raises(LayoutMismatch, match="which a safetensors file cannot have"):
         trainer.files.set_layout(packed({"complex": torch.ones(2, dtype=torch.complex128)})[0])
     with pytest.raises(ValueError, match="the same weights"):

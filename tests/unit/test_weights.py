@@ -111,7 +111,7 @@ def test_a_damaged_layout_is_refused() -> None:
         with pytest.raises(ValueError):
             Layout.decode(damage)
     for change in ({"nbytes": 64}, {"offsets": (0,) * 3}, {"names": ("x",) * len(layout.names)}, {"ties": ((0, 1),)}):
-        wrong = Layout(**{**{name: getattr(layout, name) for name in layout.__dataclass_fields__}, **change})
+        wrong = Layout(**{**{name: getattr(layout, name) for name in layout.__struct_fields__}, **change})
         with pytest.raises(ValueError, match="malformed"):
             Layout.decode(wrong.encode())
 
@@ -354,7 +354,7 @@ def test_a_source_keeps_no_module_alive() -> None:
     layout = Layout.of(source.first(net))
     source.learn(net, layout)
     gone = weakref.ref(net.body[0])  # type: ignore[arg-type]
-    del net, source._index
+    del net
     gc.collect()
     assert gone() is None
 

@@ -20,7 +20,7 @@ from wsync.transforms.chain import delta_of
 from wsync.transport import apply_received
 from wsync.update import Outlet, Update
 from wsync.weights.packing import packed
-from wsync.weights.source import Source
+from wsync.weights.source import DeviceMap, Source, per_worker
 from wsync.weights.strategy import Format, WeightStrategy
 
 
@@ -99,9 +99,11 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self._first_version = files.begin() + 1
         return files
 
-    def make_source(self, *arguments: Any, **options: Any) -> Source:
+    def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
         """Return what the sender reads: one model for all."""
-        return super().make_source(*arguments, one_for_all=SAME_WEIGHTS, **options)
+        if device_map_fn is not None or len(per_worker(weights) or ()) > 1:
+            raise ValueError(f"{SAME_WEIGHTS}: device_map_fn and weights per worker cannot be used")
+        return super().make_source(model_id, weights, device_map_fn, **options)
 
     def _begin_sending(self, model_id: str, outlet: Outlet, source: Source, count: int) -> None:
         super()._begin_sending(model_id, outlet, source, count)

@@ -26,7 +26,6 @@ def engine_app(
     pause: Pause | None = None,
     resume: Resume | None = None,
     version: str = "0",
-    chunk_bytes: int | None = None,
     receive_transform: Transform | Sequence[Transform] | None = None,
     max_bytes: int = 64 << 30,
     pause_limit: float | None = 600.0,
@@ -49,7 +48,6 @@ def engine_app(
             generation has paused. By default ``app.generation()`` is paused.
         resume: called for ``/resume``. Goes with ``pause``.
         version: the name of the weights that the engine has.
-        chunk_bytes: see ``init_on_receiver``.
         receive_transform: see ``WeightSyncScheme``.
         max_bytes: the largest version that is accepted.
         pause_limit: seconds after which ``app.generation()`` goes on without a ``/resume``; None: never.
@@ -65,7 +63,7 @@ def engine_app(
     except ModuleNotFoundError as error:
         raise missing_extra(error, "engine") from error
     transform = compose(receive_transform, "receive_transform")
-    destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
+    destination = Destination(model, load=load, transform=transform)
     if destination.module is not None:
         gate_model(destination.module)
     return EngineApp(destination, token, pause, resume, version, max_bytes, pause_limit)

@@ -157,7 +157,7 @@ class _Slots:
         memory = PinnedMapping(self.fds[0], self._slot_size, flags=flags, offset=offset)
         memory.pin()  # for copies to and from a GPU, if this process uses one
         flat = torch.frombuffer(memory, dtype=torch.uint8)[: self.layout.nbytes]
-        return Buffer.over(self.layout, flat, slot, shared=True)
+        return Buffer.over(self.layout, flat, slot)
 
     def allocate(self, slot: int) -> None:
         """Allocate the memory of a slot at the end of the file."""

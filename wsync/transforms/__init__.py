@@ -7,11 +7,9 @@ applies ``send_transform`` in the trainer, before the weights are packed, so tha
     fuse = Fuse({"*.qkv.weight": ["*.q.weight", "*.k.weight", "*.v.weight"]})
     scheme = SharedMemWeightSyncScheme(send_transform=[fuse, Cast("bfloat16")])
 
-The transforms here keep the tensors that they write into, and reuse them for the next update. So an instance belongs to
-one end of one scheme at a time; a scheme copies those that it is given. A function of one's own is not copied: what it
-reads may change from version to version. It may be called any number of times for one version, must not write into the
-tensors that it is given, and must be picklable if it is a ``receive_transform``, which is also called with zeros, at
-``connect``.
+The transforms here keep nothing of the weights. A function of one's own may read what changes from version to version.
+It may be called any number of times for one version, must not write into the tensors that it is given, and must be
+picklable if it is a ``receive_transform``, which is also called with zeros, at ``connect``.
 
 *Patterns* are those of ``fnmatch``. A pattern without a dot also matches one component of a name: ``lora_*`` matches
 ``layers.0.lora_A.weight``. A pattern that matches no weight of the model is an error at ``connect``, which lists

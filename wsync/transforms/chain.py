@@ -1,138 +1,96 @@
-"""Several transforms, one after the other, and what the single ones have in common: patterns of names, and buffers."""
+"""Transforms in a row, and what those of the library have in common: patterns of names."""
 
 from __future__ import annotations
 
-import copy
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
 from wsync.transforms.delta import Delta
-from wsync.weights.tensors import require_whole, tie_leaders
+from wsync.weights.tensors import require_whole
 
 Transform = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Weights by name → weights by name."""
+Memory = dict[str, tuple[list[Any], Tensor]]
+"""The results of the last call by name, and of what kind the weights were: new memory costs more than the copy."""
 
 
-class ByName:
-    """A transform of the library: it is given names or patterns, and may write into tensors of its own.
-
-    Those tensors are reused while names, shapes, dtypes, devices and ties of the weights stay the same.
+class ByName(ABC):
+    """A transform of the library, which is given names or patterns. It keeps nothing of the weights itself.
 
     Attributes:
-        takes_parts: whether it is given parts of a model, as in a partial update: a name or a pattern without a weight
-            is then no error.
         selects: whether the result is a part of the model on purpose.
     """
 
-    takes_parts = False
     selects = False
-    _kept: ClassVar[Mapping[str, Any]] = {"_like": None, "_buffers": None}
-    """What it keeps of the weights that it was given; a copy begins with these values."""
 
-    def __init__(self) -> None:
-        self.__dict__.update(self._kept)
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the options: a copy is for other weights."""
-        return {**self.__dict__, **self._kept}
+    def __call__(
+        self, weights: Mapping[str, Tensor], strict: bool = True, memory: Memory | None = None
+    ) -> dict[str, Tensor]:
+        """Return the transformed weights; LayoutMismatch: the transform does not fit them, or some are sharded.
 
-    def matching(
-        self, patterns: Sequence[str], names: Sequence[str], kind: str = "weight", *, strict: bool = True
-    ) -> set[str]:
-        """Return those of ``names`` that match one of ``patterns``; ``kind`` says what they are, for the error.
-
-        With ``strict``, a pattern that matches none is an error, except ``*``, or where parts of a model are given.
+        Args:
+            weights: by name.
+            strict: whether they are a whole model, so that a name or a pattern without a weight is an error.
+            memory: of an earlier call, whose results are overwritten.
         """
-        found = {pattern: [name for name in names if _matches(name, pattern)] for pattern in patterns}
-        unused = [pattern for pattern, some in found.items() if not some and pattern != "*"]
-        if unused and strict and not self.takes_parts:
-            raise LayoutMismatch(f"no {kind} matches {shown_names(unused)}; there are {shown_names(names)}")
-        return set().union(*found.values())
+        require_whole(weights, weights.values())  # PyTorch might wait for the other ranks
+        with torch.no_grad():
+            return self.apply(dict(weights), strict, {} if memory is None else memory)
 
-    def buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors to write into for ``weights``.
-
-        Raises:
-            LayoutMismatch: some weights are sharded over ranks: PyTorch might then wait for the other ranks.
-        """
-        ties = tie_leaders(list(weights.values()))
-        like = [
-            (name, tensor.shape, tensor.dtype, tensor.device, leader)
-            for (name, tensor), leader in zip(weights.items(), ties, strict=True)
-        ]
-        if like != self._like:
-            require_whole(weights, weights.values())
-            with torch.inference_mode(False):  # inference tensors could not be used in autograd later
-                self._buffers = self.allocate(weights)
-            self._like = like
-        return self._buffers
-
-    def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return new tensors to write into, by name. Called by ``buffers``, once for weights of one kind."""
-        return {}
+    @abstractmethod
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
+        """Return the transformed weights."""
 
 
-def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Chain | None:
-    """Return one or several transforms as a chain; None for none. ``Delta`` is left out: it changes no weights.
-
-    Those of the library are copied. ``side`` is ``"send_transform"`` or ``"receive_transform"``.
-
-    Raises:
-        TypeError: one of them is not callable.
-        ValueError: a ``Delta`` on the receiving side.
-    """
-    given = _listed(transforms)
-    for one in given:
-        if not callable(one):
-            raise TypeError(f"{side} is a transform, such as wsync.transforms.Cast('bfloat16'), or a list, not {one!r}")
-    if side != "send_transform" and any(isinstance(one, Delta) for one in given):
-        raise ValueError(f"Delta() belongs in send_transform, not in {side}: workers read differences without it")
-    given = [one for one in given if not isinstance(one, Delta)]
-    return Chain(given, side).copy() if given else None
-
-
-def delta_of(transforms: Transform | Sequence[Transform] | None) -> Delta | None:
-    """Return the ``Delta`` in a ``send_transform``; None if there is none. ValueError: it is not the last."""
-    given = _listed(transforms)
-    if any(isinstance(one, Delta) for one in given[:-1]):
-        raise ValueError("Delta() is the last of send_transform, once: it encodes what the others return")
-    return next((one for one in given[-1:] if isinstance(one, Delta)), None)
-
-
-def _listed(transforms: Transform | Sequence[Transform] | None) -> list[Any]:
-    """Return the transforms one by one, also those of a ``Chain``."""
-    if isinstance(transforms, Chain):
-        transforms = transforms.transforms
-    if not isinstance(transforms, Sequence) or isinstance(transforms, str):
-        return [] if transforms is None else [transforms]
-    return [each for one in transforms for each in (_listed(one) if isinstance(one, Chain) else [one])]
+def computed(memory: Memory, name: str, inputs: Sequence[Tensor], compute: Callable[[Tensor | None], Tensor]) -> Tensor:
+    """Return ``compute(out)``: the result for ``inputs``, in the memory of the last one of the same kind, if any."""
+    kind = [(one.shape, one.dtype, one.device) for one in inputs]
+    known = memory.get(name)
+    result = compute(known[1] if known is not None and known[0] == kind else None)
+    memory[name] = kind, result
+    return result
 
 
 class Chain:
-    """Several transforms, one after the other; ``side`` is named in errors."""
+    """Several transforms, one after the other; ``side`` is named in errors. Results are valid until the next call.
 
-    def __init__(self, transforms: Sequence[Transform], side: str) -> None:
-        self.transforms = transforms
+    Raises:
+        TypeError: one is not callable.
+    """
+
+    def __init__(self, transforms: Transform | Sequence[Transform], side: str) -> None:
+        self.transforms = _listed(transforms)
         self._side = side
+        self._memories: list[Memory] = [{} for _ in self.transforms]
+        for one in self.transforms:
+            if not callable(one):
+                raise TypeError(
+                    f"{side} is a transform, such as wsync.transforms.Cast('bfloat16'), or a list, not {one!r}"
+                )
 
-    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the transformed weights.
+    def __call__(self, weights: Mapping[str, Tensor], strict: bool = True) -> dict[str, Tensor]:
+        """Return the transformed weights; ``strict`` as in the transforms of the library.
 
         Raises:
             LayoutMismatch: a transform does not fit the weights; names the side and the transform.
             TypeError: a transform returned something else than tensors by name.
         """
-        with torch.no_grad():
-            for one in self.transforms:
+        with torch.inference_mode(False), torch.no_grad():
+            for one, memory in zip(self.transforms, self._memories, strict=True):
                 where = f"{self._side} {getattr(one, '__name__', None) or repr(one)}"
                 try:
-                    result = one(weights)
+                    result = one(weights, strict, memory) if isinstance(one, ByName) else one(weights)
                 except LayoutMismatch as error:
                     raise LayoutMismatch(f"{where}: {error}") from error
                 except RuntimeError:  # PyTorch's, perhaps because of a DTensor
@@ -146,25 +104,57 @@ class Chain:
                 weights = result
         return dict(weights)
 
-    def for_parts(self) -> Chain:
-        """Return a copy for partial updates: names and patterns that have no weight in one are no errors."""
-        copied = self.copy()
-        for one in copied.transforms:
-            if isinstance(one, ByName):
-                one.takes_parts = True
-        return copied
-
-    def copy(self) -> Chain:
-        """Return a copy for other weights: the library's transforms without the tensors and names that they keep."""
-        copied: list[Any] = [copy.copy(one) if isinstance(one, ByName) else one for one in self.transforms]
-        return Chain(copied, self._side)
-
     @property
     def selects(self) -> bool:
         """Whether the result is a part of the model on purpose: the receiving model may have more."""
         return any(getattr(one, "selects", False) for one in self.transforms)
 
 
+def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Chain | None:
+    """Return transforms as a chain; None for none. ``Delta`` is left out: it changes no weights.
+
+    ``side`` is ``"send_transform"`` or ``"receive_transform"``. TypeError: one is not callable. ValueError: a ``Delta``
+    on the receiving side.
+    """
+    given = _listed(transforms)
+    changing = [one for one in given if not isinstance(one, Delta)]
+    if side != "send_transform" and len(changing) < len(given):
+        raise ValueError(f"Delta() belongs in send_transform, not in {side}: workers read differences without it")
+    return Chain(changing, side) if changing else None
+
+
+def delta_of(transforms: Transform | Sequence[Transform] | None) -> Delta | None:
+    """Return the ``Delta`` in a ``send_transform``; None if there is none. ValueError: it is not the last."""
+    given = _listed(transforms)
+    if any(isinstance(one, Delta) for one in given[:-1]):
+        raise ValueError("Delta() is the last of send_transform, once: it encodes what the others return")
+    return next((one for one in given[-1:] if isinstance(one, Delta)), None)
+
+
+def _listed(transforms: Any) -> list[Any]:
+    """Return the transforms one by one, also those of a ``Chain``."""
+    if not isinstance(transforms, Sequence) or isinstance(transforms, str):
+        transforms = [] if transforms is None else [transforms]
+    return [each for one in transforms for each in (one.transforms if isinstance(one, Chain) else [one])]
+
+
+# --- names ---
+
+
+def matching(patterns: Sequence[str], names: Iterable[str], strict: bool, kind: str = "weight") -> set[str]:
+    """Return those of ``names`` that match one of ``patterns``; ``kind`` says what they are, for the error.
+
+    With ``strict``, a pattern that matches none is an error, except ``*``.
+    """
+    names = list(names)
+    found = {pattern: [name for name in names if _matches(name, pattern)] for pattern in patterns}
+    unused = [pattern for pattern, some in found.items() if not some and pattern != "*"]
+    if unused and strict:
+        raise LayoutMismatch(f"no {kind} matches {shown_names(unused)}; there are {shown_names(names)}")
+    return set().union(*found.values())
+
+
+@lru_cache(1 << 16)
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or (
         "." not in pattern and any(fnmatchcase(component, pattern) for component in name.split("."))

@@ -1,8 +1,7 @@
 """Exact differences between two versions: only bytes that have changed travel. One codec, for all media.
 
-A difference is ``new XOR base`` of two packed versions. Bytes that have not changed become zeros; of those that have,
-mostly the low ones of each number differ. So the bytes are grouped by their place within a number (first all lowest
-bytes, …) and compressed by zstd. The result of ``apply_difference`` is ``new``, bit for bit.
+A difference is ``new XOR base`` of two packed versions, mostly zeros, and otherwise mostly the low bytes of numbers. So
+the bytes are grouped by their place within a number (first all lowest bytes, …) and compressed by zstd.
 
     1 byte    bytes per number: 1, 2, 4 or 8
     rest      a zstd frame of as many bytes as the packed weights have
@@ -31,17 +30,15 @@ class Delta:
 
         DistributedWeightSyncScheme(send_transform=[Cast("bfloat16"), Delta()])
 
-    It does not change weights: it is about how packed weights are encoded on their way. A worker without the base gets
-    the full weights, and so does every worker where the difference would not be smaller. Where nothing travels (shared
-    memory), it has no effect.
+    A worker without the base gets the full weights, and so does every worker where the difference would not be smaller.
+    Where nothing travels (shared memory), it has no effect.
 
     Args:
         level: zstd's level: larger is smaller and slower, negative is faster; 0 is zstd's default, which is 3.
         threads: the number of zstd's threads; 0: the calling thread compresses.
 
     Raises:
-        ImportError: the package ``zstandard`` is missing.
-        ValueError: zstd does not have that level.
+        ImportError, ValueError: the package ``zstandard`` is missing; or zstd does not have that level.
     """
 
     def __init__(self, level: int = 1, threads: int = 0) -> None:
@@ -73,11 +70,7 @@ class Delta:
 def apply_difference(base: _Bytes, payload: _Bytes, into: bytearray | memoryview) -> None:
     """Write the version that is ``payload`` away from ``base`` into ``into``, which may be ``base``.
 
-    The caller compares the checksum.
-
-    Raises:
-        ValueError: ``payload`` is malformed, or of weights of another size; nothing was written.
-        ImportError: the package ``zstandard`` is missing.
+    The caller compares the checksum. ValueError: it is malformed, or of another size; nothing was written.
     """
     zstandard, nbytes = require_zstandard(), len(base)
     frame = memoryview(payload)[1:]

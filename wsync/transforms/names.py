@@ -9,97 +9,81 @@ import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.transforms.chain import ByName, as_patterns, require, require_distinct, require_unused, shown_names
-from wsync.weights.tensors import require_whole
+from wsync.transforms.chain import (
+    ByName,
+    Memory,
+    as_patterns,
+    computed,
+    matching,
+    require,
+    require_distinct,
+    require_unused,
+    shown_names,
+)
 
 
 class Rename(ByName):
-    """Renames weights.
+    """Renames weights. An old name that is missing, and a new one that two weights get, are errors.
 
     Args:
         names: ``{old: new}`` for those that change, or a function of the old name.
     """
 
     def __init__(self, names: Mapping[str, str] | Callable[[str], str]) -> None:
-        super().__init__()
         self.names = dict(names) if isinstance(names, Mapping) else names
 
-    def __repr__(self) -> str:
-        return f"Rename({self.names!r})"
-
-    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``weights`` under their new names.
-
-        Raises:
-            LayoutMismatch: an old name is missing (from a whole model); or two weights get one name.
-        """
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
+        """Return ``weights`` under their new names."""
         names = self.names
         if callable(names):
             new = [names(name) for name in weights]
         else:
-            if not self.takes_parts:
+            if strict:
                 require(names, weights)
             new = [names.get(name, name) for name in weights]
         require_distinct(new)
         return dict(zip(new, weights.values(), strict=True))
 
 
-class _Filter(ByName):
-    """A transform that keeps a part of the weights, chosen by patterns of names."""
-
-    selects = True
-    _keeps_matching: ClassVar[bool]
-    _kept: ClassVar = {"_names": [], "_matching": frozenset()}  # names of the last weights, and those that match
-
-    def __init__(self, *patterns: str | Sequence[str]) -> None:
-        super().__init__()
-        self.patterns = as_patterns(*patterns)
-
-    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights that are kept.
-
-        Raises:
-            LayoutMismatch: there are none; or a pattern matches none of the first weights, which are a whole model.
-        """
-        names = list(weights)
-        if names != self._names:  # they are matched once for weights with the same names
-            # Later weights may lack what is dropped: a state dict has no non-persistent buffers.
-            self._matching = self.matching(self.patterns, names, strict=not self._names)
-            self._names = names
-        kept = {name: one for name, one in weights.items() if (name in self._matching) is self._keeps_matching}
-        if not kept:
-            if self._keeps_matching:
-                raise LayoutMismatch(f"no weight matches; there are {shown_names(weights)}")
-            raise LayoutMismatch("every weight matches, so none is left to send")
-        return kept
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self.patterns))})"
-
-
-class Select(_Filter):
+class Select(ByName):
     """Keeps the weights whose names match one of the patterns (strings, or lists of them).
 
     The receiving model keeps its own values of all others, and its own extra state (``get_extra_state``).
     """
 
-    _keeps_matching = True
+    selects = True
+    _drops: ClassVar[bool] = False  # what matches
+
+    def __init__(self, *patterns: str | Sequence[str]) -> None:
+        self.patterns = as_patterns(*patterns)
+
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
+        """Return the weights that are kept; LayoutMismatch: there are none."""
+        found = matching(self.patterns, weights, strict)
+        kept = {name: one for name, one in weights.items() if (name in found) is not self._drops}
+        if not kept:
+            raise LayoutMismatch(
+                "every weight matches, so none is left to send"
+                if self._drops
+                else f"no weight matches; there are {shown_names(weights)}"
+            )
+        return kept
 
 
-class Exclude(_Filter):
+class Exclude(Select):
     """Drops the weights whose names match one of the patterns (strings, or lists of them).
 
-    The receiving model keeps its own values of them, or lacks them. It keeps its own extra state
-    (``get_extra_state``), too.
+    The receiving model keeps its own values of them, or lacks them. It keeps its own extra state, too.
     """
 
-    _keeps_matching = False
+    _drops = True
 
 
 class Fuse(ByName):
     """Joins weights along a dimension: q, k and v to qkv, gate and up to gate_up.
 
-    The joined weight is a new one: it is tied to no other, also where its parts are.
+    The joined weight is a new one: it is tied to no other, also where its parts are. A group that lacks some of its
+    weights, shapes that do not go together, and another weight with the new name are errors.
 
     Args:
         groups: ``{new: [old, …]}``. A ``*`` in the names stands for the same text in all of them.
@@ -110,54 +94,36 @@ class Fuse(ByName):
     """
 
     def __init__(self, groups: Mapping[str, Sequence[str]], dim: int = 0) -> None:
-        super().__init__()
         self.groups = _checked_groups(groups)
         self.dim = dim
-        self._members: dict[str, tuple[str, ...]] = {}
 
-    def __repr__(self) -> str:
-        return f"Fuse({self.groups})"
-
-    def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the joined weights."""
-        expanded: list[tuple[str, tuple[str, ...]]] = []
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
+        """Return the weights, joined ones in the place of their parts."""
+        members: list[tuple[str, list[str]]] = []
         for new, old in self.groups.items():
-            stems = _stems(self, weights, old)
-            expanded += [(new.replace("*", stem), tuple(one.replace("*", stem) for one in old)) for stem in stems]
-        members, parts = dict(expanded), {one for _, old in expanded for one in old}
+            stems = _stems(weights, old, strict)
+            members += [(new.replace("*", stem), [one.replace("*", stem) for one in old]) for stem in stems]
+        parts = {one for _, old in members for one in old}
         require(parts, weights)
-        require_distinct([new for new, _ in expanded])
-        require_unused((new for new in members if new not in parts), weights)
-        joined: dict[str, Tensor] = {}
-        for new, old in members.items():
-            tensors = [weights[one].detach() for one in old]
-            try:
-                joined[new] = torch.cat(tensors, self.dim)
-            except (RuntimeError, IndexError) as error:
-                shapes = ", ".join(str(list(one.shape)) for one in tensors)
-                raise LayoutMismatch(
-                    f"{shown_names(old)} cannot be joined along dimension {self.dim}: their shapes are {shapes}"
-                ) from error
-        self._members = members  # not before: weights that are refused leave everything as it was
-        return joined
+        rest = {name: tensor for name, tensor in weights.items() if name not in parts}
+        require_distinct([new for new, _ in members])
+        require_unused([new for new, _ in members], rest)
+        return {**rest, **{new: self._joined(new, [weights[one] for one in old], memory) for new, old in members}}
 
-    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights, joined ones in the place of their parts.
-
-        Raises:
-            LayoutMismatch: a group lacks a weight, or matches nothing in a whole model; the shapes of its weights do
-                not go together; or another weight has the name of the joined one.
-        """
-        buffers = self.buffers(weights)
-        with torch.no_grad():
-            for new, old in self._members.items():
-                torch.cat([weights[one] for one in old], self.dim, out=buffers[new])
-        parts = {one for old in self._members.values() for one in old}
-        return {**{name: tensor for name, tensor in weights.items() if name not in parts}, **buffers}
+    def _joined(self, name: str, parts: list[Tensor], memory: Memory) -> Tensor:
+        try:
+            return computed(memory, name, parts, lambda out: torch.cat(parts, self.dim, out=out))
+        except (RuntimeError, IndexError) as error:
+            shapes = ", ".join(str(list(one.shape)) for one in parts)
+            raise LayoutMismatch(
+                f"'{name}' cannot be joined along dimension {self.dim}: the shapes of its parts are {shapes}"
+            ) from error
 
 
 class Split(ByName):
     """Takes joined weights apart, the opposite of ``Fuse``; copies nothing.
+
+    Sizes that do not add up, a weight that two groups match, and another weight with the name of a part are errors.
 
     Args:
         groups: ``{old: [new, …]}``. A ``*`` in the names stands for the same text in all of them.
@@ -165,28 +131,19 @@ class Split(ByName):
         dim: along which they were joined.
 
     Raises:
-        ValueError: a group is empty; a name has more than one ``*``; or only some names of a group have one.
+        ValueError: as in ``Fuse``.
     """
 
     def __init__(self, groups: Mapping[str, Sequence[str]], sizes: Sequence[int] | None = None, dim: int = 0) -> None:
-        super().__init__()
         self.groups = _checked_groups(groups)
         self.sizes = None if sizes is None else tuple(sizes)
         self.dim = dim
 
-    def __repr__(self) -> str:
-        return f"Split({self.groups})"
-
-    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights, views of the parts in the place of the joined ones.
-
-        Raises:
-            LayoutMismatch: a name matches nothing in a whole model, or a weight matches two; the sizes do not add up;
-                or another weight has the name of a part.
-        """
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
+        """Return the weights, views of the parts in the place of the joined ones."""
         result = dict(weights)
         for pattern, parts in self.groups.items():
-            for stem in _stems(self, weights, [pattern]):
+            for stem in _stems(weights, [pattern], strict):
                 name, names = pattern.replace("*", stem), [part.replace("*", stem) for part in parts]
                 if result.get(name) is not weights[name]:
                     raise LayoutMismatch(f"two groups match '{name}'")
@@ -197,7 +154,6 @@ class Split(ByName):
         return result
 
     def _split(self, name: str, joined: Tensor, count: int) -> Sequence[Tensor]:
-        require_whole([name], [joined])  # PyTorch might wait for the other ranks
         length = joined.shape[self.dim] if -joined.dim() <= self.dim < joined.dim() else 0
         sizes = self.sizes or (length // count,) * count
         if not length or len(sizes) != count or sum(sizes) != length:
@@ -219,10 +175,10 @@ def _checked_groups(groups: Mapping[str, Sequence[str]]) -> dict[str, tuple[str,
     return {one: tuple(several) for one, several in groups.items()}
 
 
-def _stems(one: ByName, weights: Mapping[str, Tensor], patterns: Sequence[str]) -> list[str]:
+def _stems(weights: Mapping[str, Tensor], patterns: Sequence[str], strict: bool) -> list[str]:
     """Return what the ``*`` of one of ``patterns`` stands for in the names of weights."""
     found = dict.fromkeys(stem for name in weights for each in patterns if (stem := _stem_of(name, each)) is not None)
-    if not (found or one.takes_parts):
+    if strict and not found:
         raise LayoutMismatch(f"no weight matches {shown_names(patterns)}; there are {shown_names(weights)}")
     return [*found]
 

@@ -21,23 +21,19 @@ from wsync.weights.tensors import copy_into_model, defect_of, describe, in_clean
 
 def dump_extra(extra: Mapping[str, Any] | None) -> bytes:
     """Return extra state as bytes; empty for none. LayoutMismatch: some of it cannot be pickled."""
-    if not extra:
-        return b""
-    try:
-        return pickle.dumps(dict(extra), protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        problems: list[str] = []
-        for name, value in extra.items():
-            try:
-                pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-            except Exception as cause:  # noqa: BLE001  pickle raises what the object's own methods raise, too
-                problems.append(f"'{name}' ({type(cause).__name__}: {cause})")
-        raise LayoutMismatch(f"extra state cannot be pickled: {describe(problems)}") from error
+    blobs: dict[str, bytes] = {}
+    for name, value in (extra or {}).items():
+        try:
+            blobs[name] = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # pickle raises what the object's own methods raise, too
+            problem = f"'{name}' ({type(error).__name__}: {error})"
+            raise LayoutMismatch(f"extra state cannot be pickled: {problem}") from error
+    return pickle.dumps(blobs) if blobs else b""
 
 
 def load_extra(blob: bytes) -> dict[str, Any]:
     """Return the extra state that a trainer dumped."""
-    return pickle.loads(blob) if blob else {}
+    return {name: pickle.loads(value) for name, value in pickle.loads(blob).items()} if blob else {}
 
 
 def require_no_extra(extra: bytes, what: str) -> None:
@@ -67,8 +63,8 @@ def _accumulators(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Return what keeps alive the node by which autograd accumulates gradients of each parameter; it takes no memory.
 
     PyTorch makes that node while it holds a lock of the parameter and waits for the interpreter's lock; a thread that
-    binds the parameter holds the interpreter's lock and waits for the parameter's. So a thread that reads a parameter
-    outside the gate and one that installs an update could deadlock. If the node exists, no thread takes both locks.
+    binds the parameter has them in the other order. If the node exists, no thread takes both, so a read of a parameter
+    outside the gate cannot deadlock with an install.
     """
     return [
         (parameter.narrow(0, 0, 0) if parameter.dim() else parameter).clone()
@@ -84,14 +80,8 @@ def _aliased(tensors: Iterable[Tensor]) -> set[int]:
     """
     storages = [tensor.untyped_storage() for tensor in {id(one): one for one in tensors}.values()]
     own = Counter(storage._cdata for storage in storages)
-    own_and_python = {cdata: count + 1 for cdata, count in own.items()}  # one for the objects in the list above
     use_count: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
-    return {cdata for cdata, count in own_and_python.items() if use_count(cdata) > count}
-
-
-def _can_be_bound(tensor: Tensor) -> TypeGuard[nn.Parameter]:
-    """Return whether ``p.data = view`` is possible; with an inference tensor, the next forward would raise."""
-    return isinstance(tensor, nn.Parameter) and tensor.is_cpu and not tensor.is_inference()
+    return {cdata for cdata, count in own.items() if use_count(cdata) > count + 1}  # one for the list above
 
 
 class Target(ABC):
@@ -134,31 +124,25 @@ class Binding(Target):
     """
 
     def __init__(self, model: nn.Module, layout: Layout, *, bind: bool = True) -> None:
-        self._model = model
-        self._layout = layout
-        self._bind = bind
+        self._model, self._layout, self._bind = model, layout, bind
         self._bound: list[tuple[nn.Parameter, int]] = []
         self._resolve()
 
     def _resolve(self) -> None:
         index, layout = ModuleIndex(self._model), self._layout
-        own = index.tensors()
-        stand_ins = [name for name in index.parameters if not isinstance(own[name], nn.Parameter)]
+        tensors = index.tensors()
+        stand_ins = [name for name in index.parameters if not isinstance(tensors[name], nn.Parameter)]
         if stand_ins:
             raise LayoutMismatch(
                 f"'{stand_ins[0]}' of the worker's model is a plain tensor in a parameter's place: hold wsync.gate() "
                 "around functional_call()"
             )
-        problems: list[str] = []
-        if layout.extra is not None and layout.extra != index.extra.keys():
-            problems.append(f"extra state differs: {describe(sorted(layout.extra ^ index.extra.keys()))}")
-        self._own = layout.fit(own, "the worker's model", optional=index.optional, problems=problems)
-        self._agree = layout.tied_only_in(self._own)
-        before = {id(parameter): parameter for parameter, _ in self._bound}
-        aliased = _aliased(self._own)
+        own = layout.fit(tensors, "the worker's model", optional=index.optional, extra=index.extra)
+        self._agree = layout.tied_only_in(own)
+        before, aliased = {id(parameter): parameter for parameter, _ in self._bound}, _aliased(own)
         self._bound, self._copied = [], list[tuple[Tensor, int]]()
-        firsts = {id(tensor): i for i, tensor in reversed([*enumerate(self._own)])}  # of those under several names
-        for i, (name, tensor) in enumerate(zip(layout.names, self._own, strict=True)):
+        firsts = {id(tensor): i for i, tensor in reversed([*enumerate(own)])}  # of those under several names
+        for i, (name, tensor) in enumerate(zip(layout.names, own, strict=True)):
             if firsts[id(tensor)] != i:
                 continue
             apart = id(tensor) in before or tensor.untyped_storage()._cdata not in aliased
@@ -175,11 +159,9 @@ class Binding(Target):
             before[one].data = before[one].data.clone()
         self._accumulators = in_clean_thread(_accumulators, bound) if bound else []
         self.may_refuse = bool(self._agree or layout.extra or (layout.extra is None and index.extra))
-        self._index = index
-        self._tensors = [where[key] for where, key in index.places.values()]
-        self._tree = index.tree(list(index.places))
+        self._index, self._tensors = index, [*tensors.values()]
         parts = tuple(self._tensors), tuple(self._bound), tuple(self._copied)
-        self.installer = native.Installer(self._tree, *parts) if native is not None else None
+        self.installer = native.Installer(index.tree, *parts) if native is not None else None
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Switch the model to ``views`` and ``extra``.
@@ -215,22 +197,15 @@ class Binding(Target):
             parameter.data = parameter.data.clone()
 
     def _check_current(self, views: Sequence[Tensor]) -> None:
-        if not self._is_current() or not self._is_alike(views):
+        now = self._index.tree.tensors()  # None, or others inside ``functional_call``
+        same = now is not None and all(map(is_, now, self._tensors))
+        # ``.half()`` or ``.to(device)`` may have come between.
+        same = same and all([tensor.dtype is views[i].dtype for tensor, i in (*self._bound, *self._copied)])
+        if not same or not all([parameter.device == views[i].device for parameter, i in self._bound]):
             self.misfit = True
             self._resolve()
         self.misfit = False
         self._layout.require_same_values(self._agree, views)
-
-    def _is_current(self) -> bool:
-        """Whether the model has the same tensors; inside ``functional_call`` it has not."""
-        now = self._tree.tensors()
-        return now is not None and all(map(is_, now, self._tensors))
-
-    def _is_alike(self, views: Sequence[Tensor]) -> bool:
-        """Whether it can take ``views`` and stay what it is: ``.half()`` or ``.to(device)`` may have come between."""
-        return all([tensor.dtype is views[i].dtype for tensor, i in (*self._bound, *self._copied)]) and all(
-            [parameter.device == views[i].device for parameter, i in self._bound]
-        )
 
     def _set_extra(self, extra: Mapping[str, Any]) -> None:
         """Set extra state, and leave ``mixed`` true; if that fails, set what there was."""
@@ -246,3 +221,8 @@ class Binding(Target):
     def _write_extra(self, extra: Mapping[str, Any]) -> None:
         for name, value in extra.items():
             self._index.extra[name].set_extra_state(value)
+
+
+def _can_be_bound(tensor: Tensor) -> TypeGuard[nn.Parameter]:
+    """Return whether ``p.data = view`` is possible; with an inference tensor, the next forward would raise."""
+    return isinstance(tensor, nn.Parameter) and tensor.is_cpu and not tensor.is_inference()

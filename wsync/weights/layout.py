@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from math import prod
 
 import msgspec
 import torch
@@ -15,27 +13,12 @@ from torch import Tensor
 
 from wsync.errors import LayoutMismatch
 from wsync.weights.snapshot import Snapshot
-from wsync.weights.tensors import defect_of, describe, require_apart, require_whole, same_bits, tie_leaders
+from wsync.weights.tensors import describe, require_apart, require_carried, same_bits, tie_leaders
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
-_Names, _Numbers = tuple[str, ...], tuple[int, ...]
-_Plain = tuple[  # a layout as it travels: its attributes in their order
-    _Names,
-    tuple[_Numbers, ...],
-    tuple[_Numbers, ...],
-    _Names,
-    _Numbers,
-    tuple[tuple[int, int], ...],
-    int,
-    _Names | None,
-    _Names,
-    bool,
-]
 
-
-@dataclass(frozen=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
     """Name, dtype, shape, strides and place of every tensor of a model, in one flat buffer of bytes.
 
     Entries are ordered by dtype, so that each dtype is one contiguous stretch. Tied tensors share a place.
@@ -51,7 +34,7 @@ class Layout:
     """
 
     names: tuple[str, ...]
-    shapes: tuple[torch.Size, ...]
+    shapes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     offsets: tuple[int, ...]
@@ -59,7 +42,7 @@ class Layout:
     nbytes: int
     extra: frozenset[str] | None
     optional: frozenset[str]
-    model_may_have_more: bool = False
+    model_may_have_more: bool
 
     @classmethod
     def of(cls, weights: Snapshot) -> Layout:
@@ -68,12 +51,7 @@ class Layout:
         if not names:
             raise LayoutMismatch("these weights are empty: no parameter and no buffer")
         tensors = [weights.tensors[name] for name in names]
-        odd = [
-            f"'{name}' {defect}" for name, tensor in zip(names, tensors, strict=True) if (defect := defect_of(tensor))
-        ]
-        if odd:
-            require_whole(names, tensors)
-            raise LayoutMismatch(describe(odd))
+        require_carried(names, tensors)
         require_apart(weights.tensors, "these weights")
         offsets: list[int] = []
         ties: list[tuple[int, int]] = []
@@ -87,7 +65,7 @@ class Layout:
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         return cls(
             names=tuple(names),
-            shapes=tuple(tensor.shape for tensor in tensors),
+            shapes=tuple(tuple(tensor.shape) for tensor in tensors),
             strides=tuple(_strides(tensor.shape, tensor.stride()) for tensor in tensors),
             dtypes=tuple(tensor.dtype for tensor in tensors),
             offsets=tuple(offsets),
@@ -100,31 +78,22 @@ class Layout:
 
     def encode(self) -> bytes:
         """Return the layout as plain data (msgpack). Equal layouts give equal bytes."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["dtypes"] = [_plain(dtype) for dtype in self.dtypes]
-        fields["extra"] = None if self.extra is None else sorted(self.extra)
-        fields["optional"] = sorted(self.optional)
-        return msgspec.msgpack.encode([*fields.values()])
+        return msgspec.msgpack.encode(self, enc_hook=_plain, order="deterministic")
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Layout:
         """Return the layout that ``encode`` gave; ValueError: it is malformed, or does not fit its buffer."""
-        names, sizes, strides, kinds, offsets, ties, nbytes, extra, optional, more = msgspec.msgpack.decode(
-            data, type=_Plain
-        )
-        shapes = tuple(torch.Size(size) for size in sizes)
-        dtypes: tuple[Any, ...] = tuple(getattr(torch, kind, None) for kind in kinds)
-        columns, count = (names, shapes, strides, dtypes, offsets), len(names)
-        sound = count and {len(column) for column in columns} == {count} and len({*names}) == count
-        sound = sound and all(0 <= leader < index < count for index, leader in ties)
+        new = msgspec.msgpack.decode(data, type=cls, dec_hook=lambda _, plain: getattr(torch, plain, None))
+        columns, count = (new.names, new.shapes, new.strides, new.dtypes, new.offsets), len(new.names)
+        sound = count and {len(column) for column in columns} == {count} and len({*new.names}) == count
+        sound = sound and all(0 <= leader < index < count for index, leader in new.ties)
         for _, shape, own, dtype, offset in zip(*columns, strict=False) if sound else ():
             sound = sound and isinstance(dtype, torch.dtype) and min(offset, *shape, 0) >= 0 and not offset % ALIGNMENT
-            sound = sound and offset + shape.numel() * dtype.itemsize <= nbytes
+            sound = sound and offset + prod(shape) * dtype.itemsize <= new.nbytes
             sound = sound and len(own) == len(shape) and _strides(shape, own) == own
         if not sound:
             raise ValueError("a layout that was received is malformed")
-        extra = None if extra is None else frozenset(extra)
-        return cls(names, shapes, strides, dtypes, offsets, ties, nbytes, extra, frozenset(optional), more)
+        return new
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Return one tensor per entry, without a copy, over a flat buffer ``uint8[nbytes]``; no inference tensors."""
@@ -148,10 +117,8 @@ class Layout:
     @cached_property
     def byte_ranges(self) -> tuple[tuple[int, int], ...]:
         """``(offset, size)`` of each entry in the flat buffer, in bytes."""
-        return tuple(
-            (offset, shape.numel() * dtype.itemsize)
-            for offset, shape, dtype in zip(self.offsets, self.shapes, self.dtypes, strict=True)
-        )
+        entries = zip(self.offsets, self.shapes, self.dtypes, strict=True)
+        return tuple((offset, prod(shape) * dtype.itemsize) for offset, shape, dtype in entries)
 
     @cached_property
     def leaders(self) -> tuple[int, ...]:
@@ -161,39 +128,30 @@ class Layout:
 
     def order(self, weights: Snapshot) -> list[Tensor]:
         """Return the tensors of ``weights`` in the order of this layout; LayoutMismatch: names what does not fit."""
-        problems: list[str] = []
-        if weights.extra is not None and self.extra is not None and weights.extra.keys() != self.extra:
-            problems.append(f"extra state differs: {describe(sorted(weights.extra.keys() ^ self.extra))}")
-        return self.fit(weights.tensors, "", optional=weights.optional, problems=problems)
+        return self.fit(weights.tensors, "", optional=weights.optional, extra=weights.extra)
 
-    def check(self, tensors: Sequence[Tensor], receiving: str = "", *, writable: bool = False) -> None:
-        """Check weights in the order of ``names``, or the tensors of ``receiving``, whose ties may be others.
+    def check(self, tensors: Sequence[Tensor], receiver: str = "", *, writable: bool = False) -> None:
+        """Check weights in the order of ``names``, or the tensors of ``receiver``, whose ties may be others.
 
         Raises:
             LayoutMismatch: names those that have another shape or dtype, or cannot be carried, or be written.
         """
-        shapes, dtypes = self.shapes, self.dtypes
-        fit = shapes == tuple([one.shape for one in tensors]) and dtypes == tuple([one.dtype for one in tensors])
-        odd = {i: defect for i, one in enumerate(tensors) if (defect := defect_of(one, writable=writable))}
-        if fit and not odd and (receiving or not self.ties):
-            return
-        if odd:
-            require_whole(self.names, tensors, receiving)
-        problems = [f"'{self.names[i]}' {defect}" for i, defect in odd.items()]
-        problems += [
-            f"'{self.names[i]}' is {_kind(tensor.shape, tensor.dtype)}, not {_kind(shapes[i], dtypes[i])}"
-            for i, tensor in enumerate(tensors)
-            if i not in odd and (tensor.shape != shapes[i] or tensor.dtype is not dtypes[i])
+        require_carried(self.names, tensors, receiver, writable=writable)
+        entries = zip(self.names, tensors, self.shapes, self.dtypes, strict=True)
+        others = [one for one in entries if one[1].shape != one[2] or one[1].dtype is not one[3]]
+        problems = [
+            f"'{name}' is {_kind(one.shape, one.dtype)}, not {_kind(shape, dtype)}"
+            for name, one, shape, dtype in others
         ]
-        for follower, leader in () if receiving or problems else self.ties:
+        for follower, leader in () if receiver or problems else self.ties:
             pair = [tensors[follower], tensors[leader]]
             if any(tie_leaders(pair)) and not same_bits(*pair):
                 names = f"'{self.names[follower]}' and '{self.names[leader]}'"
                 problems.append(f"{names} were one tied tensor, and now differ")
         if problems:
-            narrow = [one.dtype for one, dtype in zip(tensors, dtypes, strict=True) if one.dtype is not dtype]
-            cast = receiving and narrow and narrow[0].is_floating_point
-            raise _misfit(problems, receiving, _by_transform(f"Cast('{_plain(narrow[0])}')") if cast else "")
+            narrow = [one.dtype for _, one, _, dtype in others if one.dtype is not dtype]
+            cast = receiver and narrow and narrow[0].is_floating_point
+            raise _misfit(problems, receiver, f"Cast('{_plain(narrow[0])}')" if cast else "")
 
     def fit(
         self,
@@ -201,7 +159,7 @@ class Layout:
         receiver: str,
         *,
         optional: Collection[str] = (),
-        problems: Sequence[str] = (),
+        extra: Mapping[str, object] | None = None,
         writable: bool = False,
     ) -> list[Tensor]:
         """Return the tensors ``own`` in the order of this layout, checked against it.
@@ -210,7 +168,7 @@ class Layout:
             own: a receiver's tensors, or weights of the sender.
             receiver: for the error; empty for weights of the sender.
             optional: names of tensors that may be in ``own`` alone.
-            problems: what else does not fit.
+            extra: extra states by name; None if there may be any.
             writable: whether each tensor is written value by value.
         """
         known, sent = {*self.names}, "the weights that are sent have no" if receiver else "unknown"
@@ -219,12 +177,12 @@ class Layout:
         surplus = [name for name in more if name not in known and name not in optional]
         found = [f"it has no '{name}'" if receiver else f"missing '{name}'" for name in wanting]
         found += [f"{sent} '{name}'" for name in surplus]
-        found += problems
+        if extra is not None and self.extra is not None and extra.keys() != self.extra:
+            found.append(f"extra state differs: {describe(sorted(extra.keys() ^ self.extra))}")
         if found:
             remedy = ""
             if receiver and wanting:
-                one = f"Rename({{'{wanting[0]}': '{surplus[0]}'}})" if surplus else f"Exclude('{wanting[0]}')"
-                remedy = _by_transform(one)
+                remedy = f"Rename({{'{wanting[0]}': '{surplus[0]}'}})" if surplus else f"Exclude('{wanting[0]}')"
             raise _misfit(found, receiver, remedy)
         tensors = [own[name] for name in self.names]
         self.check(tensors, receiver, writable=writable)
@@ -246,25 +204,21 @@ class Layout:
                 )
 
 
-def _misfit(problems: Sequence[str], receiver: str = "", remedy: str = "") -> LayoutMismatch:
+def _misfit(problems: Sequence[str], receiver: str, transform: str) -> LayoutMismatch:
     whom = receiver or "the model, or the first ones that were sent"
+    remedy = f" (send_transform=wsync.transforms.{transform} would change that)" if transform else ""
     return LayoutMismatch(f"the weights do not fit {whom}: {describe(problems)}{remedy}")
-
-
-def _by_transform(transform: str) -> str:
-    """Return the remedy for weights that differ in a way that a transform changes."""
-    return f" (send_transform=wsync.transforms.{transform} would change that)"
 
 
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
+def _kind(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{_plain(dtype)}{list(shape)}"
 
 
-def _strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+def _strides(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a tensor that fills its memory without gap or overlap; for others, contiguous ones."""
     expected = 1
     for stride, size in sorted((st, si) for st, si in zip(strides, shape, strict=True) if si != 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +15,13 @@ from wsync.weights.layout import Layout
 from wsync.weights.snapshot import snapshot
 from wsync.weights.tensors import copy_all, zeros
 
+_POOL_ALONE = 2  # references: the pool's list, and the argument of ``getrefcount``
+
 
 class Buffer(msgspec.Struct, weakref=True, eq=False):
     """A lease on memory for one version: a slot of the arena, or memory of a pool.
 
-    The memory is not reused as long as the object exists: whatever reads the bytes or the views keeps the buffer.
+    The memory is not reused as long as somebody refers to the buffer: whatever reads the bytes or the views keeps it.
 
     Attributes:
         layout: the layout of the weights.
@@ -37,10 +39,10 @@ class Buffer(msgspec.Struct, weakref=True, eq=False):
     plan: Any
 
     @classmethod
-    def over(cls, layout: Layout, flat: Tensor, slot: int = -1, *, shared: bool = False) -> Buffer:
-        """Return a buffer over ``flat``; ``shared``: whether other processes read it."""
+    def over(cls, layout: Layout, flat: Tensor, slot: int = -1) -> Buffer:
+        """Return a buffer over ``flat``; ``slot``: its index in the arena, where other processes read it."""
         views = layout.views(flat)
-        return cls(layout, flat, views, slot, native.PackPlan(views, shared) if native is not None else None)
+        return cls(layout, flat, views, slot, None if native is None else native.PackPlan(views, slot >= 0))
 
     @classmethod
     def new(cls, layout: Layout, device: torch.device | str = "cpu") -> Buffer:
@@ -69,25 +71,22 @@ class Buffer(msgspec.Struct, weakref=True, eq=False):
 
 
 class BufferPool:
-    """Private memory for versions of one layout at a time, reused once no buffer over it exists. Not thread-safe."""
+    """Private memory for versions of one layout at a time. A buffer is free while only the pool refers to it."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
         self._layout: Layout | None = None
-        self._memory: list[tuple[Tensor, Sequence[Tensor], Any, weakref.ref[Buffer]]] = []
+        self._buffers: list[Buffer] = []
 
     def reserve(self, layout: Layout) -> Buffer:
-        """Return a buffer that nobody else has."""
+        """Return a buffer that nobody else has. One thread calls."""
         if self._layout is not layout:
-            self._memory, self._layout = [], layout
-        for index, (flat, views, plan, last) in enumerate(self._memory):
-            if last() is None:
-                buffer = Buffer(layout, flat, views, -1, plan)
-                self._memory[index] = flat, views, plan, weakref.ref(buffer)
-                return buffer
-        buffer = Buffer.new(layout, self._device)
-        self._memory.append((buffer.flat, buffer.views, buffer.plan, weakref.ref(buffer)))
-        return buffer
+            self._buffers, self._layout = [], layout
+        for index in range(len(self._buffers)):
+            if sys.getrefcount(self._buffers[index]) == _POOL_ALONE:
+                return self._buffers[index]
+        self._buffers.append(Buffer.new(layout, self._device))
+        return self._buffers[-1]
 
 
 def packed(weights: Any) -> tuple[Layout, Buffer]:

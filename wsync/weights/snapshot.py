@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from operator import is_
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
@@ -24,8 +22,7 @@ Place = tuple[dict[str, Any], str]
 """A dictionary of a module, and the key of a tensor in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A model's weights by name. The tensors are the source's own: nothing is copied.
 
     Attributes:
@@ -37,7 +34,7 @@ class Snapshot:
 
     tensors: Mapping[str, Tensor]
     extra: Mapping[str, Any] | None = None
-    optional: frozenset[str] = field(default_factory=frozenset)
+    optional: frozenset[str] = frozenset()
     model_may_have_more: bool = False
 
     def with_optional(self, names: frozenset[str], fallback: Snapshot | None) -> Snapshot:
@@ -51,7 +48,7 @@ class Snapshot:
         tensors = {name: tensor for name, tensor in self.tensors.items() if name not in surplus}
         if fallback is not None:
             tensors |= {name: fallback.tensors[name] for name in sorted(missing) if name in fallback.tensors}
-        return replace(self, tensors=tensors, optional=self.optional | names)
+        return self._replace(tensors=tensors, optional=self.optional | names)
 
 
 def is_module(source: object) -> TypeGuard[nn.Module]:
@@ -66,31 +63,35 @@ def plain_name(name: str) -> str:
 
 
 class ModuleIndex:
-    """The place of each named tensor of a module, and whether the module is still the same.
+    """The place of each named tensor of a module.
 
     A place is a dictionary and a key, so that a tensor that was replaced (``.to()``, a parametrisation) is found anew
     at no cost. Names have no components of wrappers, data parallelism included.
 
+    Args:
+        module: it is not kept alive, but its children are.
+        on_death: called with a weak reference when the module is gone.
+
     Attributes:
-        parameters, buffers: ``{name: place}``.
+        parameters, buffers, places: ``{name: place}``; ``places`` has both.
         extra: the modules with an extra state, by its name.
         optional: the names of non-persistent buffers.
         self_written: the names of parameters that their module's own forward writes.
+        tree: what finds all tensors, in the order of ``places``.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self._links: list[Place] = []  # from a module to each of its children
-        self._children: list[nn.Module] = []
+    def __init__(self, module: nn.Module, on_death: Callable[[Any], object] | None = None) -> None:
+        self._module = weakref.ref(module, on_death)
+        self._links: list[tuple[dict[str, Any], str, nn.Module]] = []  # from a module to each of its children
         self._tables: list[dict[str, Any]] = []
-        self._vacant: list[Place] = []
+        self._vacant: list[Place] = []  # without a tensor: a layer without bias
         self.parameters: dict[str, Place] = {}
         self.buffers: dict[str, Place] = {}
         self.extra: dict[str, nn.Module] = {}
         self.optional, self.self_written = set[str](), set[str]()
         self._walk(module, "")
-        self._sizes = [len(table) for table in self._tables]
         self.places = {**self.parameters, **self.buffers}
+        self.tree = self.tree_of(list(self.places))
 
     def _walk(self, module: nn.Module, prefix: str) -> None:
         if isinstance(module, ScriptModule):
@@ -118,34 +119,19 @@ class ModuleIndex:
         parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
         for key, child in module._modules.items():
             if child is not None:
-                self._links.append((module._modules, key))
-                self._children.append(child)
+                self._links.append((module._modules, key, child))
                 self._walk(child, prefix if key in _WRAPPERS or parallel else f"{prefix}{key}.")
 
-    def describes(self, module: nn.Module) -> bool:
-        """Return whether this is the index of ``module``, as it is now."""
-        return self._module() is module and self.unchanged
-
     @property
-    def unchanged(self) -> bool:
-        """Whether the tree has the same modules, and no other places of tensors."""
-        return [len(table) for table in self._tables] == self._sizes and all(
-            map(is_, [where.get(key) for where, key in self._links], self._children)
-        )
+    def is_current(self) -> bool:
+        """Whether the tree has the same modules, and the same places have a tensor."""
+        return self.tree.tensors() is not None
 
-    @property
-    def complete(self) -> bool:
-        """Whether the places that had no tensor (a layer without bias) have none now, and the others have one."""
-        vacated = any(where.get(key) is None for where, key in self.places.values())
-        return not vacated and not any(where.get(key) is not None for where, key in self._vacant)
-
-    def tree(self, names: Sequence[str]) -> Any:
+    def tree_of(self, names: Sequence[str]) -> Any:
         """Return what finds the tensors called ``names``: its ``tensors()`` are None once the module has changed."""
-        wanted = tuple(self.places[name] for name in names)
-        if native is None:
-            return _Walk(self, wanted)
-        links = tuple((where, key, child) for (where, key), child in zip(self._links, self._children, strict=True))
-        return native.TensorTree(wanted, links, tuple(self._vacant), tuple(self._tables))
+        tree: Any = _Walk if native is None else native.TensorTree
+        places = tuple(self.places[name] for name in names)
+        return tree(places, tuple(self._links), tuple(self._vacant), tuple(self._tables))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every parameter and buffer by name, as they are now."""
@@ -163,13 +149,19 @@ class ModuleIndex:
 class _Walk:
     """A ``native.TensorTree`` without the C extension."""
 
-    def __init__(self, index: ModuleIndex, places: Sequence[Place]) -> None:
-        self._index = index
-        self._places = places
+    def __init__(self, places: Any, links: Any, vacant: Any, tables: Any) -> None:
+        self._places, self._links, self._vacant = places, links, vacant
+        self._tables = [(table, len(table)) for table in tables]
 
     def tensors(self) -> list[Tensor] | None:
-        unchanged = self._index.unchanged and self._index.complete
-        return [where[key] for where, key in self._places] if unchanged else None
+        found = [where.get(key) for where, key in self._places]
+        unchanged = (
+            all(one is not None for one in found)
+            and all(where.get(key) is child for where, key, child in self._links)
+            and all(where.get(key) is None for where, key in self._vacant)
+            and all(len(table) == size for table, size in self._tables)
+        )
+        return found if unchanged else None
 
 
 def snapshot(source: object) -> Snapshot:
@@ -203,7 +195,7 @@ def snapshot(source: object) -> Snapshot:
 
 
 def no_weights(source: object) -> TypeError:
-    """Return the error of a ``source`` that is not weights."""
+    """The error of a ``source`` that is not weights."""
     return TypeError(f"weights are a torch.nn.Module, a TensorDict or a state dict, not a {type(source).__name__}")
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 DeviceMap = Callable[[int, Any], Any]
 """``(worker_idx, weights) -> weights`` for that worker."""
 _MOST_FORMS = 8
+_Form = tuple[type, tuple[Any, ...], dict[Any, Any]]  # of a mapping: its type, its keys, and the forms of nested ones
 
 
 class Part(NamedTuple):
@@ -75,7 +75,6 @@ class Source:
         device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
         own_buffers: whether every worker gets a part (and so a buffer) of its own, even if all parts are equal.
         transform: applied to the weights before they are packed.
-        one_for_all: why all workers get the same weights: the error where they would not.
         undefined: why no weights define the layout: the error of ``first``.
     """
 
@@ -87,7 +86,6 @@ class Source:
         device_map_fn: DeviceMap | None = None,
         own_buffers: bool = False,
         transform: Chain | None = None,
-        one_for_all: str = "",
         undefined: str = "",
     ) -> None:
         if weights is not None and not isinstance(weights, nn.Module | TensorDictBase | Mapping):
@@ -97,53 +95,40 @@ class Source:
         if device_map_fn is not None and per_worker(weights) is not None:
             raise ValueError("these are each worker's own weights already: leave device_map_fn out")
         self.weights = weights
-        self._one_for_all = one_for_all
         self._undefined = undefined
-        self._require_same(per_worker(weights) or {}, device_map_fn)
         self._strategy = strategy or WeightStrategy()
-        self._device_map_fn = device_map_fn
-        self._own_buffers = own_buffers
-        self._transform = transform
-        self._partial_transform = None if transform is None else transform.for_parts()
-        self._index: ModuleIndex | None = None  # of the module that was read last
+        self._device_map_fn, self._own_buffers, self._transform = device_map_fn, own_buffers, transform
         self._optional = frozenset[str]()  # the non-persistent buffers of the first weights
-        self._layout: Layout | None = None  # of the forms
-        self._forms: list[_ModuleForm | _MappingForm] = []
-
-    def _require_same(self, by_worker: Mapping[int, Any], device_map_fn: DeviceMap | None = None) -> None:
-        if self._one_for_all and (len(by_worker) > 1 or device_map_fn is not None):
-            raise ValueError(f"{self._one_for_all}: device_map_fn and weights per worker cannot be used")
+        self._layout: Layout | None = None  # of the trees and forms
+        self._indexes: dict[int, ModuleIndex] = {}  # of the living modules that were read, by ``id``
+        self._trees: dict[int, Any] = {}  # what finds the tensors of those of them that were sent
+        self._forms: list[tuple[_Form, list[int]]] = []  # of mappings, and where each tensor of the layout is
 
     def first(self, weights: object = None) -> Snapshot:
-        """Return one worker's weights, which define the layout.
-
-        Raises:
-            NotConnected: there are none yet; or ``undefined``.
-        """
+        """Return one worker's weights, which define the layout; NotConnected: there are none; or ``undefined``."""
         if self._undefined:
             raise NotConnected(self._undefined)
         given = self._given(weights)
         by_worker = per_worker(given)
         one = self._read(given if by_worker is None else next(iter(by_worker.values())))
         self._optional = frozenset(one.optional & one.tensors.keys())
-        return self._transformed(one)
+        return self._transformed(one, strict=True)
 
     def parts(
         self, weights: object, workers: Sequence[int], layout: Layout, rest: Sequence[Tensor] | None = None
     ) -> Iterable[Part]:
-        """Return the weights of each worker, checked. A part is valid until the next one is made.
+        """Return the weights of each worker, checked.
 
         ``rest``, in the layout's order, completes ``weights`` that are a part of the model.
 
         Raises:
             LayoutMismatch: some weights do not fit.
             NotConnected: there are none.
-            ValueError: weights per worker lack one of ``workers``, or name another; or ``one_for_all``.
+            ValueError: weights per worker lack one of ``workers``, or name another.
         """
         given = self._given(weights)
         by_worker = per_worker(given)
         if by_worker is not None:
-            self._require_same(by_worker)
             if weights is None:
                 by_worker = {worker: own for worker, own in by_worker.items() if worker in workers}
             wrong = sorted(by_worker.keys() ^ set(workers))
@@ -153,9 +138,12 @@ class Source:
         if rest is not None:
             return [self._completed(workers, given, layout, rest)]
         if self._device_map_fn is not None:
-            return self._mapped(workers, self._strategy.extract_weights(given), layout, self._device_map_fn)
+            change, formatted = self._device_map_fn, self._strategy.extract_weights(given)
+            return (self._part([worker], snapshot(change(worker, formatted)), layout) for worker in workers)
         part = self._part(workers, self._read(given), layout)
         return [Part([worker], part.tensors, part.extra) for worker in workers] if self._own_buffers else [part]
+
+    # --- weights that are usual ---
 
     def usual(self, weights: object, layout: Layout) -> Any:
         """Return the tensors of weights in a form that ``learn`` was given before, for ``Buffer.pack``.
@@ -166,10 +154,13 @@ class Source:
         if layout is not self._layout:
             return None
         given = self.weights if weights is None else weights
-        for form in self._forms:
-            found = form.find(given)
-            if found is not None:
-                return found
+        tree = self._trees.get(id(given))
+        if tree is not None:
+            return tree
+        for form, order in self._forms:
+            found: list[Any] = []
+            if _read_form(form, given, found):
+                return [found[i] for i in order]
         return None
 
     def learn(self, weights: object, layout: Layout) -> None:
@@ -179,13 +170,28 @@ class Source:
             return
         if layout is not self._layout:
             self._layout, self._forms = layout, []
-        form: _ModuleForm | _MappingForm | None = None
+            self._trees.clear()
+        names = layout.names
         if is_module(given):
-            form = _ModuleForm.of(given, self._index_of(given), layout.names)
+            index = self._index_of(given)
+            if not index.extra and {*names} <= index.places.keys() <= {*names} | index.optional:
+                self._trees[id(given)] = index.tree_of(names)
         elif isinstance(given, TensorDictBase | Mapping):
-            form = _MappingForm.of(given, layout.names)
-        if form is not None:
-            self._forms = [form, *(one for one in self._forms if one.find(given) is None)][:_MOST_FORMS]
+            found: list[str] = []
+            form = _form_of(given, "", found)
+            if sorted(found) == sorted(names):
+                at = {name: i for i, name in enumerate(found)}
+                others = [one for one in self._forms if one[0] != form]
+                self._forms = [(form, [at[name] for name in names]), *others][:_MOST_FORMS]
+
+    def _index_of(self, module: nn.Module) -> ModuleIndex:
+        key, indexes, trees = id(module), self._indexes, self._trees
+        if key not in indexes or not indexes[key].is_current:
+            # The index keeps the module's children alive. It is dropped with the module, before another has its ``id``.
+            indexes[key] = ModuleIndex(module, lambda _: (indexes.pop(key, None), trees.pop(key, None)))
+        return indexes[key]
+
+    # --- weights that are read ---
 
     def _given(self, weights: object) -> object:
         given = self.weights if weights is None else weights
@@ -197,41 +203,28 @@ class Source:
         """Return the canonical form of ``given``, as it is now."""
         return self._index_of(given).snapshot() if is_module(given) else snapshot(given)
 
-    def _index_of(self, module: nn.Module) -> ModuleIndex:
-        if self._index is None or not self._index.describes(module) or not self._index.complete:
-            self._index = ModuleIndex(module)
-        return self._index
-
-    def _transformed(self, weights: Snapshot) -> Snapshot:
-        """Return ``weights`` as they are sent; valid until the next call."""
+    def _transformed(self, weights: Snapshot, *, strict: bool) -> Snapshot:
+        """Return ``weights`` as they are sent."""
         transform = self._transform
         if transform is None:
             return weights
         extra = None if transform.selects else weights.extra
-        return Snapshot(transform(weights.tensors), extra, weights.optional, transform.selects)
+        return Snapshot(transform(weights.tensors, strict), extra, weights.optional, transform.selects)
 
     def _part(self, workers: Sequence[int], read: Snapshot, layout: Layout) -> Part:
         """Return ``read``, with the non-persistent buffers that the first weights had: a state dict has none."""
         fallback = None
         if not self._optional <= read.tensors.keys() and self.weights is not None and per_worker(self.weights) is None:
             fallback = snapshot(self.weights)
-        sent = self._transformed(read.with_optional(self._optional, fallback))
+        # Not strict: a state dict may lack what is dropped. What the result lacks, the layout finds.
+        sent = self._transformed(read.with_optional(self._optional, fallback), strict=False)
         return Part(workers, layout.order(sent), sent.extra)
-
-    def _mapped(
-        self, workers: Sequence[int], weights: object, layout: Layout, device_map_fn: DeviceMap
-    ) -> Iterator[Part]:
-        """Yield the weights that are made for each worker; no earlier ones are kept here."""
-        for worker in workers:
-            yield self._part([worker], snapshot(device_map_fn(worker, weights)), layout)
 
     def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
         """Return a part of a model, completed by ``rest``."""
         if self._device_map_fn is not None or self._own_buffers:
             raise ValueError("a partial update needs a scheme without weights per worker")
-        some = snapshot(given).tensors
-        if self._partial_transform is not None:
-            some = self._partial_transform(some)
+        some = self._transformed(Snapshot(snapshot(given).tensors), strict=False).tensors
         leader_of = dict(layout.ties)
         entries = {name: leader_of.get(index, index) for index, name in enumerate(layout.names)}
         unknown = [name for name in some if name not in entries]
@@ -248,71 +241,35 @@ class Source:
         return Part(workers, tensors, None)
 
 
-class _ModuleForm:
-    """One module, which is not kept alive, and the tree that finds its tensors."""
-
-    def __init__(self, module: nn.Module, tree: Any) -> None:
-        self._tree = tree  # keeps the module's children alive, so it is dropped with the module
-        self._module = weakref.ref(module, lambda _: setattr(self, "_tree", None))
-
-    @classmethod
-    def of(cls, module: nn.Module, index: ModuleIndex, names: Sequence[str]) -> _ModuleForm | None:
-        """Return the form of the module that ``index`` describes; None if that has extra state, or other names."""
-        if index.extra or not {*names} <= index.places.keys() <= {*names} | index.optional:
-            return None
-        return cls(module, index.tree(names))
-
-    def find(self, given: object) -> Any:
-        """Return the tree, if ``given`` is the module."""
-        return self._tree if self._module() is given else None
+def _form_of(source: Any, prefix: str, names: list[str]) -> _Form:
+    """Return the form of a TensorDict or a mapping; append the names of its tensors, in the order of reading."""
+    entries, nested = dict(_entries(source)), {}
+    for key, value in entries.items():
+        name = prefix + dotted(key)
+        if isinstance(value, TensorDictBase | Mapping):
+            nested[key] = _form_of(value, name + ".", names)
+        else:
+            names.append(plain_name(name))
+    return type(source), tuple(entries), nested
 
 
-class _MappingForm:
-    """The keys of a TensorDict or of a mapping, level by level, in their order; no tensor is kept."""
-
-    def __init__(self, source: Any, prefix: str = "") -> None:
-        entries = dict(_entries(source))
-        self._kind, self._keys = type(source), tuple(entries)
-        self._nested: dict[Any, _MappingForm] = {}
-        self._names: list[str] = []  # of all tensors, in the order in which they are read
-        self._order: list[int] = []  # for each name of the layout, its index in ``_names``
-        for key, value in entries.items():
-            name = prefix + dotted(key)
-            if isinstance(value, TensorDictBase | Mapping):
-                self._nested[key] = _MappingForm(value, name + ".")
-                self._names += self._nested[key]._names
-            else:
-                self._names.append(plain_name(name))
-
-    @classmethod
-    def of(cls, source: object, names: Sequence[str]) -> _MappingForm | None:
-        """Return the form of ``source``; None unless it lists exactly the tensors called ``names``."""
-        form = cls(source)
-        if sorted(form._names) != sorted(names):
-            return None
-        form._order = [form._names.index(name) for name in names]
-        return form
-
-    def find(self, given: object) -> list[Tensor] | None:
-        """Return the tensors of ``given`` in the order of the layout; None if its type or its keys differ."""
-        found: list[Any] = []
-        return [found[i] for i in self._order] if self._read(given, found) else None
-
-    def _read(self, given: Any, found: list[Any]) -> bool:
-        if type(given) is not self._kind:
-            return False
-        entries = dict(_entries(given))
-        if tuple(entries) != self._keys:
-            return False
-        if not self._nested:
-            found += entries.values()
-            return True
-        for key, value in entries.items():
-            if key not in self._nested:
-                found.append(value)
-            elif not self._nested[key]._read(value, found):
-                return False
+def _read_form(form: _Form, source: Any, found: list[Any]) -> bool:
+    """Append the tensors of ``source``, if it has this form; return whether it has."""
+    kind, keys, nested = form
+    if type(source) is not kind:
+        return False
+    entries = dict(_entries(source))
+    if tuple(entries) != keys:
+        return False
+    if not nested:
+        found += entries.values()
         return True
+    for key, value in entries.items():
+        if key not in nested:
+            found.append(value)
+        elif not _read_form(nested[key], value, found):
+            return False
+    return True
 
 
 def _entries(source: Any) -> Any:

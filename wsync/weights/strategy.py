@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -36,33 +36,29 @@ def bytes_of(weights: Any) -> np.ndarray:
     return flat.set_(next(iter(storages.values()), flat.untyped_storage())).numpy()
 
 
-class WeightStrategy:
+class WeightStrategy(str):
     """Takes weights out of a source and puts them into a destination, in one of two formats.
 
     Parameters, buffers, tied parameters and ``extra_state`` all travel, in both formats; either format can be applied
-    to any model. A strategy is equal to the name of its format: ``scheme.strategy == "tensordict"``.
+    to any model. A strategy is the name of its format, too: ``scheme.strategy == "tensordict"``.
 
     Args:
         extract_as: ``"tensordict"`` (nested by module) or ``"state_dict"`` (flat, dotted names).
     """
 
-    def __init__(self, extract_as: Format = "tensordict") -> None:
+    def __new__(cls, extract_as: Format = "tensordict") -> Self:
+        """Return the strategy; ValueError: there is no such format."""
         if not isinstance(extract_as, str) or extract_as not in ("tensordict", "state_dict"):
             raise ValueError(f"strategy is 'tensordict' or 'state_dict', not {extract_as!r}")
-        self.extract_as: Format = extract_as
+        return super().__new__(cls, extract_as)
+
+    @property
+    def extract_as(self) -> Format:
+        """The name of the format."""
+        return "state_dict" if self == "state_dict" else "tensordict"
 
     def __repr__(self) -> str:
         return f"WeightStrategy({self.extract_as!r})"
-
-    def __eq__(self, other: object) -> bool:
-        """Whether ``other`` is the name of this format, or a strategy of the same class and format."""
-        if isinstance(other, WeightStrategy):
-            return type(other) is type(self) and other.extract_as == self.extract_as
-        return other == self.extract_as if isinstance(other, str) else NotImplemented
-
-    def __hash__(self) -> int:
-        """As the format's name, to which it is equal."""
-        return hash(self.extract_as)
 
     def extract_weights(self, source: object) -> TensorDict | dict[str, Any]:
         """The weights of ``source`` (module, TensorDict or state dict) in this strategy's format.
@@ -76,17 +72,15 @@ class WeightStrategy:
         weights = snapshot(source)
         flat: dict[str, Any] = {name: tensor.detach() for name, tensor in weights.tensors.items()}
         flat.update(weights.extra or {})
-        if self.extract_as == "state_dict":
+        if self == "state_dict":
             return flat
         result = TensorDict({})
         for name, value in flat.items():
             path = tuple(name.split("."))
             if any(".".join(path[:depth]) in flat for depth in range(1, len(path))):
                 raise LayoutMismatch(f"no TensorDict has '{name}' beside its prefix: use strategy='state_dict'")
-            if isinstance(value, Tensor):
-                result.set(path, value)
-            else:
-                result.set_non_tensor(path, value)
+            put = result.set if isinstance(value, Tensor) else result.set_non_tensor
+            put(path, value)
         return result
 
     def apply_weights(self, destination: Any, weights: object, inplace: bool = True) -> None:
@@ -94,10 +88,7 @@ class WeightStrategy:
 
         Extra state that both have is replaced, too, except in a locked TensorDict.
 
-        Args:
-            destination: what is changed.
-            weights: where from.
-            inplace: copy into the destination's memory; otherwise its tensors are replaced by the given ones.
+        With ``inplace`` they are copied into the destination's memory; otherwise its tensors are replaced by these.
 
         Raises:
             LayoutMismatch: names what does not fit, or cannot be copied into; nothing was applied.

@@ -33,55 +33,36 @@ def mixed_weights(where: str, version: str) -> str:
 class Loader(Target):
     """Weights that have no module here: an inference engine's own loading function.
 
-    ``mixed`` is False also if ``load`` had not taken any pair, or has raised ``LayoutMismatch`` for the first chunk.
-
-    Args:
-        load: called with the pairs of each version, or of each chunk of it.
-        layout: the layout of the received weights.
-        chunk_bytes: call ``load`` several times for a version, with at most so many bytes each (or one tensor).
+    ``mixed`` is False also if ``load`` had not taken any pair, or has raised ``LayoutMismatch``.
     """
 
-    def __init__(self, load: Load, layout: Layout, chunk_bytes: int | None = None) -> None:
+    def __init__(self, load: Load, layout: Layout) -> None:
         self._load = load
         self._names = layout.names
-        self._chunk_bytes = chunk_bytes
-        self._taken = 0  # pairs of the last version
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Load all pairs; TypeError: ``load`` has not taken them, as a coroutine function, which has not run."""
-        pairs = list(zip(self._names, views, strict=True))
-        self._taken, given, before = 0, 0, self.mixed
-        for chunk in [pairs] if self._chunk_bytes is None else _chunks(pairs, self._chunk_bytes):
-            try:
-                self._load(self._taking(chunk))
-            except LayoutMismatch:
-                self.mixed = before or given > 0  # by this chunk, ``load`` says, nothing was changed
-                raise
-            given += len(chunk)
-            if self._taken < given:
-                name = getattr(self._load, "__qualname__", self._load)
-                raise TypeError(
-                    f"{name} returned when it had taken {self._taken} of {given} pairs: load= is a plain function "
-                    "(no async def) that takes all of them"
-                )
+        taken, before = 0, self.mixed
+
+        def pairs() -> Iterator[tuple[str, Tensor]]:
+            nonlocal taken
+            for pair in zip(self._names, views, strict=True):
+                taken += 1
+                self.mixed = True
+                yield pair
+
+        try:
+            self._load(pairs())
+        except LayoutMismatch:
+            self.mixed = before  # ``load`` says that it has changed nothing
+            raise
+        if taken < len(views):
+            name = getattr(self._load, "__qualname__", self._load)
+            raise TypeError(
+                f"{name} returned when it had taken {taken} of {len(views)} pairs: load= is a plain function "
+                "(no async def) that takes all of them"
+            )
         self.mixed = False
-
-    def _taking(self, chunk: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for pair in chunk:
-            self._taken += 1
-            self.mixed = True
-            yield pair
-
-
-def _chunks(pairs: Sequence[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-    chunk, size = list[tuple[str, Tensor]](), 0
-    for name, tensor in pairs:
-        if chunk and size + tensor.nbytes > limit:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append((name, tensor))
-        size += tensor.nbytes
-    yield chunk
 
 
 class Tensors(Target):
@@ -96,9 +77,7 @@ class Tensors(Target):
     ) -> None:
         if is_stacked(destination):
             raise LayoutMismatch("a lazily stacked TensorDict has no tensors to copy into: make it contiguous first")
-        self._destination = destination
-        self._layout = layout
-        self._owner = owner
+        self._destination, self._layout, self._owner = destination, layout, owner
         self._current()
 
     def _current(self) -> list[Tensor]:
@@ -129,17 +108,14 @@ class Transformed(Target):
     """
 
     def __init__(self, layout: Layout, transform: Chain, make: Callable[[Layout], Target]) -> None:
-        self._names = layout.names
-        self._transform = transform.copy()  # a later connection may have other weights
+        self._names, self._transform = layout.names, transform
         extra = None if layout.extra is None or transform.selects else dict.fromkeys(layout.extra)
         more = layout.model_may_have_more or transform.selects
-        result = self._apply(layout.views(zeros(layout.nbytes)))  # only the kinds of the tensors matter
+        zero = layout.views(zeros(layout.nbytes))  # only the kinds of the tensors matter
+        result = transform(dict(zip(layout.names, zero, strict=True)))
         self._layout = Layout.of(Snapshot(result, extra, model_may_have_more=more))
         self._target = make(self._layout)
         self.detach = self._target.detach
-
-    def _apply(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        return self._transform(dict(zip(self._names, views, strict=True)))
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Install the transformed weights."""
@@ -150,8 +126,9 @@ class Transformed(Target):
         self._give(self._target.check_only, views, extra)
 
     def _give(self, take: Callable[..., None], views: Sequence[Tensor], extra: Mapping[str, Any] | None) -> None:
+        result = self._transform(dict(zip(self._names, views, strict=True)), strict=False)
         try:
-            take(self._layout.order(Snapshot(self._apply(views))), None if self._transform.selects else extra)
+            take(self._layout.order(Snapshot(result)), None if self._transform.selects else extra)
         finally:
             self.mixed, self.misfit = self._target.mixed, self._target.misfit
 
@@ -162,27 +139,16 @@ class Destination:
     Args:
         model: a module or a mapping of tensors; None with ``load``.
         load: a function that takes the pairs of one version.
-        chunk_bytes: the most bytes that ``load`` is given at once; None: a whole version.
         transform: applied to received weights first.
 
     Raises:
         TypeError: ``model`` is neither a module nor a mapping of tensors.
     """
 
-    def __init__(
-        self,
-        model: Any = None,
-        *,
-        load: Load | None = None,
-        chunk_bytes: int | None = None,
-        transform: Chain | None = None,
-    ) -> None:
+    def __init__(self, model: Any = None, *, load: Load | None = None, transform: Chain | None = None) -> None:
         if load is None and not isinstance(model, nn.Module | TensorDictBase | Mapping):
             raise TypeError(f"a receiver's model is a module, a TensorDict or a dict of tensors, not {model!r}")
-        self.model = model
-        self._load = load
-        self._chunk_bytes = chunk_bytes
-        self._transform = transform
+        self.model, self._load, self._transform = model, load, transform
 
     @property
     def module(self) -> nn.Module | None:
@@ -200,7 +166,7 @@ class Destination:
 
     def _plain(self, layout: Layout, bind: bool) -> Target:
         if self._load is not None:
-            return Loader(self._load, layout, self._chunk_bytes)
+            return Loader(self._load, layout)
         if self.module is not None:
             return Binding(self.module, layout, bind=bind)
         return Tensors(self.model, layout)

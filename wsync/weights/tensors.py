@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import os
 import sys
@@ -20,7 +19,6 @@ from wsync.errors import LayoutMismatch
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_log = logging.getLogger(__name__)
 _GATHER = (
     "call torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, and send its result from rank 0"
@@ -59,18 +57,32 @@ def defect_of(tensor: Tensor, *, writable: bool = False) -> str:
     return "has elements that share memory: clone it" if writable and overlaps_itself(tensor) else ""
 
 
-def require_whole(names: Iterable[str], tensors: Iterable[Tensor], receiving: str = "") -> None:
-    """Raise ``LayoutMismatch`` if some of these weights, or of those of ``receiving``, are sharded (FSDP2)."""
+def require_whole(names: Iterable[str], tensors: Iterable[Tensor], receiver: str = "") -> None:
+    """Raise ``LayoutMismatch`` if some of these weights, or of those of ``receiver``, are sharded (FSDP2)."""
     sharded = [f"'{name}'" for name, tensor in zip(names, tensors, strict=True) if is_sharded(tensor)]
     if sharded:
         raise LayoutMismatch(
             f"only whole tensors can be carried, and this rank has only a shard of {describe(sharded)} of "
-            f"{receiving or 'these weights'} (DTensor): {_RECEIVE if receiving else _GATHER}"
+            f"{receiver or 'these weights'} (DTensor): {_RECEIVE if receiver else _GATHER}"
         )
 
 
+def require_carried(
+    names: Sequence[str], tensors: Sequence[Tensor], receiver: str = "", *, writable: bool = False
+) -> None:
+    """Raise ``LayoutMismatch`` if some of these weights cannot be sent, or some of ``receiver`` cannot be written."""
+    odd = [
+        f"'{name}' {defect}"
+        for name, one in zip(names, tensors, strict=True)
+        if (defect := defect_of(one, writable=writable))
+    ]
+    if odd:
+        require_whole(names, tensors, receiver)
+        raise LayoutMismatch(f"{receiver or 'these weights'}: {describe(odd)}")
+
+
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether several elements of a tensor may lie in one place, as in an expanded one."""
+    """Return whether several elements may lie in one place, as in an expanded tensor."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < reach:
@@ -133,17 +145,14 @@ def tie_leaders(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _tie_key(one: Tensor) -> tuple[object, ...]:
-    """Return what is equal for tied tensors. A lazily conjugated or negated view has the memory of its base."""
+    # A lazily conjugated or negated view has the memory of its base.
     return one.device, one.data_ptr(), one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()
 
 
 def require_apart(tensors: Mapping[str, Tensor], owner: str) -> None:
-    """Check that no two tensors of ``owner`` reach into each other's memory: the later one would win.
+    """Raise ``LayoutMismatch`` if two tensors of ``owner`` reach into each other's memory: the later one would win.
 
     Tied tensors are allowed: one tensor under several names.
-
-    Raises:
-        LayoutMismatch: two of them overlap; names both.
     """
     spans = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), name)
@@ -168,39 +177,31 @@ def _extent(tensor: Tensor) -> int:
 
 
 def in_clean_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return what ``function`` returns, or raise what it raises, in a thread of its own.
+    """Call ``function`` in a thread of its own: tensors for other threads are not made under this thread's modes.
 
-    Modes such as ``no_grad``, ``inference_mode``, ``torch.func.grad`` and fake tensors belong to a thread; tensors that
-    other threads will use must not be made under them.
+    Such modes are ``no_grad``, ``inference_mode``, ``torch.func.grad`` and fake tensors.
     """
     with ThreadPoolExecutor(1, "wsync-clean") as thread:
         return thread.submit(function, *args, **kwargs).result()
 
 
 class PinnedMapping(mmap.mmap):
-    """A mapping of memory. Once ``pin`` was called in a process that uses a GPU, the GPU copies it directly.
+    """A mapping of memory, which a GPU copies several times as fast if ``pin`` was called in a process that uses it."""
 
-    Such copies are several times as fast as those of other memory.
-    """
-
-    _pinned_by = -1  # id of the process
-    _address = 0
-    _gpu = -1
+    _pinned_by, _address, _gpu = -1, 0, -1  # id of the process, where, and for which GPU
 
     def pin(self) -> None:
         """Pin the memory, if this process uses a GPU. Called once. Memory that CUDA does not pin remains usable."""
-        gpu = _gpu_in_use()
-        if gpu < 0:
+        self._gpu = _gpu_in_use()
+        if self._gpu < 0:
             return
-        self._address, self._gpu = ctypes.addressof(ctypes.c_char.from_buffer(self)), gpu
-        with torch.cuda.device(gpu):
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        with torch.cuda.device(self._gpu):
             runtime: Any = torch.cuda.cudart()
-            result = int(runtime.cudaHostRegister(self._address, len(self), 0))
-            if not result:
+            if not int(runtime.cudaHostRegister(self._address, len(self), 0)):
                 self._pinned_by = os.getpid()
                 return
-            _log.debug("%d bytes were not pinned: CUDA error %d", len(self), result)
-            with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel of PyTorch would raise it
+            with suppress(RuntimeError):  # CUDA keeps the error, which the next kernel would raise
                 torch.zeros(1, device="cuda")
 
     def __del__(self) -> None:
@@ -223,9 +224,6 @@ def _gpu_in_use() -> int:
 
 def zeros(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
     """Return ``uint8[nbytes]``, zero; pinned if it is in main memory and this process uses a GPU."""
+    pinned = torch.device(device).type == "cpu" and _gpu_in_use() >= 0
     with torch.inference_mode(False):  # views of an inference tensor are inference tensors
-        if torch.device(device).type != "cpu" or not nbytes or _gpu_in_use() < 0:
-            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        memory = PinnedMapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.pin()
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
