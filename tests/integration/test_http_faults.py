@@ -141,26 +141,6 @@ def test_the_receiving_end_is_the_application() -> None:
         wsync.HTTPWeightSyncScheme("http://a").init_on_receiver("policy", model=Small(), worker_idx=0)
 
 
-def test_a_transport_that_is_not_connected_is_an_error_at_once() -> None:
-    target = Small()
-    app = wsync.engine_app(target, token=None)
-    with serve(app) as url:
-        transport = wsync.HTTPWeightSyncScheme(url).create_transport()
-        with pytest.raises(wsync.NotConnected, match="set-up method"):
-            transport.send_weights(fill(Small(), 1))
-        transport.setup_connection_and_weights_on_sender()
-        transport.send_weights(fill(Small(), 2))
-    with pytest.raises(wsync.WorkerDied):
-        transport.send_weights(fill(Small(), 3))
-    with pytest.raises(wsync.NotConnected):
-        transport.send_weights(fill(Small(), 4))
-    with serve(app, port=int(url.rsplit(":", 1)[1])):
-        transport.setup_connection_and_weights_on_sender()
-        transport.send_weights(fill(Small(), 5))
-        assert target()[0] == 5
-    transport.close()
-
-
 def test_the_number_of_workers_is_that_of_the_urls() -> None:
     with wsync.HTTPWeightSyncScheme(["http://a", "http://b"]) as scheme:
         for count in (1, 3):

@@ -5,22 +5,15 @@ from __future__ import annotations
 import ssl
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from functools import partial
+from typing import ClassVar, NoReturn
 
-from wsync.deadlines import deadline_in
-from wsync.engine.client import EngineClient, checked_url
+from wsync.engine.client import BodyTransfer, EngineClient, MakeTransfer, checked_url
 from wsync.engine.outlet import Engines
 from wsync.engine.protocol import PAUSE_MODES, PauseMode, require_valid_token
-from wsync.engine.transfers import MakeTransfer
-from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.receiver import Receiver
 from wsync.scheme import WeightSyncScheme
-from wsync.transforms.chain import Transform, delta_of
-from wsync.transport import SenderEnd
-from wsync.update import Update
-from wsync.weights.packing import packed
-
-_RECEIVE_WHERE = "by wsync.engine_app(load=…), in the engine's process"
+from wsync.transforms.chain import Transform
 
 
 class HTTPWeightSyncScheme(WeightSyncScheme):
@@ -45,14 +38,13 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         pause: what happens to generations in flight: ``"abort"`` ends them, ``"wait"`` waits for their end, ``"keep"``
             has them go on with the new weights (mixed versions); None: nothing is paused, and generation goes on during
             the update.
-        chunk_bytes: the most bytes of weights in one request; a tensor that is larger has a request of its own.
+        chunk_bytes: the most bytes of weights in one request.
         cafile: certificates to trust instead of the system's, for ``https``.
         transfer: a function ``(EngineClient, VersionSource) → object with send_weights()``; None: HTTP bodies.
         sync: see ``WeightSyncScheme``.
         timeout: seconds for ``connect``, which waits for engines that are starting, and for ``send``.
         send_transform: see ``WeightSyncScheme``. What the engine does to weights is ``engine_app(receive_transform=)``.
-            With ``Delta()`` at its end, HTTP bodies have differences to the version that an engine has; no ``transfer``
-            but the default takes them.
+            ``Delta()`` has no effect.
 
     Raises:
         ValueError: no URL, a malformed or repeated one, an unknown ``pause``, a bad token, ``chunk_bytes`` below 1.
@@ -89,16 +81,12 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         self.cafile = cafile
         self.transfer = transfer
 
-    def create_transport(self, worker_idx: int | None = None) -> HTTPTransport:
-        """Return a transport to one engine, for use without a scheme."""
-        return HTTPTransport(self, worker_idx or 0)
-
-    def make_outlet(self, model_id: str = "", num_workers: int = 0) -> Engines:
+    def make_outlet(self, model_id: str, num_workers: int) -> Engines:
         """Return what drives the engines. It has no reference to the scheme: it is closed when that is dropped."""
         context, scheme = ssl.create_default_context(cafile=self.cafile) if self.cafile else None, weakref.proxy(self)
         clients = [EngineClient(url, self.token, context) for url in self.urls]
-        timeout, delta = lambda: scheme.timeout, delta_of(self.send_transform)
-        return Engines(clients, self.transfer, self.chunk_bytes, self.pause, timeout, delta)
+        transfer = self.transfer or partial(BodyTransfer, chunk_bytes=self.chunk_bytes)
+        return Engines(clients, transfer, self.pause, lambda: scheme.timeout)
 
     def implied_worker_counts(self) -> Mapping[str, int]:
         """Return how many engines there are."""
@@ -106,41 +94,4 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
 
     def make_inbox(self, model_id: str, receiver: Receiver) -> NoReturn:
         """Refuse: engines are no workers that poll."""
-        raise RuntimeError(f"an engine over HTTP receives {_RECEIVE_WHERE}")
-
-
-class HTTPTransport(SenderEnd):
-    """Sends weights to one engine of a scheme (a ``TransportBackend``), for use without the scheme's calls."""
-
-    receive_hint = _RECEIVE_WHERE
-
-    def __init__(self, scheme: HTTPWeightSyncScheme, worker_idx: int) -> None:
-        self._scheme = scheme
-        self._worker = worker_idx
-        self._engines = scheme.make_outlet()
-        self._version = 0
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Wait until the engine answers; SyncTimeout: it does not. WorkerFailed: it answers with an error."""
-        self._engines.connect_to([self._worker], None, deadline_in(self._scheme.timeout))
-
-    def send_weights(self, weights: Any) -> None:
-        """Send ``weights`` (a module, a TensorDict or a state dict).
-
-        Raises:
-            NotConnected: ``setup_connection_and_weights_on_sender`` was not called, or not since the engine died.
-            WorkerDied, WorkerFailed, SyncTimeout: the engine does not have them.
-        """
-        if self._worker not in self._engines.workers:
-            raise NotConnected(f"{self._scheme.urls[self._worker]} is not connected: call the set-up method (again)")
-        deadline = deadline_in(self._scheme.timeout)
-        layout, buffer = packed(weights)
-        self._version += 1
-        self._engines.set_layout(layout)
-        self._engines.publish(Update(self._version, buffer), [self._worker])
-        for cause in self._engines.wait([self._worker], self._version, "installed", deadline).values():
-            raise {"died": WorkerDied, "late": SyncTimeout, "failed": WorkerFailed}[cause.kind](cause.text)
-
-    def close(self) -> None:
-        """End the connection."""
-        self._engines.close(graceful=True)
+        raise RuntimeError("an engine over HTTP receives by wsync.engine_app(load=…), in the engine's process")

@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from wsync.engine.protocol import require_valid_token
+from wsync.engine.weights import EngineWeights
 from wsync.errors import missing_extra
 from wsync.gate import gate_model
 from wsync.transforms.chain import Transform, compose
@@ -25,11 +26,9 @@ def engine_app(
     token: str | None,
     pause: Pause | None = None,
     resume: Resume | None = None,
-    version: str = "0",
     chunk_bytes: int | None = None,
     receive_transform: Transform | Sequence[Transform] | None = None,
     max_bytes: int = 64 << 30,
-    pause_limit: float | None = 600.0,
 ) -> EngineApp:
     """Return an ASGI application by which ``HTTPWeightSyncScheme`` updates an engine in this process.
 
@@ -46,13 +45,11 @@ def engine_app(
         token: requests without this bearer token are refused before their bodies are read, except ``/health``. None:
             any process that reaches the port can change the weights.
         pause: called with the mode (``"abort"``, ``"wait"`` or ``"keep"``) for ``/pause``; returns, or is awaited, when
-            generation has paused. By default ``app.generation()`` is paused.
+            generation has paused. Without it a trainer with ``pause=`` is refused.
         resume: called for ``/resume``. Goes with ``pause``.
-        version: the name of the weights that the engine has.
         chunk_bytes: see ``init_on_receiver``.
         receive_transform: see ``WeightSyncScheme``.
         max_bytes: the largest version that is accepted.
-        pause_limit: seconds after which ``app.generation()`` goes on without a ``/resume``; None: never.
 
     Raises:
         TypeError: ``model`` is of another kind. ValueError: ``pause`` or ``resume`` is missing, or the token malformed.
@@ -68,4 +65,4 @@ def engine_app(
     destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
     if destination.module is not None:
         gate_model(destination.module)
-    return EngineApp(destination, token, pause, resume, version, max_bytes, pause_limit)
+    return EngineApp(EngineWeights(destination, max_bytes), token, pause, resume)

@@ -1,21 +1,28 @@
-"""The routes of one engine, called by a trainer."""
+"""The routes of one engine, called by a trainer, and how the weights of a version travel to it."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import re
+import secrets
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import quote, urlsplit
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from urllib.parse import urlencode, urlsplit
+
+import torch
+from torch import Tensor
 
 from wsync.control.loop import control_loop
-from wsync.deadlines import remaining
+from wsync.deadlines import NOW, remaining
 from wsync.engine import protocol
 from wsync.errors import missing_extra
+from wsync.update import Update
+from wsync.weights.layout import Layout
 
 if TYPE_CHECKING:
     import httpx
@@ -63,9 +70,9 @@ def checked_url(url: str) -> str:
 class EngineClient:
     """Calls one engine: a vLLM server (with ``VLLM_SERVER_DEV_MODE=1``), or ``wsync.engine_app``.
 
-    Has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines can use it. They block, and
-    are for a transfer's thread; the coroutines are for the control thread. Redirects are errors, and proxies are not
-    used: weights go to no other host than that of ``url``.
+    The methods of the phases are those of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines can use
+    this client. They block, and are for a transfer's thread. Redirects are errors, and proxies are not used: weights go
+    to no other host than that of ``url``.
 
     Args:
         url: the URL of the engine.
@@ -74,7 +81,7 @@ class EngineClient:
 
     Attributes:
         url: as given.
-        deadline: of every request, on ``time.monotonic``; None for no limit.
+        deadline: of a transfer's requests, on ``time.monotonic``; None for no limit.
         version: the version of the weights that are being sent.
         phase: the phase of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
         times: seconds that the engine has waited for its gate, and that the load took, as it said last.
@@ -86,6 +93,7 @@ class EngineClient:
         self.version = 0
         self.phase = "connect"
         self.times = 0.0, 0.0
+        self._posting: asyncio.Task[Any] | None = None  # the transfer's request that is in progress, or was the last
         try:
             import httpx
         except ModuleNotFoundError as error:
@@ -100,73 +108,74 @@ class EngineClient:
             limits=httpx.Limits(keepalive_expiry=_IDLE_LIMIT),
         )
 
-    # --- the routes; called by a transfer's thread ---
+    # --- the phases; called by a transfer's thread ---
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Phase 1, once for a layout: tell the engine how weights will travel."""
-        self._post("init", protocol.INIT, {"init_info": dict(init_info)})
+        self.post("init", protocol.INIT, {"init_info": dict(init_info)})
 
     def start_weight_update(self, fields: Mapping[str, Any] | None = None) -> None:
         """Phase 2: begin a version. vLLM takes no ``fields``."""
-        self._post("start", protocol.START, fields)
+        self.post("start", protocol.START, fields)
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
         """Phase 3, for transfers beside HTTP: have the engine receive weights. One or more times."""
-        self._post("update", protocol.UPDATE, {"update_info": dict(update_info)})
+        self.post("update", protocol.UPDATE, {"update_info": dict(update_info)})
 
-    def finish_weight_update(self, weight_version: str | None = None, **fields: Any) -> None:
-        """Phase 4: have the engine use the version; it is named by its number unless ``weight_version`` is given."""
-        control_loop().call(self.finish(weight_version or str(self.version), fields))
+    def finish_weight_update(self, weight_version: str | None = None, **fields: Any) -> Mapping[str, Any]:
+        """Phase 4: have the engine use the version; it is named by its number unless ``weight_version`` is given.
 
-    def pause(self, mode: protocol.PauseMode) -> None:
-        """Pause generation; ``mode`` is for generations in flight."""
-        self._post("pause", f"{protocol.PAUSE}?mode={quote(mode)}")
-
-    def resume(self) -> None:
-        """Go on generating."""
-        self._post("resume", protocol.RESUME)
+        Raises:
+            EngineError: also if the engine has answered that it has another version.
+        """
+        version = weight_version or str(self.version)
+        answer = self.post("finish", protocol.FINISH, {"weight_version": version, **fields})
+        times = [answer.get(name, 0.0) for name in ("wait_seconds", "apply_seconds")]
+        sound = all(isinstance(one, int | float) and 0 <= one < math.inf for one in times)
+        if not sound or answer.get("weight_version", version) != version:
+            raise self.misfit(protocol.FINISH, answer)
+        self.times = float(times[0]), float(times[1])
+        return answer
 
     def get_world_size(self) -> int:
         """Return the number of processes in the engine."""
-        return control_loop().call(self.world_size())
+        return control_loop().call(self.world_size(self.deadline))
 
-    def _post(self, phase: str, route: str, fields: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        return control_loop().call(self.request(phase, route, fields))
+    def post(
+        self, phase: str, route: str, fields: Mapping[str, Any] | None = None, body: bytes | None = None
+    ) -> Mapping[str, Any]:
+        """Make a request of the transfer: see ``request``."""
+        return control_loop().call(self._post(phase, route, fields, body))
 
-    # --- requests; in the control thread ---
+    # --- in the control thread ---
 
-    async def world_size(self) -> int:
+    async def _post(self, *request: Any) -> Mapping[str, Any]:
+        self._posting = asyncio.current_task()
+        return await self.request(*request, deadline=self.deadline)
+
+    def give_up(self) -> None:
+        """Have the transfer's request that is in progress fail, and each later one."""
+        self.deadline = NOW
+        if self._posting is not None:
+            self._posting.cancel()
+
+    async def world_size(self, deadline: float | None) -> int:
         """Return the number of processes in the engine; EngineError: also if the answer does not say it."""
-        answer = await self.request("connect", protocol.WORLD_SIZE, method="GET")
+        answer = await self.request("connect", protocol.WORLD_SIZE, method="GET", deadline=deadline)
         size = answer.get("world_size")
         if type(size) is not int or size < 1:
-            raise self._misfit(protocol.WORLD_SIZE, answer)
+            raise self.misfit(protocol.WORLD_SIZE, answer)
         return size
-
-    async def finish(self, version: str, fields: Mapping[str, Any], *, named: bool = False) -> None:
-        """Phase 4: see ``finish_weight_update``.
-
-        Raises:
-            EngineError: also if the engine has said that it has another version, or (``named``) has not said it.
-        """
-        answer = await self.request("finish", protocol.FINISH, {"weight_version": version, **fields})
-        times = [answer.get(name, 0.0) for name in ("wait_seconds", "apply_seconds")]
-        sound = all(isinstance(one, int | float) and 0 <= one < math.inf for one in times)
-        if not sound or answer.get("weight_version", None if named else version) != version:
-            raise self._misfit(protocol.FINISH, answer)
-        self.times = float(times[0]), float(times[1])
-
-    def _misfit(self, route: str, answer: Mapping[str, Any]) -> EngineError:
-        return EngineError(f"{self.url}: {route} answered {str(answer)[:_SHOWN]}, which does not fit", status=200)
 
     async def request(
         self,
         phase: str,
         route: str,
         fields: Mapping[str, Any] | None = None,
-        *,
         body: bytes | None = None,
+        *,
         method: str = "POST",
+        deadline: float | None,
     ) -> Mapping[str, Any]:
         """Make a request of a phase, with JSON ``fields`` or a ``body``; return the JSON object of its answer.
 
@@ -178,7 +187,7 @@ class EngineClient:
         content = body if fields is None else json.dumps(fields).encode()
         kind = {"Content-Type": protocol.JSON if body is None else protocol.WEIGHTS}
         try:
-            async with asyncio.timeout(remaining(self.deadline)):
+            async with asyncio.timeout(remaining(deadline)):
                 async with self._http.stream(method, self.url + route, content=content, headers=kind) as response:
                     answer = await _read(response)
         except TimeoutError as error:
@@ -198,6 +207,10 @@ class EngineClient:
             raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=status)
         return fields
 
+    def misfit(self, route: str, answer: Mapping[str, Any]) -> EngineError:
+        """Return the error for an answer with other fields than were asked for."""
+        return EngineError(f"{self.url}: {route} answered {str(answer)[:_SHOWN]}, which does not fit", status=200)
+
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
@@ -216,3 +229,74 @@ def _cause_of(error: BaseException) -> str:
     """Return the error that httpx has made another one of."""
     inner = error.__cause__ or error.__context__
     return f"{type(error).__name__}: {error}" if inner is None else _cause_of(inner)
+
+
+# --- transfers ---
+
+
+class ParamMeta(NamedTuple):
+    """A tensor's name, dtype and shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class VersionSource:
+    """The weights that are sent to one engine, of one version: what vLLM calls a ``WeightSource``.
+
+    Attributes:
+        layout: the layout of the weights.
+        device: where the tensors are copied to when they are read; None: they stay where they were packed (the CPU).
+        update: the version. None outside ``send_weights``.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.device: torch.device | str | None = None
+        self.update: Update | None = None
+
+    def metadata(self) -> list[ParamMeta]:
+        """Return name, dtype and shape of every tensor, in the order of iteration."""
+        entries = zip(self.layout.names, self.layout.dtypes, self.layout.shapes, strict=True)
+        return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in entries]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the ``(name, tensor)`` pairs of the version. Called within ``send_weights``."""
+        assert self.update is not None, "the source is read within send_weights()"
+        for name, view in zip(self.layout.names, self.update.views, strict=True):
+            yield name, view if self.device is None else view.to(self.device)
+
+    def held_names(self) -> None:
+        """Return None. vLLM calls it for the tensors that this process holds; None means all."""
+
+
+MakeTransfer = Callable[[EngineClient, VersionSource], Any]
+"""Makes the transfer to one engine, as phase 1 (init). Its ``send_weights()`` sends what the source has now, by the
+phases start, update and finish, as vLLM's ``TrainerWeightTransferEngine`` does. Both are called in threads of their
+own. Exceptions that they raise, the trainer raises as ``WorkerFailed``."""
+
+
+class BodyTransfer:
+    """The transfer that is used by default: HTTP bodies of at most ``chunk_bytes``, as ``protocol`` says."""
+
+    def __init__(self, client: EngineClient, source: VersionSource, chunk_bytes: int) -> None:
+        self._client, self._source, self._chunk_bytes = client, source, chunk_bytes
+        self._session = {"session": secrets.token_hex(8)}
+        layout = base64.b64encode(source.layout.encode()).decode()
+        client.init_weight_transfer_engine({"transfer": protocol.TRANSFER, **self._session, "layout": layout})
+
+    def send_weights(self) -> None:
+        """Send the version that the source has."""
+        client, update = self._client, self._source.update
+        assert update is not None
+        fields = {**self._session, "weight_version": str(update.version)}
+        memory = update.buffer.memory
+        client.start_weight_update(fields)
+        for begin in range(0, len(memory), self._chunk_bytes):
+            body = bytes(memory[begin : begin + self._chunk_bytes])
+            query = urlencode({**fields, "begin": begin, "end": begin + len(body)})
+            client.post("update", f"{protocol.UPDATE}?{query}", body=body)
+        answer = client.finish_weight_update(**fields, checksum=f"{update.checksum:016x}")
+        if "weight_version" not in answer:
+            raise client.misfit(protocol.FINISH, answer)

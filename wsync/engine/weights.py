@@ -13,7 +13,6 @@ from wsync.control.session import checksum_of
 from wsync.engine import protocol
 from wsync.errors import LayoutMismatch, WeightSyncError
 from wsync.gate import entered_for_forward_of, process_gate
-from wsync.transforms.delta import apply_difference, require_zstandard
 from wsync.weights.binding import Target
 from wsync.weights.layout import Layout
 from wsync.weights.targets import Destination, mixed_weights
@@ -32,98 +31,71 @@ class _Session:
     """What one trainer has initialised, under a random name.
 
     Attributes:
-        body: each body is read into it.
         flat: the version that is being received.
         receiving: the name of that version; None outside *start* and *finish*.
         arrived: how many of its bytes are here.
-        held: the version that ``flat`` holds whole; None while it mixes two.
-        base: the version to which this update's differences are; None: only whole weights are accepted.
     """
 
-    def __init__(self, name: str, layout: Layout, chunk_bytes: int, target: Target) -> None:
-        self.name, self.layout, self.target = name, layout, target
-        self.body = bytearray(min(chunk_bytes, layout.nbytes))
+    def __init__(self, name: str, layout: Layout, target: Target) -> None:
+        self.name, self.target = name, target
         self.flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self.views = layout.views(self.flat)
         self.receiving: str | None = None
         self.arrived = 0
-        self.held: str | None = None
-        self.base: str | None = None
 
 
 class EngineWeights:
-    """The weights of one engine. One thread calls the methods of the phases, and ``poll_update`` is the gate's.
+    """The weights of one engine. One request at a time calls the methods of the phases; ``poll_update`` is the gate's.
 
     Attributes:
-        version: the name of those that it has. Changes inside the gate.
+        version: the name of those that it has; "0" before the first update. Changes inside the gate.
         mixed: why they may be of two versions; empty if they are not.
     """
 
-    def __init__(self, destination: Destination, version: str, max_bytes: int) -> None:
-        self.version = version
+    def __init__(self, destination: Destination, max_bytes: int) -> None:
+        self.version = "0"
         self.mixed = ""
         self._destination = destination
         self._max_bytes = max_bytes
         self._session: _Session | None = None
-
-    def body_buffer(self) -> bytearray:
-        """Return the memory into which a body with weights is read; Refused: no trainer has initialised this engine."""
-        return self._require_session().body
 
     def initialise(self, fields: Mapping[str, Any]) -> None:
         """Phase 1: make room for a version; Refused: weights of this layout do not fit, or are too large."""
         info = fields.get("init_info")
         if not isinstance(info, dict) or info.get("transfer") != protocol.TRANSFER:
             raise Refused(400, f"init_info.transfer is '{protocol.TRANSFER}' here, not {str(info)[:99]}")
-        name, chunk_bytes = _text(info, "session"), info.get("chunk_bytes")
-        if type(chunk_bytes) is not int or not 0 < chunk_bytes <= self._max_bytes:
-            raise Refused(413, f"init_info.chunk_bytes is a number from 1 to {self._max_bytes}, not {chunk_bytes!r}")
+        name = _text(info, "session")
         try:
             layout = Layout.decode(base64.b64decode(_text(info, "layout").encode(), validate=True))
         except Exception as error:  # whatever decoding raises
             raise Refused(400, f"init_info.layout is malformed: {error}") from error
         if layout.nbytes > self._max_bytes:
-            raise Refused(
-                413, f"a version has {layout.nbytes} bytes, and this engine takes {self._max_bytes} (max_bytes)"
-            )
+            raise Refused(413, f"a version has {layout.nbytes} bytes, and max_bytes is {self._max_bytes}")
         if layout.extra:
             raise Refused(422, "extra state (pickles) is not accepted over HTTP")
         self._session = None
         try:
-            if info.get("delta") is True:
-                require_zstandard()
             target = process_gate().call_without_forward(self._destination.target, layout, bind=False)
-        except (LayoutMismatch, ImportError) as error:
-            raise Refused(422, f"{type(error).__name__}: {error}") from error
-        self._session = _Session(name, layout, chunk_bytes, target)
+        except LayoutMismatch as error:
+            raise Refused(422, f"LayoutMismatch: {error}") from error
+        self._session = _Session(name, layout, target)
 
     def start(self, fields: Mapping[str, Any]) -> None:
-        """Phase 2: forget what has been received of another version; Refused: the base is not here."""
-        session = self._current(_text(fields, "session"))
-        version, base = _text(fields, "weight_version"), _text(fields, "base") if "base" in fields else None
-        if base is not None and base != session.held:
-            raise Refused(409, f"version {base}, to which differences would be, is not here", protocol.NO_BASE)
-        session.receiving, session.base, session.arrived = version, base, 0
+        """Phase 2: forget what has been received of another version."""
+        session = self._current(fields)
+        session.receiving, session.arrived = _text(fields, "weight_version"), 0
 
-    def add(self, fields: Mapping[str, Any], body: memoryview) -> None:
-        """Phase 3: keep the next bytes of the version; Refused: they are others."""
-        session, base = self._begun(fields), fields.get("base")
+    def place(self, fields: Mapping[str, Any]) -> memoryview:
+        """Phase 3: return where the next bytes of the version go; Refused: they are others."""
+        session = self._begun(fields)
         begin, end = (int(text) if (text := _text(fields, name)).isdecimal() else -1 for name in ("begin", "end"))
-        if begin != session.arrived or not begin < end <= session.layout.nbytes or end - begin > len(session.body):
+        if begin != session.arrived or not begin < end <= len(session.flat):
             raise Refused(409, f"bytes {begin} to {end} are not the next ones: {session.arrived} have arrived")
-        if base is not None and base != session.base:
-            raise Refused(409, f"the difference is to version {base}, which {protocol.START} has not named")
-        if base is None and len(body) != end - begin:
-            raise Refused(400, f"the body has {len(body)} bytes, not {end - begin}")
-        part, session.held = session.flat.numpy().data[begin:end], None
-        try:
-            if base is None:
-                part[:] = body
-            else:
-                apply_difference(part, body, part)
-        except ValueError as error:
-            raise Refused(422, str(error)) from error
-        session.arrived = end
+        return session.flat.numpy().data[begin:end]
+
+    def arrived(self, fields: Mapping[str, Any]) -> None:
+        """The bytes are in their place."""
+        self._begun(fields).arrived = int(fields["end"])
 
     def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Phase 4: check that the version is whole, then load it inside the gate; return the fields of the answer.
@@ -132,15 +104,14 @@ class EngineWeights:
             Refused: it is not whole, or damaged; nothing was loaded.
             Exception: whatever the loading function raised.
         """
-        session = self._begun(fields)
-        if session.arrived < session.layout.nbytes:
-            lacking = f"{session.arrived} of {session.layout.nbytes} bytes have arrived"
+        session, version = self._begun(fields), _text(fields, "weight_version")
+        if session.arrived < len(session.flat):
+            lacking = f"{session.arrived} of {len(session.flat)} bytes have arrived"
             raise Refused(409, f"the version is not whole: {lacking}; nothing was applied")
         expected, found = _text(fields, "checksum"), f"{checksum_of(session.flat.numpy().data, b''):016x}"
         if expected != found:
             raise Refused(409, f"the version is corrupt: checksum {found}, not {expected}; nothing was applied")
-        version, session.receiving = _text(fields, "weight_version"), None
-        session.held = version
+        session.receiving = None
         return process_gate().call_without_forward(self._install, session, version, time.perf_counter())
 
     def _install(self, session: _Session, version: str, asked: float) -> dict[str, Any]:
@@ -178,19 +149,16 @@ class EngineWeights:
 
     # --- sessions ---
 
-    def _require_session(self) -> _Session:
+    def _current(self, fields: Mapping[str, Any]) -> _Session:
+        name = _text(fields, "session")
         if self._session is None:
             raise Refused(409, f"POST {protocol.INIT} comes first", protocol.NOT_INITIALISED)
+        if self._session.name != name:
+            raise Refused(409, "another trainer has initialised this engine since: each engine has one trainer")
         return self._session
 
-    def _current(self, name: str) -> _Session:
-        session = self._require_session()
-        if session.name != name:
-            raise Refused(409, "another trainer has initialised this engine since: each engine has one trainer")
-        return session
-
     def _begun(self, fields: Mapping[str, Any]) -> _Session:
-        session, version = self._current(_text(fields, "session")), _text(fields, "weight_version")
+        session, version = self._current(fields), _text(fields, "weight_version")
         if session.receiving != version:
             raise Refused(409, f"version {version} has not been started, or another one has been started since")
         return session
