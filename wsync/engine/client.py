@@ -11,8 +11,8 @@ import secrets
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-from urllib.parse import urlencode, urlsplit
+from typing import Any, Literal, NamedTuple
+from urllib.parse import urlencode
 
 import torch
 from torch import Tensor
@@ -24,9 +24,7 @@ from wsync.errors import missing_extra
 from wsync.update import Update
 from wsync.weights.layout import Layout
 
-if TYPE_CHECKING:
-    import httpx
-
+_URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:[1-9]\d{0,4})?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 _ANSWER_BYTES = 1 << 20  # the largest part of an answer that is read
 _SHOWN = 2000  # characters of an answer that an error shows
 _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not used again (uvicorn closes it after 5)
@@ -54,14 +52,9 @@ def checked_url(url: str) -> str:
     """Return the URL of an engine, without a slash at its end.
 
     Raises:
-        ValueError: it is not one of HTTP with a host, has more than a path, or other characters than a URL may have.
+        ValueError: it is no URL of HTTP, or has more than host, port and path.
     """
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "@" not in parts.netloc
-    except ValueError:  # a port, or brackets
-        valid = False
-    if not valid or not re.fullmatch(r"[!-~]+", url) or not {*url}.isdisjoint("?#"):
+    if not _URL.fullmatch(url) or not {*url}.isdisjoint("?#"):
         shown = re.sub(r"//.*@", "//…@", url)  # without a password
         raise ValueError(f"the URL of an engine is like 'http://host:8000', not {shown!r}")
     return url.rstrip("/")
@@ -189,7 +182,7 @@ class EngineClient:
         try:
             async with asyncio.timeout(remaining(deadline)):
                 async with self._http.stream(method, self.url + route, content=content, headers=kind) as response:
-                    answer = await _read(response)
+                    answer = await anext(response.aiter_raw(_ANSWER_BYTES), b"")
         except TimeoutError as error:
             raise EngineError(f"{where}: no answer before the deadline", "late") from error
         except self._broken as error:
@@ -214,15 +207,6 @@ class EngineClient:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
-
-
-async def _read(response: httpx.Response) -> bytes:
-    content = b""
-    async for piece in response.aiter_raw():
-        content += piece
-        if len(content) >= _ANSWER_BYTES:
-            break
-    return content
 
 
 def _cause_of(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from wsync.control.loop import control_loop, run_blocking
 from wsync.control.processes import Processes, watched
 from wsync.control.session import checksum_of
-from wsync.deadlines import NOW, deadline_in, remaining
+from wsync.deadlines import NOW, deadline_in, earlier, remaining
 from wsync.engine.client import EngineClient, EngineError, MakeTransfer, VersionSource
 from wsync.engine.protocol import NOT_INITIALISED, PAUSE, RESUME, PauseMode
 from wsync.errors import LayoutMismatch, SyncTimeout, WorkerDied, WorkerFailed
@@ -37,16 +37,15 @@ class Engine:
         present: whether it is connected.
         cause: why it is not, if it was.
         latest: the newest version for its index, also while it is absent.
-        silence: why it has not answered ``probe``.
     """
 
     def __init__(self, client: EngineClient, make_transfer: MakeTransfer, pause: PauseMode | None) -> None:
         self.client = client
         self.present = False
-        self.cause = self.silence = ""
+        self.cause = ""
         self.latest: Update | None = None
         self._make_transfer, self._pause = make_transfer, pause
-        self._gone: asyncio.Future[str] | None = None  # the cause of a ``disconnect`` during ``probe``
+        self._probing: asyncio.Task[Any] | None = None
         self._newest: asyncio.Future[Cause | None] | None = None  # the outcome of the newest version
         self._deliveries: dict[asyncio.Task[None], asyncio.Future[Cause | None]] = {}  # in progress, or waiting
         self._turn = asyncio.Lock()  # held by the delivery that is in progress
@@ -99,8 +98,8 @@ class Engine:
     def disconnect(self, cause: str) -> None:
         """Treat the engine as dead; what waits for it is told so."""
         self._forget(cause)
-        if self._gone is not None and not self._gone.done():
-            self._gone.set_result(cause)
+        if self._probing is not None:
+            self._probing.cancel()
         self._give_up(Cause("died", cause))
 
     async def close(self) -> None:
@@ -110,22 +109,26 @@ class Engine:
             await asyncio.wait(self._deliveries, timeout=_RESUME_TIMEOUT)
         await self.client.close()
 
-    async def probe(self) -> None:
-        """Wait until the engine answers; EngineError: with an error, or ``disconnect`` was called."""
-        self._gone, self.silence = asyncio.get_running_loop().create_future(), ""
-        pause = _SHORTEST
-        while not self._gone.done():
-            try:
-                await self.client.world_size(deadline_in(_PROBE))
-                return
-            except EngineError as error:
-                if 0 < error.status < 500:
-                    raise
-                if error.kind != "late" or not self.silence:
-                    self.silence = str(error)
-            await asyncio.wait([self._gone], timeout=pause)
-            pause = min(2 * pause, _LONGEST)
-        raise EngineError(self._gone.result(), "died")
+    async def probe(self, deadline: float | None) -> Cause | None:
+        """Wait until the engine answers; return why it did not."""
+        self._probing, pause, said = asyncio.current_task(), _SHORTEST, ""
+        try:
+            while True:
+                try:
+                    await self.client.world_size(earlier(deadline, deadline_in(_PROBE)))
+                    return None
+                except EngineError as error:
+                    if 0 < error.status < 500:
+                        return Cause("failed", str(error))
+                    said = said if said and error.kind == "late" else str(error)
+                    if remaining(deadline) == 0.0:
+                        return Cause("late", said)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST)
+        except asyncio.CancelledError:  # by ``disconnect``
+            return Cause("died", self.cause)
+        finally:
+            self._probing = None
 
     # --- one attempt ---
 
@@ -241,34 +244,20 @@ class Engines:
             self._loop.call(self._meet(workers, sentinels, deadline))
 
     async def _meet(self, workers: Sequence[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
-        absent = {worker: self._engines[worker] for worker in workers if not self._engines[worker].present}
-        if not absent:
-            return
-        await self._probe(absent, sentinels, deadline)
-        for engine in absent.values():
+        absent = [worker for worker in workers if not self._engines[worker].present]
+        loop, ends = asyncio.get_running_loop(), {worker: sentinels[worker] for worker in absent if worker in sentinels}
+        for worker, end in ends.items():
+            loop.add_reader(end, self._engines[worker].disconnect, "its process ended before it had answered")
+        try:
+            raise_any(await self._each(absent, lambda engine: engine.probe(deadline)))
+        finally:
+            for end in ends.values():
+                loop.remove_reader(end)
+        for engine in (self._engines[worker] for worker in absent):
             engine.present, engine.cause = True, ""
             if engine.latest is not None:
                 engine.submit(engine.latest, deadline)
         raise_any(await self._outcomes([worker for worker in absent if self._engines[worker].latest], deadline))
-
-    async def _probe(self, absent: Mapping[int, Engine], sentinels: Mapping[int, int], deadline: float | None) -> None:
-        loop = asyncio.get_running_loop()
-        tasks = {asyncio.ensure_future(engine.probe()): worker for worker, engine in absent.items()}
-        ends = {worker: sentinels[worker] for worker in absent if worker in sentinels}
-        for worker, end in ends.items():
-            loop.add_reader(end, absent[worker].disconnect, "its process ended before it had answered")
-        try:
-            first = asyncio.FIRST_EXCEPTION
-            done, silent = await asyncio.wait(tasks, timeout=remaining(deadline), return_when=first)
-        finally:
-            for task in tasks:
-                task.cancel()
-            for end in ends.values():
-                loop.remove_reader(end)
-        errors = {tasks[task]: error for task in done if isinstance(error := task.exception(), EngineError)}
-        raise_any({worker: Cause(error.kind, str(error)) for worker, error in errors.items()})
-        nothing = "no answer before the deadline"
-        raise_any({tasks[task]: Cause("late", absent[tasks[task]].silence or nothing) for task in silent})
 
     def disconnect(self, worker: int, cause: str) -> None:
         """Treat an engine as dead; ends a wait for it in another thread."""
