@@ -55,7 +55,7 @@ def test_uvicorn_serves_it() -> None:
     loaded = dict[str, torch.Tensor]()
     app = wsync.engine_app(load=lambda pairs: loaded.update({n: t.clone() for n, t in pairs}), token="t")
     with serve_by_uvicorn(app) as url:
-        with wsync.HTTPWeightSyncScheme(url, token="t", chunk_bytes=1 << 20) as scheme:
+        with wsync.HTTPWeightSyncScheme(url, token="t") as scheme:
             model = torch.nn.Linear(1000, 1000)
             scheme.init_on_sender("policy", model=model)
             scheme.connect()

@@ -127,7 +127,6 @@ def test_models_cannot_be_switched_together() -> None:
         ({"urls": "http://user:word@a"}, "like 'http://host:8000', not 'http://…@a'"),
         *(({"urls": f"http://{end}"}, "like 'http://host:8000'") for end in ("a/b c", "ü", "a/?", "a#", "[::1", "a:0")),
         ({"urls": "http://a", "pause": "stop"}, "pause is 'abort'"),
-        ({"urls": "http://a", "chunk_bytes": 0}, "chunk_bytes"),
         ({"urls": "http://a", "token": "x\r\ny"}, "printable"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ssl
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import ClassVar, NoReturn
 
 from wsync.engine.client import BodyTransfer, EngineClient, MakeTransfer, checked_url
@@ -20,10 +19,10 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization with inference engines that are HTTP servers.
 
     Each engine is taken through the four phases of vLLM's native weight transfer, all engines side by side: *init* once
-    for a layout, then for each version *start*, *update* (one request per chunk) and *finish*
+    for a layout, then for each version *start*, *update* and *finish*
     (``wsync/engine/protocol.py``). If ``pause`` is given, generation is paused around the latter three.
 
-    The bytes are bodies of HTTP requests, which the engines of ``wsync.engine_app`` take; ``docs/engines.md`` shows a
+    The weights are bodies of HTTP requests, which the engines of ``wsync.engine_app`` take; ``docs/engines.md`` shows a
     ``transfer`` for vLLM's own engines.
 
     Worker ``i`` is the engine of ``urls[i]``. A finished ``send`` means: each engine has loaded the version. An engine
@@ -38,7 +37,6 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         pause: what happens to generations in flight: ``"abort"`` ends them, ``"wait"`` waits for their end, ``"keep"``
             has them go on with the new weights (mixed versions); None: nothing is paused, and generation goes on during
             the update.
-        chunk_bytes: the most bytes of weights in one request.
         cafile: certificates to trust instead of the system's, for ``https``.
         transfer: a function ``(EngineClient, VersionSource) → object with send_weights()``; None: HTTP bodies.
         sync: see ``WeightSyncScheme``.
@@ -47,7 +45,7 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             ``Delta()`` has no effect.
 
     Raises:
-        ValueError: no URL, a malformed or repeated one, an unknown ``pause``, a bad token, ``chunk_bytes`` below 1.
+        ValueError: no URL, a malformed or repeated one, an unknown ``pause``, a bad token.
     """
 
     name = "http"
@@ -59,7 +57,6 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         *,
         token: str | None = None,
         pause: PauseMode | None = None,
-        chunk_bytes: int = 64 << 20,
         cafile: str | None = None,
         transfer: MakeTransfer | None = None,
         sync: bool = True,
@@ -73,11 +70,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         if pause is not None and pause not in PAUSE_MODES:
             raise ValueError(f"pause is {', '.join(map(repr, PAUSE_MODES))} or None, not {pause!r}")
         require_valid_token(token)
-        if chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes is at least 1, not {chunk_bytes}")
         self.token = token
         self.pause: PauseMode | None = pause
-        self.chunk_bytes = chunk_bytes
         self.cafile = cafile
         self.transfer = transfer
 
@@ -85,8 +79,7 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         """Return what drives the engines. It has no reference to the scheme: it is closed when that is dropped."""
         context, scheme = ssl.create_default_context(cafile=self.cafile) if self.cafile else None, weakref.proxy(self)
         clients = [EngineClient(url, self.token, context) for url in self.urls]
-        transfer = self.transfer or partial(BodyTransfer, chunk_bytes=self.chunk_bytes)
-        return Engines(clients, transfer, self.pause, lambda: scheme.timeout)
+        return Engines(clients, self.transfer or BodyTransfer, self.pause, lambda: scheme.timeout)
 
     def implied_worker_counts(self) -> Mapping[str, int]:
         """Return how many engines there are."""

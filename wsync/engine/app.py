@@ -9,7 +9,6 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from wsync.engine.protocol import require_valid_token
-from wsync.engine.weights import EngineWeights
 from wsync.errors import missing_extra
 from wsync.gate import gate_model
 from wsync.transforms.chain import Transform, compose
@@ -65,4 +64,4 @@ def engine_app(
     destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
     if destination.module is not None:
         gate_model(destination.module)
-    return EngineApp(EngineWeights(destination, max_bytes), token, pause, resume)
+    return EngineApp(destination, max_bytes, token, pause, resume)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import math
 import re
 import secrets
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode
@@ -26,6 +25,7 @@ from wsync.weights.layout import Layout
 
 _URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:[1-9]\d{0,4})?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 _ANSWER_BYTES = 1 << 20  # the largest part of an answer that is read
+_PIECE = 1 << 20  # bytes of a body that are written at once
 _SHOWN = 2000  # characters of an answer that an error shows
 _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not used again (uvicorn closes it after 5)
 
@@ -115,7 +115,7 @@ class EngineClient:
         """Phase 3, for transfers beside HTTP: have the engine receive weights. One or more times."""
         self.post("update", protocol.UPDATE, {"update_info": dict(update_info)})
 
-    def finish_weight_update(self, weight_version: str | None = None, **fields: Any) -> Mapping[str, Any]:
+    def finish_weight_update(self, weight_version: str | None = None, **fields: Any) -> None:
         """Phase 4: have the engine use the version; it is named by its number unless ``weight_version`` is given.
 
         Raises:
@@ -123,19 +123,16 @@ class EngineClient:
         """
         version = weight_version or str(self.version)
         answer = self.post("finish", protocol.FINISH, {"weight_version": version, **fields})
-        times = [answer.get(name, 0.0) for name in ("wait_seconds", "apply_seconds")]
-        sound = all(isinstance(one, int | float) and 0 <= one < math.inf for one in times)
-        if not sound or answer.get("weight_version", version) != version:
-            raise self.misfit(protocol.FINISH, answer)
-        self.times = float(times[0]), float(times[1])
-        return answer
+        if answer.get("weight_version", version) != version:
+            raise EngineError(f"{self.url}: it was sent version {version}, and answered {str(answer)[:_SHOWN]}")
+        self.times = float(answer.get("wait_seconds", 0.0)), float(answer.get("apply_seconds", 0.0))
 
     def get_world_size(self) -> int:
         """Return the number of processes in the engine."""
-        return control_loop().call(self.world_size(self.deadline))
+        return int(self.post("connect", protocol.WORLD_SIZE)["world_size"])
 
     def post(
-        self, phase: str, route: str, fields: Mapping[str, Any] | None = None, body: bytes | None = None
+        self, phase: str, route: str, fields: Mapping[str, Any] | None = None, body: memoryview | None = None
     ) -> Mapping[str, Any]:
         """Make a request of the transfer: see ``request``."""
         return control_loop().call(self._post(phase, route, fields, body))
@@ -152,22 +149,13 @@ class EngineClient:
         if self._posting is not None:
             self._posting.cancel()
 
-    async def world_size(self, deadline: float | None) -> int:
-        """Return the number of processes in the engine; EngineError: also if the answer does not say it."""
-        answer = await self.request("connect", protocol.WORLD_SIZE, method="GET", deadline=deadline)
-        size = answer.get("world_size")
-        if type(size) is not int or size < 1:
-            raise self.misfit(protocol.WORLD_SIZE, answer)
-        return size
-
     async def request(
         self,
         phase: str,
         route: str,
         fields: Mapping[str, Any] | None = None,
-        body: bytes | None = None,
+        body: memoryview | None = None,
         *,
-        method: str = "POST",
         deadline: float | None,
     ) -> Mapping[str, Any]:
         """Make a request of a phase, with JSON ``fields`` or a ``body``; return the JSON object of its answer.
@@ -175,10 +163,12 @@ class EngineClient:
         Raises:
             EngineError: there is no answer, or not with status 200, or it is no JSON object.
         """
-        self.phase = phase
+        self.phase, method = phase, "GET" if route == protocol.WORLD_SIZE else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
-        content = body if fields is None else json.dumps(fields).encode()
-        kind = {"Content-Type": protocol.JSON if body is None else protocol.WEIGHTS}
+        content = _pieces(body) if body is not None else None if fields is None else json.dumps(fields).encode()
+        kind = {"Content-Type": protocol.JSON}
+        if body is not None:
+            kind = {"Content-Type": protocol.WEIGHTS, "Content-Length": str(len(body))}
         try:
             async with asyncio.timeout(remaining(deadline)):
                 async with self._http.stream(method, self.url + route, content=content, headers=kind) as response:
@@ -200,13 +190,14 @@ class EngineClient:
             raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=status)
         return fields
 
-    def misfit(self, route: str, answer: Mapping[str, Any]) -> EngineError:
-        """Return the error for an answer with other fields than were asked for."""
-        return EngineError(f"{self.url}: {route} answered {str(answer)[:_SHOWN]}, which does not fit", status=200)
-
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
+
+
+async def _pieces(body: memoryview) -> AsyncIterator[bytes]:
+    for begin in range(0, len(body), _PIECE):
+        yield bytes(body[begin : begin + _PIECE])
 
 
 def _cause_of(error: BaseException) -> str:
@@ -262,10 +253,10 @@ own. Exceptions that they raise, the trainer raises as ``WorkerFailed``."""
 
 
 class BodyTransfer:
-    """The transfer that is used by default: HTTP bodies of at most ``chunk_bytes``, as ``protocol`` says."""
+    """The transfer that is used by default: an HTTP body, as ``protocol`` says."""
 
-    def __init__(self, client: EngineClient, source: VersionSource, chunk_bytes: int) -> None:
-        self._client, self._source, self._chunk_bytes = client, source, chunk_bytes
+    def __init__(self, client: EngineClient, source: VersionSource) -> None:
+        self._client, self._source = client, source
         self._session = {"session": secrets.token_hex(8)}
         layout = base64.b64encode(source.layout.encode()).decode()
         client.init_weight_transfer_engine({"transfer": protocol.TRANSFER, **self._session, "layout": layout})
@@ -275,12 +266,6 @@ class BodyTransfer:
         client, update = self._client, self._source.update
         assert update is not None
         fields = {**self._session, "weight_version": str(update.version)}
-        memory = update.buffer.memory
         client.start_weight_update(fields)
-        for begin in range(0, len(memory), self._chunk_bytes):
-            body = bytes(memory[begin : begin + self._chunk_bytes])
-            query = urlencode({**fields, "begin": begin, "end": begin + len(body)})
-            client.post("update", f"{protocol.UPDATE}?{query}", body=body)
-        answer = client.finish_weight_update(**fields, checksum=f"{update.checksum:016x}")
-        if "weight_version" not in answer:
-            raise client.misfit(protocol.FINISH, answer)
+        client.post("update", f"{protocol.UPDATE}?{urlencode(fields)}", body=update.buffer.memory)
+        client.finish_weight_update(**fields, checksum=f"{update.checksum:016x}")

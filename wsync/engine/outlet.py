@@ -17,7 +17,7 @@ from wsync.control.processes import Processes, watched
 from wsync.control.session import checksum_of
 from wsync.deadlines import NOW, deadline_in, earlier, remaining
 from wsync.engine.client import EngineClient, EngineError, MakeTransfer, VersionSource
-from wsync.engine.protocol import NOT_INITIALISED, PAUSE, RESUME, PauseMode
+from wsync.engine.protocol import NOT_INITIALISED, PAUSE, RESUME, WORLD_SIZE, PauseMode
 from wsync.errors import LayoutMismatch, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.update import Cause, Stage, Update
 from wsync.weights.binding import require_no_extra
@@ -115,7 +115,7 @@ class Engine:
         try:
             while True:
                 try:
-                    await self.client.world_size(earlier(deadline, deadline_in(_PROBE)))
+                    await self.client.request("connect", WORLD_SIZE, deadline=earlier(deadline, deadline_in(_PROBE)))
                     return None
                 except EngineError as error:
                     if 0 < error.status < 500:

@@ -2,7 +2,7 @@
 
 Routes, fields and modes are those of vLLM 0.32: "Weight Transfer" (docs.vllm.ai/en/v0.32.0/training/weight_transfer/)
 and "Async Reinforcement Learning" (docs.vllm.ai/en/v0.32.0/training/async_rl/). There the weights themselves travel by
-NCCL or CUDA IPC. The *body transfer* is an addition of this library: bodies of ``/update_weights`` have the packed
+NCCL or CUDA IPC. The *body transfer* is an addition of this library: the body of ``/update_weights`` is the packed
 weights, and ``/start_weight_update`` has fields.
 
 =====================================  ===============================================================================
@@ -10,15 +10,15 @@ request                                fields of the body transfer: of JSON; of 
 =====================================  ===============================================================================
 ``POST /init_weight_transfer_engine``  ``init_info``: ``transfer`` ("body"), ``session``, ``layout``
 ``POST /start_weight_update``          ``session``, ``weight_version``
-``POST /update_weights``               ``session``, ``weight_version``, ``begin``, ``end``
+``POST /update_weights``               ``session``, ``weight_version``
 ``POST /finish_weight_update``         ``session``, ``weight_version``, ``checksum`` (of all bytes, hexadecimal)
 ``POST /pause?mode=…``, ``/resume``    none
 =====================================  ===============================================================================
 
 ``session`` is a random name that the trainer chooses for an initialisation. ``layout`` is ``Layout.encode`` in base64:
-it says where each tensor lies in the packed weights. Their bytes come one range after the other. Every answer is a JSON
-object. That of *finish* has the ``weight_version`` that the engine now has, and the seconds that this took:
-``wait_seconds`` for the gate, ``apply_seconds``.
+it says where each tensor lies in the packed weights. Every answer is a JSON object. That of *finish* has the
+``weight_version`` that the engine now has, and the seconds that this took: ``wait_seconds`` for the gate,
+``apply_seconds``.
 """
 
 from __future__ import annotations
