@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NoReturn
@@ -37,7 +36,6 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         pause: what happens to generations in flight: ``"abort"`` ends them, ``"wait"`` waits for their end, ``"keep"``
             has them go on with the new weights (mixed versions); None: nothing is paused, and generation goes on during
             the update.
-        cafile: certificates to trust instead of the system's, for ``https``.
         transfer: a function ``(EngineClient, VersionSource) → object with send_weights()``; None: HTTP bodies.
         sync: see ``WeightSyncScheme``.
         timeout: seconds for ``connect``, which waits for engines that are starting, and for ``send``.
@@ -57,7 +55,6 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         *,
         token: str | None = None,
         pause: PauseMode | None = None,
-        cafile: str | None = None,
         transfer: MakeTransfer | None = None,
         sync: bool = True,
         timeout: float | None = 60.0,
@@ -72,13 +69,11 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         require_valid_token(token)
         self.token = token
         self.pause: PauseMode | None = pause
-        self.cafile = cafile
         self.transfer = transfer
 
     def make_outlet(self, model_id: str, num_workers: int) -> Engines:
         """Return what drives the engines. It has no reference to the scheme: it is closed when that is dropped."""
-        context, scheme = ssl.create_default_context(cafile=self.cafile) if self.cafile else None, weakref.proxy(self)
-        clients = [EngineClient(url, self.token, context) for url in self.urls]
+        scheme, clients = weakref.proxy(self), [EngineClient(url, self.token) for url in self.urls]
         return Engines(clients, self.transfer or BodyTransfer, self.pause, lambda: scheme.timeout)
 
     def implied_worker_counts(self) -> Mapping[str, int]:

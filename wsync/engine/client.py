@@ -37,15 +37,12 @@ class EngineError(Exception):
         kind: ``died``: there was no answer, as the connection was refused or broken; ``late``: there was none by the
             deadline; ``failed``: the answer is an error, or does not fit what was asked.
         status: the status of the answer; 0 if there was none.
-        reason: the field ``reason`` of the answer.
     """
 
-    def __init__(
-        self, message: str, kind: Literal["died", "late", "failed"] = "failed", status: int = 0, reason: str = ""
-    ) -> None:
+    def __init__(self, message: str, kind: Literal["died", "late", "failed"] = "failed", status: int = 0) -> None:
         super().__init__(message)
         self.kind: Literal["died", "late", "failed"] = kind
-        self.status, self.reason = status, reason
+        self.status = status
 
 
 def checked_url(url: str) -> str:
@@ -70,7 +67,6 @@ class EngineClient:
     Args:
         url: the URL of the engine.
         token: sent with each request, as a bearer token.
-        context: for ``https``.
 
     Attributes:
         url: as given.
@@ -80,7 +76,7 @@ class EngineClient:
         times: seconds that the engine has waited for its gate, and that the load took, as it said last.
     """
 
-    def __init__(self, url: str, token: str | None = None, context: ssl.SSLContext | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None) -> None:
         self.url = checked_url(url)
         self.deadline: float | None = None
         self.version = 0
@@ -95,7 +91,7 @@ class EngineClient:
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
         self._http = httpx.AsyncClient(
             headers=headers,
-            verify=(context or ssl.create_default_context()) if self.url.startswith("https:") else False,
+            verify=ssl.create_default_context() if self.url.startswith("https:") else False,  # it takes 20 ms
             timeout=None,  # `request` has one for all of it
             trust_env=False,
             limits=httpx.Limits(keepalive_expiry=_IDLE_LIMIT),
@@ -184,8 +180,7 @@ class EngineClient:
         said = str(fields.get("error") or answer.decode(errors="replace").strip()[:_SHOWN])
         if status != 200:
             hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
-            reason = fields.get("reason", "")
-            raise EngineError(f"{where}: answered {status}{hint}: {said}", status=status, reason=reason)
+            raise EngineError(f"{where}: answered {status}{hint}: {said}", status=status)
         if fields is not found:
             raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=status)
         return fields

@@ -17,7 +17,7 @@ from wsync.control.processes import Processes, watched
 from wsync.control.session import checksum_of
 from wsync.deadlines import NOW, deadline_in, earlier, remaining
 from wsync.engine.client import EngineClient, EngineError, MakeTransfer, VersionSource
-from wsync.engine.protocol import NOT_INITIALISED, PAUSE, RESUME, WORLD_SIZE, PauseMode
+from wsync.engine.protocol import PAUSE, RESUME, WORLD_SIZE, PauseMode
 from wsync.errors import LayoutMismatch, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.update import Cause, Stage, Update
 from wsync.weights.binding import require_no_extra
@@ -110,7 +110,7 @@ class Engine:
         await self.client.close()
 
     async def probe(self, deadline: float | None) -> Cause | None:
-        """Wait until the engine answers; return why it did not."""
+        """Wait until the engine answers; return why it did not. EngineError: it refuses, or was disconnected."""
         self._probing, pause, said = asyncio.current_task(), _SHORTEST, ""
         try:
             while True:
@@ -119,14 +119,14 @@ class Engine:
                     return None
                 except EngineError as error:
                     if 0 < error.status < 500:
-                        return Cause("failed", str(error))
+                        raise
                     said = said if said and error.kind == "late" else str(error)
                     if remaining(deadline) == 0.0:
                         return Cause("late", said)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST)
         except asyncio.CancelledError:  # by ``disconnect``
-            return Cause("died", self.cause)
+            raise EngineError(self.cause, "died") from None
         finally:
             self._probing = None
 
@@ -137,13 +137,7 @@ class Engine:
         client = self.client
         client.deadline = deadline
         try:
-            try:
-                await self._send(layout, update)
-            except EngineError as error:
-                if error.reason != NOT_INITIALISED:
-                    raise
-                self._transfer = None  # the engine has been started again
-                await self._send(layout, update)
+            await self._send(layout, update)
         except EngineError as error:
             return Cause(error.kind, str(error))
         except Exception:  # noqa: BLE001  a user's transfer raises anything; the trainer raises WorkerFailed
@@ -224,40 +218,42 @@ class Engines:
 
     # --- connecting ---
 
-    def connect(self, processes: Processes | None, deadline: float | None) -> None:
-        """Wait until all engines answer, as they may be starting, and until they have the newest version, if any.
+    def connect(self, processes: Processes | None, deadline: float | None, workers: Sequence[int] = ()) -> None:
+        """Wait until engines (by default all) answer, as they may be starting, and have the newest version, if any.
 
         Raises:
             SyncTimeout: names the engines that did not answer, and why.
             WorkerDied: ``disconnect`` was called for one that has not answered; or its process has ended.
             WorkerFailed: an engine has answered with an error: it refuses the token, or has no such route.
         """
-        self._connect(range(len(self._engines)), processes, deadline)
+        with watched(processes, len(self._engines)) as sentinels:
+            self._loop.call(self._meet(workers or range(len(self._engines)), sentinels, deadline))
 
     def readmit(self, worker: int, process: Any, deadline: float | None) -> None:
         """Do so for the engine that was started again in the place of a worker."""
         self.disconnect(worker, "it is being replaced")
-        self._connect([worker], None if process is None else {worker: process}, deadline)
-
-    def _connect(self, workers: Sequence[int], processes: Processes | None, deadline: float | None) -> None:
-        with watched(processes, len(self._engines)) as sentinels:
-            self._loop.call(self._meet(workers, sentinels, deadline))
+        self.connect(None if process is None else {worker: process}, deadline, [worker])
 
     async def _meet(self, workers: Sequence[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
-        absent = [worker for worker in workers if not self._engines[worker].present]
+        absent = {worker: self._engines[worker] for worker in workers if not self._engines[worker].present}
+        if not absent:
+            return
         loop, ends = asyncio.get_running_loop(), {worker: sentinels[worker] for worker in absent if worker in sentinels}
         for worker, end in ends.items():
-            loop.add_reader(end, self._engines[worker].disconnect, "its process ended before it had answered")
-        try:
-            raise_any(await self._each(absent, lambda engine: engine.probe(deadline)))
-        finally:
-            for end in ends.values():
-                loop.remove_reader(end)
-        for engine in (self._engines[worker] for worker in absent):
+            loop.add_reader(end, absent[worker].disconnect, "its process ended before it had answered")
+        probes = {asyncio.ensure_future(engine.probe(deadline)): worker for worker, engine in absent.items()}
+        done, others = await asyncio.wait(probes, return_when=asyncio.FIRST_EXCEPTION)
+        for end in ends.values():
+            loop.remove_reader(end)
+        for probe in others:
+            probe.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        raise_any({probes[probe]: cause for probe in done if (cause := _cause_of(probe)) is not None})
+        for engine in absent.values():
             engine.present, engine.cause = True, ""
             if engine.latest is not None:
                 engine.submit(engine.latest, deadline)
-        raise_any(await self._outcomes([worker for worker in absent if self._engines[worker].latest], deadline))
+        raise_any(await self._outcomes([worker for worker, engine in absent.items() if engine.latest], deadline))
 
     def disconnect(self, worker: int, cause: str) -> None:
         """Treat an engine as dead; ends a wait for it in another thread."""
@@ -319,6 +315,11 @@ class Engines:
 
     async def _end_all(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
+
+
+def _cause_of(probe: asyncio.Task[Cause | None]) -> Cause | None:
+    error = probe.exception()
+    return Cause(error.kind, str(error)) if isinstance(error, EngineError) else probe.result()
 
 
 def raise_any(causes: Mapping[int, Cause]) -> None:

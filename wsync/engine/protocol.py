@@ -37,8 +37,6 @@ HEALTH = "/health"
 JSON = "application/json"
 WEIGHTS = "application/octet-stream"
 TRANSFER = "body"
-NOT_INITIALISED = "not_initialised"
-"""``reason`` in the answer of an engine that has no layout: it has been started again."""
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What happens to generations in flight. abort: end them. wait: let them finish. keep: suspend them, and continue them

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -43,10 +42,9 @@ _DROPPING = 10.0  # seconds in which the rest of a body that is refused is read
 class Refused(Exception):
     """A request is refused; no weights have changed. After a refused *init* the engine is not initialised."""
 
-    def __init__(self, status: int, message: str, reason: str = "") -> None:
+    def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-        self.reason = reason
 
 
 class _Session:
@@ -169,7 +167,7 @@ class EngineWeights:
     def _current(self, fields: Mapping[str, Any]) -> _Session:
         name = _text(fields, "session")
         if self._session is None:
-            raise Refused(409, f"POST {protocol.INIT} comes first", protocol.NOT_INITIALISED)
+            raise Refused(409, f"POST {protocol.INIT} comes first: an engine that was started again is readmitted")
         if self._session.name != name:
             raise Refused(409, "another trainer has initialised this engine since: each engine has one trainer")
         return self._session
@@ -212,8 +210,7 @@ class EngineApp:
             _route(protocol.WORLD_SIZE, self._world_size, "GET"),
             _route(protocol.HEALTH, self._health, "GET"),
         ]
-        handlers: Any = {HTTPException: _no_route}
-        self._app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+        self._app = Starlette(routes=routes, lifespan=self._lifespan)
 
     @property
     def version(self) -> str:
@@ -253,9 +250,6 @@ class EngineApp:
         return _route(path, run)
 
     async def _update(self, request: Request) -> None:
-        kind = request.headers.get("content-type", "").split(";")[0].strip()
-        if kind != protocol.WEIGHTS:
-            raise Refused(415, f"{protocol.UPDATE} takes {protocol.WEIGHTS} here (transfer '{protocol.TRANSFER}')")
         async with self._updating:
             place, size = self._weights.place(request.query_params), 0
             async for piece in _pieces(request, len(place)):
@@ -290,7 +284,7 @@ def _route(path: str, endpoint: Endpoint, method: str = "POST") -> Route:
         try:
             return JSONResponse(await endpoint(request) or {})
         except Refused as error:
-            answer = _error(error.status, str(error), error.reason)
+            answer = _error(error.status, str(error))
         except Exception:  # noqa: BLE001  whatever the engine raised goes to the trainer, which raises it
             answer = _error(500, traceback.format_exc())
         # A connection that is closed with unread bytes is reset, and its answer may be lost.
@@ -303,13 +297,9 @@ def _route(path: str, endpoint: Endpoint, method: str = "POST") -> Route:
     return Route(path, serve, methods=[method])
 
 
-def _error(status: int, message: str, reason: str = "") -> JSONResponse:
+def _error(status: int, message: str) -> JSONResponse:
     headers = {"connection": "close"}  # a part of the body may not have been read
-    return JSONResponse({"error": message, "reason": reason}, status, headers)
-
-
-async def _no_route(request: Request, error: HTTPException) -> JSONResponse:
-    return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return JSONResponse({"error": message}, status, headers)
 
 
 async def _call(name: str, function: Callable[..., Any] | None, *arguments: object) -> None:
