@@ -161,13 +161,14 @@ class EngineClient:
         """
         self.phase, method = phase, "GET" if route == protocol.WORLD_SIZE else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
-        content = _pieces(body) if body is not None else None if fields is None else json.dumps(fields).encode()
-        kind = {"Content-Type": protocol.JSON}
-        if body is not None:
-            kind = {"Content-Type": protocol.WEIGHTS, "Content-Length": str(len(body))}
+        content, headers = None, {}
+        if fields is not None:
+            content, headers = json.dumps(fields).encode(), {"Content-Type": "application/json"}
+        elif body is not None:
+            content, headers = _pieces(body), {"Content-Length": str(len(body))}
         try:
             async with asyncio.timeout(remaining(deadline)):
-                async with self._http.stream(method, self.url + route, content=content, headers=kind) as response:
+                async with self._http.stream(method, self.url + route, content=content, headers=headers) as response:
                     answer = await anext(response.aiter_raw(_ANSWER_BYTES), b"")
         except TimeoutError as error:
             raise EngineError(f"{where}: no answer before the deadline", "late") from error
@@ -260,7 +261,6 @@ class BodyTransfer:
         """Send the version that the source has."""
         client, update = self._client, self._source.update
         assert update is not None
-        fields = {**self._session, "weight_version": str(update.version)}
-        client.start_weight_update(fields)
-        client.post("update", f"{protocol.UPDATE}?{urlencode(fields)}", body=update.buffer.memory)
-        client.finish_weight_update(**fields, checksum=f"{update.checksum:016x}")
+        client.start_weight_update(self._session)
+        client.post("update", f"{protocol.UPDATE}?{urlencode(self._session)}", body=update.buffer.memory)
+        client.finish_weight_update(**self._session, checksum=f"{update.checksum:016x}")

@@ -9,8 +9,8 @@ weights, and ``/start_weight_update`` has fields.
 request                                fields of the body transfer: of JSON; of *update*, in its query
 =====================================  ===============================================================================
 ``POST /init_weight_transfer_engine``  ``init_info``: ``transfer`` ("body"), ``session``, ``layout``
-``POST /start_weight_update``          ``session``, ``weight_version``
-``POST /update_weights``               ``session``, ``weight_version``
+``POST /start_weight_update``          ``session``
+``POST /update_weights``               ``session``
 ``POST /finish_weight_update``         ``session``, ``weight_version``, ``checksum`` (of all bytes, hexadecimal)
 ``POST /pause?mode=…``, ``/resume``    none
 =====================================  ===============================================================================
@@ -34,8 +34,6 @@ RESUME = "/resume"
 WORLD_SIZE = "/get_world_size"
 HEALTH = "/health"
 
-JSON = "application/json"
-WEIGHTS = "application/octet-stream"
 TRANSFER = "body"
 
 PauseMode = Literal["abort", "wait", "keep"]

@@ -9,16 +9,17 @@ import inspect
 import json
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from torch import Tensor
 
 from wsync.control.loop import run_blocking
 from wsync.control.session import checksum_of
@@ -47,21 +48,13 @@ class Refused(Exception):
         self.status = status
 
 
-class _Session:
-    """What one trainer has initialised, under a random name.
+class _Session(NamedTuple):
+    """What one trainer has initialised, under a random name: memory for a version, and what takes it."""
 
-    Attributes:
-        flat: the version that is being received.
-        receiving: the name of that version; None outside *start* and *finish*.
-        complete: whether all of it is here.
-    """
-
-    def __init__(self, name: str, layout: Layout, target: Target) -> None:
-        self.name, self.target = name, target
-        self.flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        self.views = layout.views(self.flat)
-        self.receiving: str | None = None
-        self.complete = False
+    name: str
+    target: Target
+    flat: Tensor
+    views: Sequence[Tensor]
 
 
 class EngineWeights:
@@ -98,20 +91,16 @@ class EngineWeights:
             target = process_gate().call_without_forward(self._destination.target, layout, bind=False)
         except LayoutMismatch as error:
             raise Refused(422, f"LayoutMismatch: {error}") from error
-        self._session = _Session(name, layout, target)
+        flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        self._session = _Session(name, target, flat, layout.views(flat))
 
     def start(self, fields: Mapping[str, Any]) -> None:
-        """Phase 2: forget what has been received of another version."""
-        session = self._current(fields)
-        session.receiving, session.complete = _text(fields, "weight_version"), False
+        """Phase 2: only find out whether the session is the current one. The checksum tells versions apart."""
+        self._current(fields)
 
     def place(self, fields: Mapping[str, Any]) -> memoryview:
-        """Phase 3: return where the bytes of the version go; ``arrived`` is called when they are there."""
-        return self._begun(fields).flat.numpy().data
-
-    def arrived(self, fields: Mapping[str, Any]) -> None:
-        """The version has arrived."""
-        self._begun(fields).complete = True
+        """Phase 3: return where the bytes of the version go."""
+        return self._current(fields).flat.numpy().data
 
     def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Phase 4: check that the version is whole, then load it inside the gate; return the fields of the answer.
@@ -120,13 +109,10 @@ class EngineWeights:
             Refused: it is not whole, or damaged; nothing was loaded.
             Exception: whatever the loading function raised.
         """
-        session, version = self._begun(fields), _text(fields, "weight_version")
-        if not session.complete:
-            raise Refused(409, "the version is not whole; nothing was applied")
+        session, version = self._current(fields), _text(fields, "weight_version")
         expected, found = _text(fields, "checksum"), f"{checksum_of(session.flat.numpy().data, b''):016x}"
         if expected != found:
-            raise Refused(409, f"the version is corrupt: checksum {found}, not {expected}; nothing was applied")
-        session.receiving = None
+            raise Refused(409, f"the version is incomplete or corrupt: checksum {found}, not {expected}")
         return process_gate().call_without_forward(self._install, session, version, time.perf_counter())
 
     def _install(self, session: _Session, version: str, asked: float) -> dict[str, Any]:
@@ -157,13 +143,6 @@ class EngineWeights:
     def leaving_gate(self) -> None:
         """Nothing is in use."""
 
-    def require_whole(self) -> None:
-        """Raise ``Refused`` if the weights may be of two versions, because a load has failed half-way."""
-        if self.mixed:
-            raise Refused(503, self.mixed)
-
-    # --- sessions ---
-
     def _current(self, fields: Mapping[str, Any]) -> _Session:
         name = _text(fields, "session")
         if self._session is None:
@@ -171,12 +150,6 @@ class EngineWeights:
         if self._session.name != name:
             raise Refused(409, "another trainer has initialised this engine since: each engine has one trainer")
         return self._session
-
-    def _begun(self, fields: Mapping[str, Any]) -> _Session:
-        session, version = self._current(fields), _text(fields, "weight_version")
-        if session.receiving != version:
-            raise Refused(409, f"version {version} has not been started, or another one has been started since")
-        return session
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
@@ -255,9 +228,6 @@ class EngineApp:
             async for piece in _pieces(request, len(place)):
                 place[size : size + len(piece)] = piece
                 size += len(piece)
-            if size < len(place):
-                raise Refused(400, f"the body has {size} bytes, not {len(place)}")
-            self._weights.arrived(request.query_params)
 
     async def _pause_generation(self, request: Request) -> Mapping[str, Any]:
         mode = request.query_params.get("mode", "abort")
@@ -274,7 +244,8 @@ class EngineApp:
         return {"world_size": 1}
 
     async def _health(self, request: Request) -> None:
-        self._weights.require_whole()
+        if self._weights.mixed:
+            raise Refused(503, self._weights.mixed)
 
 
 def _route(path: str, endpoint: Endpoint, method: str = "POST") -> Route:
