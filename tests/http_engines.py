@@ -36,7 +36,7 @@ def stop_engine(state: WorkerState) -> None:
     state.kept["server"].close()
     state.kept["app"].close()
     for thread in threading.enumerate():
-        if thread.name.startswith(("wsync-load", "wsync-pause")):
+        if thread.name.startswith("wsync-load"):
             thread.join(30)
 
 

@@ -45,17 +45,12 @@ def serve(app: Any, port: int = 0) -> Iterator[str]:
 
 
 class Loaded:
-    """An engine's weights, and what it was asked to do with its generations."""
+    """An engine's weights."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, token: str | None = TOKEN) -> None:
         self.weights: dict[str, Tensor] = {}
-        self.asked = list[str]()
         self.calls = 0
-        own = {"load": self._load, "token": TOKEN, "pause": self._pause, "resume": lambda: self.asked.append("resume")}
-        self.app = engine_app(**{**own, **options})
-
-    async def _pause(self, mode: str) -> None:
-        self.asked.append(mode)
+        self.app = engine_app(load=self._load, token=token)
 
     def _load(self, pairs: Any) -> None:
         self.calls += 1
@@ -103,12 +98,11 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("pause", [None, "abort", "wait", "keep"])
-def test_every_version_arrives(pause: Any) -> None:
+def test_every_version_arrives() -> None:
     first, second = Loaded(), Loaded()
     with ExitStack() as ends:
         urls = [ends.enter_context(serve(engine.app)) for engine in (first, second)]
-        trainer = ends.enter_context(Trainer(urls, weights(1), pause=pause))
+        trainer = ends.enter_context(Trainer(urls, weights(1)))
         assert same(first.weights, weights(1)) and first.app.version == "1"
         assert not trainer.send(weights(2))
         assert same(second.weights, weights(2)) and same(first.weights, weights(2))
@@ -116,7 +110,6 @@ def test_every_version_arrives(pause: Any) -> None:
         trainer.publish(weights(3), [1])
         assert not trainer.engines.wait([1], 3, "installed", None)
         assert first.app.version == "2" and second.app.version == "3"
-        assert second.asked == ([] if pause is None else [pause, "resume"] * 3)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("wsync-eng")]
 
 
@@ -287,7 +280,6 @@ def begin(client: httpx.Client) -> None:
         (protocol.UPDATE, {"content": bytes(64 << 20), "params": TAGS}, 413, "may have"),
         (protocol.UPDATE, {"params": {**TAGS, "session": "other"}}, 409, "another trainer"),
         (protocol.FINISH, {"json": {**TAGS, "checksum": "0" * 16}}, 409, "incomplete"),
-        ("/pause?mode=stop", {}, 400, "mode"),
     ],
 )
 def test_requests_that_are_refused(engine: Any, route: str, sent: dict[str, Any], status: int, said: str) -> None:
@@ -301,10 +293,8 @@ def test_requests_that_are_refused(engine: Any, route: str, sent: dict[str, Any]
 
 
 def test_an_engine_that_cannot_pause_says_so() -> None:
-    with serve(engine_app(load=list, token=None)) as url, pytest.raises(WorkerFailed, match="501: this engine cannot"):
+    with serve(engine_app(load=list, token=None)) as url, pytest.raises(WorkerFailed, match=r"phase pause .* 404"):
         Trainer([url], weights(1), pause="keep").__enter__()
-    with pytest.raises(ValueError, match="go together"):
-        engine_app(load=list, token=None, resume=list)
 
 
 def test_an_engine_whose_load_has_failed_half_way_is_not_used_until_a_version_is_loaded() -> None:

@@ -34,8 +34,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             redirects are errors, proxies are not used.
         token: sent as a bearer token. It is readable on the way unless the URL is ``https``.
         pause: what happens to generations in flight: ``"abort"`` ends them, ``"wait"`` waits for their end, ``"keep"``
-            has them go on with the new weights (mixed versions); None: nothing is paused, and generation goes on during
-            the update.
+            has them go on with the new weights (mixed versions); None: nothing is paused. For engines that have these
+            routes, as vLLM's.
         transfer: a function ``(EngineClient, VersionSource) → object with send_weights()``; None: HTTP bodies.
         sync: see ``WeightSyncScheme``.
         timeout: seconds for ``connect``, which waits for engines that are starting, and for ``send``.

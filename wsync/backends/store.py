@@ -114,11 +114,6 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         """Refuse: the older API has nothing that waits for a first version."""
         raise ValueError("the older init_on_worker() is not for a store: call init_on_receiver() and connect()")
 
-    def shutdown(self) -> None:
-        """End this end; the versions stay."""
-        super().shutdown()
-        self._first_version, self._begins_with_weights = 1, True
-
 
 class StoreTransport(TransportBackend):
     """Versions of weights in one folder, for use without a scheme.

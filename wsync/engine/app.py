@@ -15,7 +15,7 @@ from wsync.transforms.chain import Transform, compose
 from wsync.weights.targets import Destination, Load
 
 if TYPE_CHECKING:
-    from wsync.engine.server import EngineApp, Pause, Resume
+    from wsync.engine.server import EngineApp
 
 
 def engine_app(
@@ -23,8 +23,6 @@ def engine_app(
     *,
     load: Load | None = None,
     token: str | None,
-    pause: Pause | None = None,
-    resume: Resume | None = None,
     chunk_bytes: int | None = None,
     receive_transform: Transform | Sequence[Transform] | None = None,
     max_bytes: int = 64 << 30,
@@ -43,18 +41,13 @@ def engine_app(
             which is not the main one: it has to set the CUDA device, if it needs one.
         token: requests without this bearer token are refused before their bodies are read, except ``/health``. None:
             any process that reaches the port can change the weights.
-        pause: called with the mode (``"abort"``, ``"wait"`` or ``"keep"``) for ``/pause``; returns, or is awaited, when
-            generation has paused. Without it a trainer with ``pause=`` is refused.
-        resume: called for ``/resume``. Goes with ``pause``.
         chunk_bytes: see ``init_on_receiver``.
         receive_transform: see ``WeightSyncScheme``.
         max_bytes: the largest version that is accepted.
 
     Raises:
-        TypeError: ``model`` is of another kind. ValueError: ``pause`` or ``resume`` is missing, or the token malformed.
+        TypeError: ``model`` is of another kind. ValueError: the token is malformed.
     """
-    if (pause is None) != (resume is None):
-        raise ValueError("pause and resume go together")
     require_valid_token(token)
     try:
         from wsync.engine.server import EngineApp
@@ -64,4 +57,4 @@ def engine_app(
     destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
     if destination.module is not None:
         gate_model(destination.module)
-    return EngineApp(destination, max_bytes, token, pause, resume)
+    return EngineApp(destination, max_bytes, token)

@@ -38,7 +38,7 @@ TRANSFER = "body"
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What happens to generations in flight. abort: end them. wait: let them finish. keep: suspend them, and continue them
-with the new weights."""
+with the new weights. ``engine_app`` has no such routes."""
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
-import inspect
 import json
 import time
 import traceback
@@ -21,7 +20,6 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from torch import Tensor
 
-from wsync.control.loop import run_blocking
 from wsync.control.session import checksum_of
 from wsync.engine import protocol
 from wsync.errors import LayoutMismatch, WeightSyncError
@@ -30,8 +28,6 @@ from wsync.weights.binding import Target
 from wsync.weights.layout import Layout
 from wsync.weights.targets import Destination, mixed_weights
 
-Pause = Callable[[protocol.PauseMode], Awaitable[object] | object]
-Resume = Callable[[], Awaitable[object] | object]
 Endpoint = Callable[[Request], Awaitable[Mapping[str, Any] | None]]
 
 _LAYOUT_BYTES = 64 << 20  # largest body of /init_weight_transfer_engine, which has the layout
@@ -165,12 +161,9 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 class EngineApp:
     """An ASGI application by which a trainer updates an engine: ``engine_app`` documents the arguments."""
 
-    def __init__(
-        self, destination: Destination, max_bytes: int, token: str | None, pause: Pause | None, resume: Resume | None
-    ) -> None:
+    def __init__(self, destination: Destination, max_bytes: int, token: str | None) -> None:
         weights = self._weights = EngineWeights(destination, max_bytes)
         self._authorization = None if token is None else f"Bearer {token}".encode()
-        self._pause, self._resume = pause, resume
         self._updating = asyncio.Lock()  # one phase at a time
         self._loading = ThreadPoolExecutor(1, "wsync-load")
         routes = [
@@ -178,8 +171,6 @@ class EngineApp:
             self._phase(protocol.START, weights.start),
             _route(protocol.UPDATE, self._update),
             self._phase(protocol.FINISH, weights.finish),
-            _route(protocol.PAUSE, self._pause_generation),
-            _route(protocol.RESUME, self._resume_generation),
             _route(protocol.WORLD_SIZE, self._world_size, "GET"),
             _route(protocol.HEALTH, self._health, "GET"),
         ]
@@ -229,17 +220,6 @@ class EngineApp:
                 place[size : size + len(piece)] = piece
                 size += len(piece)
 
-    async def _pause_generation(self, request: Request) -> Mapping[str, Any]:
-        mode = request.query_params.get("mode", "abort")
-        if mode not in protocol.PAUSE_MODES:
-            raise Refused(400, f"mode is one of {', '.join(protocol.PAUSE_MODES)}, not {mode!r}")
-        await _call("pause", self._pause, mode)
-        return {"status": "paused"}
-
-    async def _resume_generation(self, request: Request) -> Mapping[str, Any]:
-        await _call("resume", self._resume)
-        return {"status": "resumed"}
-
     async def _world_size(self, request: Request) -> Mapping[str, Any]:
         return {"world_size": 1}
 
@@ -271,16 +251,6 @@ def _route(path: str, endpoint: Endpoint, method: str = "POST") -> Route:
 def _error(status: int, message: str) -> JSONResponse:
     headers = {"connection": "close"}  # a part of the body may not have been read
     return JSONResponse({"error": message}, status, headers)
-
-
-async def _call(name: str, function: Callable[..., Any] | None, *arguments: object) -> None:
-    """Call a function that may block in a thread of its own; await one that is asynchronous."""
-    if function is None:
-        raise Refused(501, f"this engine cannot {name}: engine_app() was given no pause= and resume=")
-    asynchronous = inspect.iscoroutinefunction(function)
-    result = function(*arguments) if asynchronous else await run_blocking(name, function, *arguments)
-    if inspect.isawaitable(result):
-        await result
 
 
 async def _pieces(request: Request, limit: int) -> AsyncIterator[bytes]:
