@@ -172,8 +172,8 @@ def test_a_version_that_is_prepared_is_seen_when_it_is_committed(tmp_path: Path)
         assert fetched(inbox) == 3
         (staged,) = inbox.poll()
         assert staged.requires == {"other": 7} and not staged.undecided
-    for value in (4, 5):
-        trainer.publish(weights(value))
+    trainer.publish(weights(4))
+    trainer.publish(weights(5))
     assert [path.name[:9] for path in sorted(tmp_path.glob("v*"))] == ["v00000003", "v00000004", "v00000005"]
 
 

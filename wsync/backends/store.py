@@ -142,10 +142,6 @@ class StoreTransport(TransportBackend):
         self._sent += 1  # a number is not used again: a version may have been stored in spite of an error
         self._files.publish(Update(self._sent, buffer), [0])
 
-    def setup_connection_and_weights_on_receiver(self, *, worker_idx: int | None = None, **into: Any) -> Any | None:
-        """Return the newest version, if there is one; ``into``: as for ``receive_weights``."""
-        return self.receive_weights(0.0, **into)
-
     def receive_weights(
         self,
         timeout: float | None = None,

@@ -254,10 +254,9 @@ class Files(Transactional):
         with self._store.explaining(f"the store {self._store.url} cannot be written"):
             self._store.make()
         manifest = self._store.newest()
-        if manifest is None:
-            return 0
-        self._delete_old(manifest.version)  # ``keep`` may be smaller than before, because the disk is full
-        return manifest.version
+        newest = 0 if manifest is None else manifest.version
+        self._delete_old(newest)  # ``keep`` may be smaller than before, because the disk is full
+        return newest
 
     @property
     def workers(self) -> Sequence[int]:
@@ -348,13 +347,12 @@ class Files(Transactional):
             )
 
     def _delete_old(self, newest: int) -> None:
-        """Delete the files of all but the newest versions up to ``newest``."""
+        """Delete the files of versions that are ``keep`` or more behind the newest."""
         try:
-            matches = [match for name in self._store.names() if (match := _VERSION_FILE.fullmatch(name))]
-            kept = sorted({int(match[1]) for match in matches if int(match[1]) <= newest})[-self._keep :]
-            for match in matches:
-                if kept and int(match[1]) < kept[0]:
-                    self._store.delete(match[0])
+            for name in self._store.names():
+                match = _VERSION_FILE.fullmatch(name)
+                if match is not None and int(match[1]) <= newest - self._keep:
+                    self._store.delete(name)
         except Exception as error:  # noqa: BLE001  readers see the new version already, so it has to count as stored
             url, text = self._store.url, self._store.explain(error)
             _log.warning("old versions of the store %s cannot be deleted: %s", url, text)
