@@ -30,8 +30,7 @@ from wsync.weights.targets import Destination, mixed_weights
 
 Endpoint = Callable[[Request], Awaitable[Mapping[str, Any] | None]]
 
-_LAYOUT_BYTES = 64 << 20  # largest body of /init_weight_transfer_engine, which has the layout
-_FIELDS_BYTES = 64 << 10  # largest body of the other requests with JSON
+_FIELDS_BYTES = 64 << 20  # largest body with JSON: it may have a layout
 _STALLED = 60.0  # longest time without a byte of a body, in seconds
 _DROPPING = 10.0  # seconds in which the rest of a body that is refused is read
 
@@ -167,7 +166,7 @@ class EngineApp:
         self._updating = asyncio.Lock()  # one phase at a time
         self._loading = ThreadPoolExecutor(1, "wsync-load")
         routes = [
-            self._phase(protocol.INIT, weights.initialise, _LAYOUT_BYTES),
+            self._phase(protocol.INIT, weights.initialise),
             self._phase(protocol.START, weights.start),
             _route(protocol.UPDATE, self._update),
             self._phase(protocol.FINISH, weights.finish),
@@ -203,11 +202,11 @@ class EngineApp:
 
     # --- routes ---
 
-    def _phase(self, path: str, function: Callable[[Any], Any], limit: int = _FIELDS_BYTES) -> Route:
+    def _phase(self, path: str, function: Callable[[Any], Any]) -> Route:
         """Return a route that calls ``function`` in the thread that loads weights: the server goes on answering."""
 
         async def run(request: Request) -> Mapping[str, Any] | None:
-            fields = await _fields(request, limit)
+            fields = await _fields(request)
             async with self._updating:
                 return await asyncio.get_running_loop().run_in_executor(self._loading, function, fields)
 
@@ -271,10 +270,10 @@ async def _pieces(request: Request, limit: int) -> AsyncIterator[bytes]:
         raise Refused(400, "the trainer has closed the connection") from None
 
 
-async def _fields(request: Request, limit: int) -> Mapping[str, Any]:
+async def _fields(request: Request) -> Mapping[str, Any]:
     """Return the JSON object in the body of a request."""
     try:
-        found = json.loads(b"".join([piece async for piece in _pieces(request, limit)]))
+        found = json.loads(b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES)]))
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from error
     if not isinstance(found, dict):
