@@ -96,7 +96,7 @@ class Link:
 
     def __init__(self, folder: str, transform: Any, model: nn.Module) -> None:
         self.received = Cast("bfloat16")({name: one.detach() for name, one in model.state_dict().items()})
-        self._sender = wsync.StoreWeightSyncScheme(folder, send_transform=transform, durable=False)
+        self._sender = wsync.StoreWeightSyncScheme(folder, send_transform=transform)
         self._sender.init_on_sender("policy", model=model, num_workers=1)
         self._sender.connect()
         self._reader = wsync.StoreWeightSyncScheme(folder, initiator="receiver")

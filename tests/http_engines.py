@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self
-from urllib.parse import urlsplit
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -39,7 +36,7 @@ def stop_engine(state: WorkerState) -> None:
     state.kept["server"].close()
     state.kept["app"].close()
     for thread in threading.enumerate():
-        if thread.name.startswith(("wsync-load", "wsync-pause")):
+        if thread.name.startswith("wsync-load"):
             thread.join(30)
 
 
@@ -68,39 +65,3 @@ def engines(pool: WorkerPool, count: int) -> Iterator[tuple[Any, list[str]]]:
         for worker in workers:
             if worker.reusable:
                 worker.call(stop_engine)
-
-
-class EngineServer:
-    """An engine in this process, and requests to it.
-
-    Attributes:
-        calls: how often its weights have been loaded.
-        weights: what was loaded last.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        self.calls = 0
-        self.weights: dict[str, Tensor] = {}
-        self.app = wsync.engine_app(load=self._load, **{"token": None, **options})
-        self.url = ""
-
-    def _load(self, pairs: Any) -> None:
-        self.calls += 1
-        self.weights = {name: tensor.clone() for name, tensor in pairs}
-
-    @contextmanager
-    def serving(self) -> Iterator[Self]:
-        with serve(self.app) as self.url:
-            yield self
-
-    def ask(self, method: str, route: str, body: bytes = b"", **headers: str) -> tuple[int, Mapping[str, Any]]:
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=30)
-        try:
-            connection.request(method, route, body, {name.replace("_", "-"): value for name, value in headers.items()})
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
-        finally:
-            connection.close()
-
-    def post(self, route: str, fields: object) -> tuple[int, Mapping[str, Any]]:
-        return self.ask("POST", route, json.dumps(fields).encode())

@@ -3,7 +3,7 @@
 from wsync import transforms
 from wsync.backends.cuda import CudaWeightSyncScheme
 from wsync.backends.distributed import DistributedWeightSyncScheme
-from wsync.backends.http import HTTPTransport, HTTPWeightSyncScheme
+from wsync.backends.http import HTTPWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from wsync.backends.none import NoWeightSyncScheme
 from wsync.backends.ray import RayTransport, RayWeightSyncScheme
@@ -15,7 +15,6 @@ from wsync.backends.store import StoreTransport, StoreWeightSyncScheme
 from wsync.control.listen import listen_on
 from wsync.control.rendezvous import Rendezvous, SocketRendezvous, TorchStoreRendezvous
 from wsync.engine.app import engine_app
-from wsync.engine.generations import GenerationAborted
 from wsync.errors import (
     LayoutMismatch,
     NotConnected,
@@ -46,8 +45,6 @@ __all__ = [
     "CudaWeightSyncScheme",
     "DistributedTransport",
     "DistributedWeightSyncScheme",
-    "GenerationAborted",
-    "HTTPTransport",
     "HTTPWeightSyncScheme",
     "LayoutMismatch",
     "MPTransport",

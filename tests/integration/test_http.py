@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import pytest
 import torch
 from http_engines import engines, trainer, value
 from torch import Tensor
@@ -18,9 +15,8 @@ from wsync.testing.asgi import serve
 from wsync.testing.models import Small, fill
 
 
-@pytest.mark.parametrize("pause", [None, "abort", "wait", "keep"])
-def test_every_version_arrives(pool: WorkerPool, pause: Any) -> None:
-    with engines(pool, 2) as (workers, urls), trainer(urls, pause=pause) as scheme:
+def test_every_version_arrives(pool: WorkerPool) -> None:
+    with engines(pool, 2) as (workers, urls), trainer(urls) as scheme:
         assert workers.call(value) == [("1", [1.0] * 4)] * 2
         for number in range(2, 5):
             report = scheme.send(fill(Small(), number))
@@ -32,17 +28,6 @@ def test_every_version_arrives(pool: WorkerPool, pause: Any) -> None:
         scheme.send_async(fill(Small(), 11))
         scheme.wait_async()
         assert workers.call(value) == [("7", [11.0] * 4)] * 2
-
-
-def count_bodies(app: Any, sizes: list[int]) -> Callable[..., Awaitable[None]]:
-    """Return the application, and note the sizes of bodies with weights."""
-
-    async def counted(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        if scope.get("path") == "/update_weights":
-            sizes.append(int(dict(scope["headers"])[b"content-length"]))
-        await app(scope, receive, send)
-
-    return counted
 
 
 class Extremes(Small):
@@ -69,19 +54,3 @@ def test_no_forward_is_torn() -> None:
             stop.set()
             thread.join()
     assert not odd and target()[0] == 29
-
-
-# --- a transfer beside HTTP, as vLLM's own trainer engines are ---
-
-
-def like_vllm(asked: list[tuple[str, Any]]) -> Callable[..., Awaitable[None]]:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        body = (await receive())["body"]
-        query = f"?{scope['query_string'].decode()}" if scope["query_string"] else ""
-        asked.append((f"{scope['method']} {scope['path']}{query}", json.loads(body) if body else None))
-        content = b'{"world_size": 2}' if scope["path"] == "/get_world_size" else b'{"message": "done"}'
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
-
-    return app

@@ -20,7 +20,7 @@ from wsync.testing.models import Small
 def test_nothing_is_read_before_the_token() -> None:
     """Also by an application of one's own, which is asked by ASGI."""
     app = wsync.engine_app(load=list, token="right")
-    for route in (protocol.INIT, protocol.UPDATE, protocol.WEIGHT_INFO, "/nowhere"):
+    for route in (protocol.INIT, protocol.UPDATE, protocol.WORLD_SIZE, "/nowhere"):
         sent = list[Any]()
 
         async def receive() -> Any:
@@ -55,7 +55,7 @@ def test_uvicorn_serves_it() -> None:
     loaded = dict[str, torch.Tensor]()
     app = wsync.engine_app(load=lambda pairs: loaded.update({n: t.clone() for n, t in pairs}), token="t")
     with serve_by_uvicorn(app) as url:
-        with wsync.HTTPWeightSyncScheme(url, token="t", pause="wait", chunk_bytes=1 << 20) as scheme:
+        with wsync.HTTPWeightSyncScheme(url, token="t") as scheme:
             model = torch.nn.Linear(1000, 1000)
             scheme.init_on_sender("policy", model=model)
             scheme.connect()

@@ -31,7 +31,7 @@ def certificate(tmp_path: Path) -> Path:
     return made
 
 
-def test_only_a_trusted_engine_is_sent_anything(certificate: Path) -> None:
+def test_only_a_trusted_engine_is_sent_anything(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Small()
     config = uvicorn.Config(
         wsync.engine_app(target, token=TOKEN), log_level="critical", ssl_certfile=certificate, ssl_keyfile=certificate
@@ -44,7 +44,8 @@ def test_only_a_trusted_engine_is_sent_anything(certificate: Path) -> None:
         try:
             with pytest.raises(wsync.SyncTimeout, match=r"(?i)certificate"), trainer(url, timeout=0.5):
                 pass
-            with trainer(url, cafile=str(certificate)):
+            monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+            with trainer(url):
                 assert target()[0] == 1
         finally:
             server.should_exit = True

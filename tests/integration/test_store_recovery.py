@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -104,22 +103,6 @@ def test_errors_of_a_library_name_the_store(failing: dict[str, Exception], caplo
     assert "secret" not in str(caught.value)
 
 
-def test_a_trainer_that_begins_again_in_an_emptied_folder(tmp_path: Path) -> None:
-    """Its versions have the numbers of the old ones; readers take them all the same."""
-    transport = wsync.StoreTransport(f"{tmp_path}/policy")
-    with trainer(tmp_path) as scheme, reader(tmp_path) as watching, reader(tmp_path, initiator="receiver") as pulling:
-        assert transport.receive_weights(0.0) is not None
-        scheme.shutdown()
-        shutil.rmtree(tmp_path / "policy")
-        with trainer(tmp_path, model=fill(Small(), 5)) as other:
-            assert other.version == 1
-            got = transport.receive_weights(0.0)
-            assert got is not None and torch.equal(got["weight"], torch.full((4,), 5.0))
-            assert pulling.pull() == 1 and pulling.model()[0] == 5
-            while watching.model()[0] != 5:
-                assert watching.receive(0.05) is None  # that would be a newer version
-
-
 def test_a_later_trainer_with_another_layout(tmp_path: Path) -> None:
     """A trainer with the names in another order, one with weights that do not fit, and one like the first."""
     given = wsync.StoreTransport(f"{tmp_path}/policy")
@@ -164,13 +147,3 @@ def test_a_relative_path_is_resolved_at_once(tmp_path: Path, monkeypatch: pytest
     scheme.shutdown()
     with pytest.raises(ValueError, match="the path of a folder"):
         wsync.StoreWeightSyncScheme("")
-
-
-@pytest.mark.parametrize("protocol", ["sftp", "smb"])
-def test_a_file_system_that_writes_in_place_is_refused(
-    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch, protocol: str
-) -> None:
-    monkeypatch.setattr(Failing, "protocol", protocol)
-    said = f"{protocol}:// cannot replace a file as a whole: mount that file system"
-    with pytest.raises(wsync.WeightSyncError, match=said), trainer("failing://run"):
-        pass

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import ssl
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
-from wsync.deadlines import deadline_in
-from wsync.engine.client import EngineClient, checked_url
+from wsync.engine.client import BodyTransfer, EngineClient, MakeTransfer, checked_url
 from wsync.engine.outlet import Engines
 from wsync.engine.protocol import PAUSE_MODES, PauseMode, require_valid_token
-from wsync.engine.transfers import MakeTransfer
-from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.receiver import Receiver
 from wsync.scheme import WeightSyncScheme
-from wsync.transforms.chain import Transform, delta_of
-from wsync.transport import SenderEnd
-from wsync.update import Update
-from wsync.weights.packing import packed
-
-_RECEIVE_WHERE = "by wsync.engine_app(load=…), in the engine's process"
+from wsync.transforms.chain import Transform
 
 
 class HTTPWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization with inference engines that are HTTP servers.
 
     Each engine is taken through the four phases of vLLM's native weight transfer, all engines side by side: *init* once
-    for a layout, then for each version *start*, *update* (one request per chunk) and *finish*
+    for a layout, then for each version *start*, *update* and *finish*
     (``wsync/engine/protocol.py``). If ``pause`` is given, generation is paused around the latter three.
 
-    The bytes are bodies of HTTP requests, which the engines of ``wsync.engine_app`` take; ``docs/engines.md`` shows a
+    The weights are bodies of HTTP requests, which the engines of ``wsync.engine_app`` take; ``docs/engines.md`` shows a
     ``transfer`` for vLLM's own engines.
 
     Worker ``i`` is the engine of ``urls[i]``. A finished ``send`` means: each engine has loaded the version. An engine
@@ -43,19 +34,16 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             redirects are errors, proxies are not used.
         token: sent as a bearer token. It is readable on the way unless the URL is ``https``.
         pause: what happens to generations in flight: ``"abort"`` ends them, ``"wait"`` waits for their end, ``"keep"``
-            has them go on with the new weights (mixed versions); None: nothing is paused, and generation goes on during
-            the update.
-        chunk_bytes: the most bytes of weights in one request; a tensor that is larger has a request of its own.
-        cafile: certificates to trust instead of the system's, for ``https``.
+            has them go on with the new weights (mixed versions); None: nothing is paused. For engines that have these
+            routes, as vLLM's.
         transfer: a function ``(EngineClient, VersionSource) → object with send_weights()``; None: HTTP bodies.
         sync: see ``WeightSyncScheme``.
         timeout: seconds for ``connect``, which waits for engines that are starting, and for ``send``.
         send_transform: see ``WeightSyncScheme``. What the engine does to weights is ``engine_app(receive_transform=)``.
-            With ``Delta()`` at its end, HTTP bodies have differences to the version that an engine has; no ``transfer``
-            but the default takes them.
+            ``Delta()`` has no effect.
 
     Raises:
-        ValueError: no URL, a malformed or repeated one, an unknown ``pause``, a bad token, ``chunk_bytes`` below 1.
+        ValueError: no URL, a malformed or repeated one, an unknown ``pause``, a bad token.
     """
 
     name = "http"
@@ -67,8 +55,6 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         *,
         token: str | None = None,
         pause: PauseMode | None = None,
-        chunk_bytes: int = 64 << 20,
-        cafile: str | None = None,
         transfer: MakeTransfer | None = None,
         sync: bool = True,
         timeout: float | None = 60.0,
@@ -81,24 +67,14 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         if pause is not None and pause not in PAUSE_MODES:
             raise ValueError(f"pause is {', '.join(map(repr, PAUSE_MODES))} or None, not {pause!r}")
         require_valid_token(token)
-        if chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes is at least 1, not {chunk_bytes}")
         self.token = token
         self.pause: PauseMode | None = pause
-        self.chunk_bytes = chunk_bytes
-        self.cafile = cafile
         self.transfer = transfer
 
-    def create_transport(self, worker_idx: int | None = None) -> HTTPTransport:
-        """Return a transport to one engine, for use without a scheme."""
-        return HTTPTransport(self, worker_idx or 0)
-
-    def make_outlet(self, model_id: str = "", num_workers: int = 0) -> Engines:
+    def make_outlet(self, model_id: str, num_workers: int) -> Engines:
         """Return what drives the engines. It has no reference to the scheme: it is closed when that is dropped."""
-        context, scheme = ssl.create_default_context(cafile=self.cafile) if self.cafile else None, weakref.proxy(self)
-        clients = [EngineClient(url, self.token, context) for url in self.urls]
-        timeout, delta = lambda: scheme.timeout, delta_of(self.send_transform)
-        return Engines(clients, self.transfer, self.chunk_bytes, self.pause, timeout, delta)
+        scheme, clients = weakref.proxy(self), [EngineClient(url, self.token) for url in self.urls]
+        return Engines(clients, self.transfer or BodyTransfer, self.pause, lambda: scheme.timeout)
 
     def implied_worker_counts(self) -> Mapping[str, int]:
         """Return how many engines there are."""
@@ -106,41 +82,4 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
 
     def make_connection(self, model_id: str, receiver: Receiver) -> NoReturn:
         """Refuse: engines are no workers that poll."""
-        raise RuntimeError(f"an engine over HTTP receives {_RECEIVE_WHERE}")
-
-
-class HTTPTransport(SenderEnd):
-    """Sends weights to one engine of a scheme (a ``TransportBackend``), for use without the scheme's calls."""
-
-    receive_hint = _RECEIVE_WHERE
-
-    def __init__(self, scheme: HTTPWeightSyncScheme, worker_idx: int) -> None:
-        self._scheme = scheme
-        self._worker = worker_idx
-        self._engines = scheme.make_outlet()
-        self._version = 0
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Wait until the engine answers; SyncTimeout: it does not. WorkerFailed: it answers with an error."""
-        self._engines.connect_to([self._worker], None, deadline_in(self._scheme.timeout))
-
-    def send_weights(self, weights: Any) -> None:
-        """Send ``weights`` (a module, a TensorDict or a state dict).
-
-        Raises:
-            NotConnected: ``setup_connection_and_weights_on_sender`` was not called, or not since the engine died.
-            WorkerDied, WorkerFailed, SyncTimeout: the engine does not have them.
-        """
-        if self._worker not in self._engines.workers:
-            raise NotConnected(f"{self._scheme.urls[self._worker]} is not connected: call the set-up method (again)")
-        deadline = deadline_in(self._scheme.timeout)
-        layout, buffer = packed(weights)
-        self._version += 1
-        self._engines.set_layout(layout)
-        self._engines.publish(Update(self._version, buffer), [self._worker])
-        for cause in self._engines.wait([self._worker], self._version, "installed", deadline).values():
-            raise {"died": WorkerDied, "late": SyncTimeout, "failed": WorkerFailed}[cause.kind](cause.text)
-
-    def close(self) -> None:
-        """End the connection."""
-        self._engines.close(graceful=True)
+        raise RuntimeError("an engine over HTTP receives by wsync.engine_app(load=…), in the engine's process")

@@ -12,12 +12,10 @@ from wsync.deadlines import deadline_in
 from wsync.options import SchemeOptions
 from wsync.receiver import Receiver
 from wsync.scheme import WeightSyncScheme
-from wsync.store.files import absolute_url
+from wsync.store.files import SAME_WEIGHTS, Files, Store, absolute_url
 from wsync.store.reader import FileInbox, Reader
-from wsync.store.versions import Versions, require_keep
-from wsync.store.writer import SAME_WEIGHTS, Files
 from wsync.transforms.chain import delta_of
-from wsync.transport import apply_received
+from wsync.transport import TransportBackend, apply_received
 from wsync.update import Outlet, Update
 from wsync.weights.packing import packed
 from wsync.weights.source import DeviceMap, Source, per_worker
@@ -27,8 +25,8 @@ from wsync.weights.strategy import Format, WeightStrategy
 class StoreWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization through files: a shared folder, S3, or whatever else ``fsspec`` reads.
 
-    A finished ``send`` means: a reader that looks from now on finds the version, and unless ``durable=False`` it is on
-    the disk. There are no acknowledgements, and the trainer does not notice readers that come or go. A reader needs the
+    A finished ``send`` means: a reader that looks from now on finds the version, and it is on the disk. There are no
+    acknowledgements, and the trainer does not notice readers that come or go. A reader needs the
     URL alone; it may start before or after the trainer, and gets the newest version. A trainer that starts again goes
     on counting. All readers get the same weights: ``params_map``, ``device_map_fn``, ``worker_ids`` of some workers and
     weights per worker are refused.
@@ -39,7 +37,6 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         timeout: seconds for ``connect``; None for no limit.
         bind: whether a worker's model may be bound to the memory that a version was read into.
         keep: how many versions are kept.
-        durable: whether each version is flushed to the disk (local file systems).
         options: see ``WeightSyncScheme``. With ``initiator="sender"`` workers install versions as they appear, with
             ``"receiver"`` only when they ``pull``; ``max_staleness`` counts versions that a worker has read: no forward
             waits for one.
@@ -59,14 +56,13 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = 60.0,
         bind: bool = True,
         keep: int = 3,
-        durable: bool = True,
         **options: Unpack[SchemeOptions],
     ) -> None:
-        require_keep(keep)
+        if keep < 1:
+            raise ValueError(f"keep is at least 1, not {keep}")
         super().__init__(strategy, True, timeout=timeout, bind=bind, **options)
         self.url = absolute_url(url)
         self.keep = keep
-        self.durable = durable
         # Of workers that have this scheme, pickled: the oldest version that they use, and whether they wait for it.
         self._first_version, self._begins_with_weights = 1, True
 
@@ -82,7 +78,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
 
     def create_transport(self, worker_idx: int | None = None) -> StoreTransport:
         """Return a transport over the folder of the model ``policy``, for use without a scheme."""
-        return StoreTransport(self._folder("policy"), keep=self.keep, durable=self.durable)
+        return StoreTransport(self._folder("policy"), keep=self.keep)
 
     def _folder(self, model_id: str) -> str:
         """Return the URL of a model's folder; ValueError: ``model_id`` is no name of a folder."""
@@ -94,8 +90,8 @@ class StoreWeightSyncScheme(WeightSyncScheme):
 
     def make_outlet(self, model_id: str, num_workers: int) -> Files:
         """Return what writes the files."""
-        store = Versions(self._folder(model_id), self.keep, self.durable)
-        files = Files(store, num_workers, delta_of(self.send_transform))
+        store, delta = Store(self._folder(model_id)), delta_of(self.send_transform)
+        files = Files(store, num_workers, keep=self.keep, delta=delta)
         self._first_version = files.begin() + 1
         return files
 
@@ -112,7 +108,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
 
     def make_connection(self, model_id: str, receiver: Receiver) -> FileInbox:
         """Return what reads the files."""
-        reader = Reader(Versions(self._folder(model_id)), self._first_version, keeps=self.bind)
+        reader = Reader(Store(self._folder(model_id)), self._first_version)
         watches = self.initiator == "sender" or self.max_staleness is not None
         return FileInbox(reader, receiver, waits=self._begins_with_weights, watches=watches)
 
@@ -120,51 +116,33 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         """Refuse: the older API has nothing that waits for a first version."""
         raise ValueError("the older init_on_worker() is not for a store: call init_on_receiver() and connect()")
 
-    def shutdown(self) -> None:
-        """End this end; the versions stay."""
-        super().shutdown()
-        self._first_version, self._begins_with_weights = 1, True
 
-
-class StoreTransport:
-    """Versions of weights in one folder (a ``TransportBackend``), for use without a scheme.
+class StoreTransport(TransportBackend):
+    """Versions of weights in one folder, for use without a scheme.
 
     Args:
         url: the URL of the folder. A relative path is resolved at once.
         keep: how many versions are kept.
-        durable: whether each is flushed to the disk.
 
     Raises:
-        NotConnected: it cannot be opened. ValueError: ``url`` is empty, or ``keep`` is below 1.
+        NotConnected: it cannot be opened. ValueError: ``url`` is empty.
     """
 
-    def __init__(self, url: str | os.PathLike[str], *, keep: int = 3, durable: bool = True) -> None:
-        self._store = Versions(absolute_url(url), keep, durable)
-        self._files = Files(self._store, 1)
-        self._version = 0
-        self._received = ""
+    def __init__(self, url: str | os.PathLike[str], *, keep: int = 3) -> None:
+        self._store = Store(absolute_url(url))
+        self._files = Files(self._store, keep=keep)
+        self._sent = self._received = 0  # versions
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Make the folder; go on counting from the newest version in it."""
-        self._version = self._files.begin()
+        self._sent = self._files.begin()
 
     def send_weights(self, weights: Any) -> None:
         """Store ``weights`` (a module, a TensorDict or a state dict) as the next version."""
         layout, buffer = packed(weights)
         self._files.set_layout(layout)
-        self._version += 1  # a number is not used again: a version may have been stored in spite of an error
-        self._files.publish(Update(self._version, buffer), [0])
-
-    def setup_connection_and_weights_on_receiver(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
-        model: nn.Module | None = None,
-        strategy: WeightStrategy | None = None,
-    ) -> Any | None:
-        """Return the newest version, if there is one, applied to ``weights`` and ``model``."""
-        return self.receive_weights(0.0, weights=weights, model=model, strategy=strategy)
+        self._sent += 1  # a number is not used again: a version may have been stored in spite of an error
+        self._files.publish(Update(self._sent, buffer), [0])
 
     def receive_weights(
         self,
@@ -175,11 +153,10 @@ class StoreTransport:
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
         """Return the next version, applied to ``weights`` and ``model``; None if none appeared within ``timeout``."""
-        reader = Reader(self._store, seen=self._received)
-        update = reader.wait(deadline_in(timeout))
+        update = Reader(self._store, self._received + 1).wait(deadline_in(timeout))
         if update is None:
             return None
         received = dict(zip(update.buffer.layout.names, update.views, strict=True))
         applied = apply_received(received, weights, model, strategy)
-        self._received = reader.name  # after an error, the next call receives it again
+        self._received = update.version  # after an error, the next call receives it again
         return applied

@@ -15,7 +15,7 @@ from wsync.transforms.chain import Transform, compose
 from wsync.weights.targets import Destination, Load
 
 if TYPE_CHECKING:
-    from wsync.engine.server import EngineApp, Pause, Resume
+    from wsync.engine.server import EngineApp
 
 
 def engine_app(
@@ -23,12 +23,8 @@ def engine_app(
     *,
     load: Load | None = None,
     token: str | None,
-    pause: Pause | None = None,
-    resume: Resume | None = None,
-    version: str = "0",
     receive_transform: Transform | Sequence[Transform] | None = None,
     max_bytes: int = 64 << 30,
-    pause_limit: float | None = 600.0,
 ) -> EngineApp:
     """Return an ASGI application by which ``HTTPWeightSyncScheme`` updates an engine in this process.
 
@@ -44,19 +40,12 @@ def engine_app(
             which is not the main one: it has to set the CUDA device, if it needs one.
         token: requests without this bearer token are refused before their bodies are read, except ``/health``. None:
             any process that reaches the port can change the weights.
-        pause: called with the mode (``"abort"``, ``"wait"`` or ``"keep"``) for ``/pause``; returns, or is awaited, when
-            generation has paused. By default ``app.generation()`` is paused.
-        resume: called for ``/resume``. Goes with ``pause``.
-        version: the name of the weights that the engine has.
         receive_transform: see ``WeightSyncScheme``.
         max_bytes: the largest version that is accepted.
-        pause_limit: seconds after which ``app.generation()`` goes on without a ``/resume``; None: never.
 
     Raises:
-        TypeError: ``model`` is of another kind. ValueError: ``pause`` or ``resume`` is missing, or the token malformed.
+        TypeError: ``model`` is of another kind. ValueError: the token is malformed.
     """
-    if (pause is None) != (resume is None):
-        raise ValueError("pause and resume go together")
     require_valid_token(token)
     try:
         from wsync.engine.server import EngineApp
@@ -66,4 +55,4 @@ def engine_app(
     destination = Destination(model, load=load, transform=transform)
     if destination.module is not None:
         gate_model(destination.module)
-    return EngineApp(destination, token, pause, resume, version, max_bytes, pause_limit)
+    return EngineApp(destination, max_bytes, token)

@@ -1,26 +1,31 @@
-"""The routes of one engine, called by a trainer."""
+"""The routes of one engine, called by a trainer, and how the weights of a version travel to it."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-import math
 import re
+import secrets
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import quote, urlsplit
+from typing import Any, Literal, NamedTuple
+from urllib.parse import urlencode
+
+import torch
+from torch import Tensor
 
 from wsync.control.loop import control_loop
-from wsync.deadlines import remaining
+from wsync.deadlines import NOW, remaining
 from wsync.engine import protocol
 from wsync.errors import missing_extra
+from wsync.update import Update
+from wsync.weights.layout import Layout
 
-if TYPE_CHECKING:
-    import httpx
-
+_URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:[1-9]\d{0,4})?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 _ANSWER_BYTES = 1 << 20  # the largest part of an answer that is read
+_PIECE = 1 << 20  # bytes of a body that are written at once
 _SHOWN = 2000  # characters of an answer that an error shows
 _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not used again (uvicorn closes it after 5)
 
@@ -32,29 +37,21 @@ class EngineError(Exception):
         kind: ``died``: there was no answer, as the connection was refused or broken; ``late``: there was none by the
             deadline; ``failed``: the answer is an error, or does not fit what was asked.
         status: the status of the answer; 0 if there was none.
-        reason: the field ``reason`` of the answer.
     """
 
-    def __init__(
-        self, message: str, kind: Literal["died", "late", "failed"] = "failed", status: int = 0, reason: str = ""
-    ) -> None:
+    def __init__(self, message: str, kind: Literal["died", "late", "failed"] = "failed", status: int = 0) -> None:
         super().__init__(message)
         self.kind: Literal["died", "late", "failed"] = kind
-        self.status, self.reason = status, reason
+        self.status = status
 
 
 def checked_url(url: str) -> str:
     """Return the URL of an engine, without a slash at its end.
 
     Raises:
-        ValueError: it is not one of HTTP with a host, has more than a path, or other characters than a URL may have.
+        ValueError: it is no URL of HTTP, or has more than host, port and path.
     """
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "@" not in parts.netloc
-    except ValueError:  # a port, or brackets
-        valid = False
-    if not valid or not re.fullmatch(r"[!-~]+", url) or not {*url}.isdisjoint("?#"):
+    if not _URL.fullmatch(url) or not {*url}.isdisjoint("?#"):
         shown = re.sub(r"//.*@", "//…@", url)  # without a password
         raise ValueError(f"the URL of an engine is like 'http://host:8000', not {shown!r}")
     return url.rstrip("/")
@@ -63,29 +60,29 @@ def checked_url(url: str) -> str:
 class EngineClient:
     """Calls one engine: a vLLM server (with ``VLLM_SERVER_DEV_MODE=1``), or ``wsync.engine_app``.
 
-    Has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines can use it. They block, and
-    are for a transfer's thread; the coroutines are for the control thread. Redirects are errors, and proxies are not
-    used: weights go to no other host than that of ``url``.
+    The methods of the phases are those of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines can use
+    this client. They block, and are for a transfer's thread. Redirects are errors, and proxies are not used: weights go
+    to no other host than that of ``url``.
 
     Args:
         url: the URL of the engine.
         token: sent with each request, as a bearer token.
-        context: for ``https``.
 
     Attributes:
         url: as given.
-        deadline: of every request, on ``time.monotonic``; None for no limit.
+        deadline: of a transfer's requests, on ``time.monotonic``; None for no limit.
         version: the version of the weights that are being sent.
         phase: the phase of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
         times: seconds that the engine has waited for its gate, and that the load took, as it said last.
     """
 
-    def __init__(self, url: str, token: str | None = None, context: ssl.SSLContext | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None) -> None:
         self.url = checked_url(url)
         self.deadline: float | None = None
         self.version = 0
         self.phase = "connect"
         self.times = 0.0, 0.0
+        self._posting: asyncio.Task[Any] | None = None  # the transfer's request that is in progress, or was the last
         try:
             import httpx
         except ModuleNotFoundError as error:
@@ -94,93 +91,85 @@ class EngineClient:
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
         self._http = httpx.AsyncClient(
             headers=headers,
-            verify=(context or ssl.create_default_context()) if self.url.startswith("https:") else False,
+            verify=ssl.create_default_context() if self.url.startswith("https:") else False,  # it takes 20 ms
             timeout=None,  # `request` has one for all of it
             trust_env=False,
             limits=httpx.Limits(keepalive_expiry=_IDLE_LIMIT),
         )
 
-    # --- the routes; called by a transfer's thread ---
+    # --- the phases; called by a transfer's thread ---
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Phase 1, once for a layout: tell the engine how weights will travel."""
-        self._post("init", protocol.INIT, {"init_info": dict(init_info)})
+        self.post("init", protocol.INIT, {"init_info": dict(init_info)})
 
     def start_weight_update(self, fields: Mapping[str, Any] | None = None) -> None:
         """Phase 2: begin a version. vLLM takes no ``fields``."""
-        self._post("start", protocol.START, fields)
+        self.post("start", protocol.START, fields)
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
         """Phase 3, for transfers beside HTTP: have the engine receive weights. One or more times."""
-        self._post("update", protocol.UPDATE, {"update_info": dict(update_info)})
+        self.post("update", protocol.UPDATE, {"update_info": dict(update_info)})
 
     def finish_weight_update(self, weight_version: str | None = None, **fields: Any) -> None:
-        """Phase 4: have the engine use the version; it is named by its number unless ``weight_version`` is given."""
-        control_loop().call(self.finish(weight_version or str(self.version), fields))
+        """Phase 4: have the engine use the version; it is named by its number unless ``weight_version`` is given.
 
-    def pause(self, mode: protocol.PauseMode) -> None:
-        """Pause generation; ``mode`` is for generations in flight."""
-        self._post("pause", f"{protocol.PAUSE}?mode={quote(mode)}")
-
-    def resume(self) -> None:
-        """Go on generating."""
-        self._post("resume", protocol.RESUME)
+        Raises:
+            EngineError: also if the engine has answered that it has another version.
+        """
+        version = weight_version or str(self.version)
+        answer = self.post("finish", protocol.FINISH, {"weight_version": version, **fields})
+        if answer.get("weight_version", version) != version:
+            raise EngineError(f"{self.url}: it was sent version {version}, and answered {str(answer)[:_SHOWN]}")
+        self.times = float(answer.get("wait_seconds", 0.0)), float(answer.get("apply_seconds", 0.0))
 
     def get_world_size(self) -> int:
         """Return the number of processes in the engine."""
-        return control_loop().call(self.world_size())
+        return int(self.post("connect", protocol.WORLD_SIZE)["world_size"])
 
-    def _post(self, phase: str, route: str, fields: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        return control_loop().call(self.request(phase, route, fields))
+    def post(
+        self, phase: str, route: str, fields: Mapping[str, Any] | None = None, body: memoryview | None = None
+    ) -> Mapping[str, Any]:
+        """Make a request of the transfer: see ``request``."""
+        return control_loop().call(self._post(phase, route, fields, body))
 
-    # --- requests; in the control thread ---
+    # --- in the control thread ---
 
-    async def world_size(self) -> int:
-        """Return the number of processes in the engine; EngineError: also if the answer does not say it."""
-        answer = await self.request("connect", protocol.WORLD_SIZE, method="GET")
-        size = answer.get("world_size")
-        if type(size) is not int or size < 1:
-            raise self._misfit(protocol.WORLD_SIZE, answer)
-        return size
+    async def _post(self, *request: Any) -> Mapping[str, Any]:
+        self._posting = asyncio.current_task()
+        return await self.request(*request, deadline=self.deadline)
 
-    async def finish(self, version: str, fields: Mapping[str, Any], *, named: bool = False) -> None:
-        """Phase 4: see ``finish_weight_update``.
-
-        Raises:
-            EngineError: also if the engine has said that it has another version, or (``named``) has not said it.
-        """
-        answer = await self.request("finish", protocol.FINISH, {"weight_version": version, **fields})
-        times = [answer.get(name, 0.0) for name in ("wait_seconds", "apply_seconds")]
-        sound = all(isinstance(one, int | float) and 0 <= one < math.inf for one in times)
-        if not sound or answer.get("weight_version", None if named else version) != version:
-            raise self._misfit(protocol.FINISH, answer)
-        self.times = float(times[0]), float(times[1])
-
-    def _misfit(self, route: str, answer: Mapping[str, Any]) -> EngineError:
-        return EngineError(f"{self.url}: {route} answered {str(answer)[:_SHOWN]}, which does not fit", status=200)
+    def give_up(self) -> None:
+        """Have the transfer's request that is in progress fail, and each later one."""
+        self.deadline = NOW
+        if self._posting is not None:
+            self._posting.cancel()
 
     async def request(
         self,
         phase: str,
         route: str,
         fields: Mapping[str, Any] | None = None,
+        body: memoryview | None = None,
         *,
-        body: bytes | None = None,
-        method: str = "POST",
+        deadline: float | None,
     ) -> Mapping[str, Any]:
         """Make a request of a phase, with JSON ``fields`` or a ``body``; return the JSON object of its answer.
 
         Raises:
             EngineError: there is no answer, or not with status 200, or it is no JSON object.
         """
-        self.phase = phase
+        self.phase, method = phase, "GET" if route == protocol.WORLD_SIZE else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
-        content = body if fields is None else json.dumps(fields).encode()
-        kind = {"Content-Type": protocol.JSON if body is None else protocol.WEIGHTS}
+        content, headers = None, {}
+        if fields is not None:
+            content, headers = json.dumps(fields).encode(), {"Content-Type": "application/json"}
+        elif body is not None:
+            content, headers = _pieces(body), {"Content-Length": str(len(body))}
         try:
-            async with asyncio.timeout(remaining(self.deadline)):
-                async with self._http.stream(method, self.url + route, content=content, headers=kind) as response:
-                    answer = await _read(response)
+            async with asyncio.timeout(remaining(deadline)):
+                async with self._http.stream(method, self.url + route, content=content, headers=headers) as response:
+                    answer = await anext(response.aiter_raw(_ANSWER_BYTES), b"")
         except TimeoutError as error:
             raise EngineError(f"{where}: no answer before the deadline", "late") from error
         except self._broken as error:
@@ -192,8 +181,7 @@ class EngineClient:
         said = str(fields.get("error") or answer.decode(errors="replace").strip()[:_SHOWN])
         if status != 200:
             hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
-            reason = fields.get("reason", "")
-            raise EngineError(f"{where}: answered {status}{hint}: {said}", status=status, reason=reason)
+            raise EngineError(f"{where}: answered {status}{hint}: {said}", status=status)
         if fields is not found:
             raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=status)
         return fields
@@ -203,16 +191,76 @@ class EngineClient:
         await self._http.aclose()
 
 
-async def _read(response: httpx.Response) -> bytes:
-    content = b""
-    async for piece in response.aiter_raw():
-        content += piece
-        if len(content) >= _ANSWER_BYTES:
-            break
-    return content
+async def _pieces(body: memoryview) -> AsyncIterator[bytes]:
+    for begin in range(0, len(body), _PIECE):
+        yield bytes(body[begin : begin + _PIECE])
 
 
 def _cause_of(error: BaseException) -> str:
     """Return the error that httpx has made another one of."""
     inner = error.__cause__ or error.__context__
     return f"{type(error).__name__}: {error}" if inner is None else _cause_of(inner)
+
+
+# --- transfers ---
+
+
+class ParamMeta(NamedTuple):
+    """A tensor's name, dtype and shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class VersionSource:
+    """The weights that are sent to one engine, of one version: what vLLM calls a ``WeightSource``.
+
+    Attributes:
+        layout: the layout of the weights.
+        device: where the tensors are copied to when they are read; None: they stay where they were packed (the CPU).
+        update: the version. None outside ``send_weights``.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.device: torch.device | str | None = None
+        self.update: Update | None = None
+
+    def metadata(self) -> list[ParamMeta]:
+        """Return name, dtype and shape of every tensor, in the order of iteration."""
+        entries = zip(self.layout.names, self.layout.dtypes, self.layout.shapes, strict=True)
+        return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in entries]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the ``(name, tensor)`` pairs of the version. Called within ``send_weights``."""
+        assert self.update is not None, "the source is read within send_weights()"
+        for name, view in zip(self.layout.names, self.update.views, strict=True):
+            yield name, view if self.device is None else view.to(self.device)
+
+    def held_names(self) -> None:
+        """Return None. vLLM calls it for the tensors that this process holds; None means all."""
+
+
+MakeTransfer = Callable[[EngineClient, VersionSource], Any]
+"""Makes the transfer to one engine, as phase 1 (init). Its ``send_weights()`` sends what the source has now, by the
+phases start, update and finish, as vLLM's ``TrainerWeightTransferEngine`` does. Both are called in threads of their
+own. Exceptions that they raise, the trainer raises as ``WorkerFailed``."""
+
+
+class BodyTransfer:
+    """The transfer that is used by default: an HTTP body, as ``protocol`` says."""
+
+    def __init__(self, client: EngineClient, source: VersionSource) -> None:
+        self._client, self._source = client, source
+        self._session = {"session": secrets.token_hex(8)}
+        layout = base64.b64encode(source.layout.encode()).decode()
+        client.init_weight_transfer_engine({"transfer": protocol.TRANSFER, **self._session, "layout": layout})
+
+    def send_weights(self) -> None:
+        """Send the version that the source has."""
+        client, update = self._client, self._source.update
+        assert update is not None
+        client.start_weight_update(self._session)
+        client.post("update", f"{protocol.UPDATE}?{urlencode(self._session)}", body=update.buffer.memory)
+        client.finish_weight_update(**self._session, checksum=f"{update.checksum:016x}")

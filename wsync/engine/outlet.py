@@ -1,6 +1,6 @@
 """The trainer's way to engines: HTTP servers that the user has started, as the workers of one sender.
 
-Everything but the ``Outlet`` methods of ``Engines`` runs in the control thread.
+Everything but the ``Outlet`` methods of ``Engines`` runs in the control thread; a transfer in a thread of its own.
 """
 
 from __future__ import annotations
@@ -8,39 +8,26 @@ from __future__ import annotations
 import asyncio
 import secrets
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from wsync.control.loop import control_loop, run_blocking
 from wsync.control.processes import Processes, watched
 from wsync.control.session import checksum_of
 from wsync.deadlines import NOW, deadline_in, earlier, remaining
-from wsync.engine.client import EngineClient, EngineError
-from wsync.engine.protocol import NOT_INITIALISED, PAUSE, RESUME, PauseMode
-from wsync.engine.transfers import BodyTransfer, Differences, MakeTransfer, VersionSource
+from wsync.engine.client import EngineClient, EngineError, MakeTransfer, VersionSource
+from wsync.engine.protocol import PAUSE, RESUME, WORLD_SIZE, PauseMode
 from wsync.errors import LayoutMismatch, SyncTimeout, WorkerDied, WorkerFailed
-from wsync.transforms.delta import Delta
 from wsync.update import Cause, Outlet, Stage, Update
 from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
 
-T = TypeVar("T")
 _PROBE = 2.0  # seconds for one request to an engine that may be starting
 _SHORTEST, _LONGEST = 0.02, 0.25  # seconds between two of them
 _RESUME_TIMEOUT = 5.0  # seconds in which an engine is resumed after an update has failed
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """A version for some engines; without ``update``, only the question whether weights of the layout fit."""
-
-    layout: Layout
-    deadline: float | None
-    update: Update | None = None
-    differences: Differences | None = None
+_ERRORS = {"died": WorkerDied, "failed": WorkerFailed, "late": SyncTimeout}
 
 
 class Engine:
@@ -50,197 +37,147 @@ class Engine:
         present: whether it is connected.
         cause: why it is not, if it was.
         latest: the newest version for its index, also while it is absent.
-        costs: seconds of waiting and of loading, and bytes, of its last update.
-        connecting: waits until it answers, in ``connect``.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        make_transfer: MakeTransfer | None,
-        chunk_bytes: int,
-        pause: PauseMode | None,
-        *,
-        delta: bool,
-    ) -> None:
+    def __init__(self, client: EngineClient, make_transfer: MakeTransfer, pause: PauseMode | None) -> None:
         self.client = client
         self.present = False
         self.cause = ""
-        self.latest: Job | None = None
-        self.costs = 0.0, 0.0, 0
-        self.connecting: asyncio.Task[str] | None = None
-        self._make_transfer, self._chunk_bytes = make_transfer, chunk_bytes
-        self._pause, self._delta = pause, delta
-        self._result: asyncio.Future[Cause | None] | None = None  # of the newest version
-        self._waiting: tuple[Job, asyncio.Future[Cause | None]] | None = None
-        self._attempt: asyncio.Task[Cause | None] | None = None
-        self._running: asyncio.Task[None] | None = None
+        self.latest: Update | None = None
+        self._make_transfer, self._pause = make_transfer, pause
+        self._probing: asyncio.Task[Any] | None = None
+        self._newest: asyncio.Future[Cause | None] | None = None  # the outcome of the newest version
+        self._deliveries: dict[asyncio.Task[None], asyncio.Future[Cause | None]] = {}  # in progress, or waiting
+        self._turn = asyncio.Lock()  # held by the delivery that is in progress
         self._transfer: tuple[Layout, VersionSource, Any] | None = None
-        self._delivered: Update | None = None  # the version that it has; None: the next one is sent whole
 
-    def submit(self, job: Job) -> None:
+    def submit(self, update: Update, deadline: float | None) -> None:
         """Send a version, once the one before has ended. An engine that is absent has died."""
-        self._result = asyncio.get_running_loop().create_future()
-        if not self.present:
-            return self._result.set_result(Cause("died", self.cause))
-        self._waiting = job, self._result
-        if self._running is None:
-            self._running = asyncio.ensure_future(self._run())
+        self.latest, self._newest = update, asyncio.get_running_loop().create_future()
+        if self.present:
+            task = asyncio.ensure_future(self._deliver(update, deadline, self._newest))
+            self._deliveries[task] = self._newest
+            task.add_done_callback(self._deliveries.pop)
+        else:
+            self._newest.set_result(Cause("died", self.cause))
 
-    async def _run(self) -> None:
-        while self._waiting is not None:
-            (job, result), self._waiting = self._waiting, None
-            self._attempt = asyncio.ensure_future(self.attempt(job))
-            await asyncio.wait([self._attempt])
-            cause = self._late() if self._attempt.cancelled() else self._attempt.result()
-            if cause is None and job.differences is not None:
-                self._delivered = job.update
+    async def _deliver(self, update: Update, deadline: float | None, outcome: asyncio.Future[Cause | None]) -> None:
+        async with self._turn:
+            if outcome.done() or outcome is not self._newest:  # it was given up, or there is a newer one
+                return
+            cause = await self.attempt(update.buffer.layout, update, deadline)
+            if outcome.done():
+                return
             if cause is not None and cause.kind == "died":
                 self._forget(cause.text)
-            if not result.done():
-                result.set_result(cause)
-        self._running = self._attempt = None
-
-    def _late(self) -> Cause:
-        return Cause("late", f"{self.client.url}: phase {self.client.phase}: no answer before the deadline")
+            outcome.set_result(cause)
 
     async def outcome(self, deadline: float | None) -> Cause | None:
         """Wait for the outcome of the newest version; at the deadline, give it up (not at ``NOW``)."""
-        if self._result is None:
+        if self._newest is None:
             return None
-        with suppress(TimeoutError):
-            async with asyncio.timeout(remaining(deadline)):
-                return await asyncio.shield(self._result)
-        cause = self._late()
+        await asyncio.wait([self._newest], timeout=remaining(deadline))
+        if self._newest.done():
+            return self._newest.result()
+        cause = Cause("late", f"{self.client.url}: phase {self.client.phase}: no answer before the deadline")
         if deadline != NOW:
             self._give_up(cause)
         return cause
 
     def _give_up(self, cause: Cause) -> None:
-        """Give up the version that is being sent, and the one that waits."""
-        self._waiting = None
-        if self._result is not None and not self._result.done():
-            self._result.set_result(cause)
-        if self._attempt is not None:
-            self._attempt.cancel()
+        """Give up the version that is being sent, and those that wait."""
+        for outcome in self._deliveries.values():
+            if not outcome.done():
+                outcome.set_result(cause)
+        self.client.give_up()
 
     def _forget(self, cause: str) -> None:
         """Treat the engine as absent: it may be started again, so its next version begins with a new transfer."""
-        self.present, self.cause, self._transfer, self._delivered = False, cause, None, None
+        self.present, self.cause, self._transfer = False, cause, None
 
     def disconnect(self, cause: str) -> None:
         """Treat the engine as dead; what waits for it is told so."""
         self._forget(cause)
-        if self.connecting is not None:
-            self.connecting.cancel("disconnect() was called before it had answered")
+        if self._probing is not None:
+            self._probing.cancel()
         self._give_up(Cause("died", cause))
 
     async def close(self) -> None:
         """End what is being sent; wait until it has ended, for some seconds."""
         self._give_up(Cause("died", "the sender was shut down"))
-        if self._running is not None:
-            await asyncio.wait([self._running], timeout=_RESUME_TIMEOUT)
+        if self._deliveries:
+            await asyncio.wait(self._deliveries, timeout=_RESUME_TIMEOUT)
         await self.client.close()
 
-    async def probe(self, worker: int, deadline: float | None) -> str:
-        """Wait until the engine answers; return why it did not before the deadline.
-
-        Raises:
-            WorkerFailed: its answer is an error. WorkerDied: this was cancelled, with a cause.
-        """
-        pause, cause = _SHORTEST, ""
+    async def probe(self, deadline: float | None) -> Cause | None:
+        """Wait until the engine answers; return why it did not. EngineError: it refuses, or was disconnected."""
+        self._probing, pause, said = asyncio.current_task(), _SHORTEST, ""
         try:
             while True:
-                self.client.deadline = earlier(deadline, deadline_in(_PROBE))
                 try:
-                    await self.client.world_size()
-                    return ""
+                    await self.client.request("connect", WORLD_SIZE, deadline=earlier(deadline, deadline_in(_PROBE)))
+                    return None
                 except EngineError as error:
                     if 0 < error.status < 500:
-                        raise WorkerFailed(f"worker {worker}: {error}", {worker: str(error)}, None, [worker]) from error
-                    cause = cause if error.kind == "late" and cause else str(error)
-                if remaining(deadline) == 0.0:
-                    return cause
+                        raise
+                    said = said if said and error.kind == "late" else str(error)
+                    if remaining(deadline) == 0.0:
+                        return Cause("late", said)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST)
-        except asyncio.CancelledError as error:
-            if not error.args:
-                raise
-            raise WorkerDied(f"engine(s) [{worker}]: {error.args[0]}", {worker: error.args[0]}) from None
+        except asyncio.CancelledError:  # by ``disconnect``
+            raise EngineError(self.cause, "died") from None
+        finally:
+            self._probing = None
 
     # --- one attempt ---
 
-    async def attempt(self, job: Job) -> Cause | None:
-        """Send a version; return why that has failed."""
+    async def attempt(self, layout: Layout, update: Update | None, deadline: float | None) -> Cause | None:
+        """Send a version (None: only init, for a new layout); return why that has failed."""
         client = self.client
-        client.deadline, client.version = job.deadline, 0 if job.update is None else job.update.version
+        client.deadline = deadline
         try:
-            async with asyncio.timeout(remaining(job.deadline)):
-                try:
-                    await self._send(job)
-                except EngineError as error:
-                    if error.reason != NOT_INITIALISED:
-                        raise
-                    self._transfer = self._delivered = None  # the engine has been started again
-                    await self._send(job)
+            await self._send(layout, update)
         except EngineError as error:
             return Cause(error.kind, str(error))
-        except TimeoutError:
-            return self._late()
         except Exception:  # noqa: BLE001  a user's transfer raises anything; the trainer raises WorkerFailed
             return Cause("failed", f"{client.url}: phase {client.phase}:\n{traceback.format_exc()}")
         return None
 
-    async def _send(self, job: Job) -> None:
-        source, transfer = await self._initialised(job)
-        if job.update is None:
+    async def _send(self, layout: Layout, update: Update | None) -> None:
+        if self._transfer is None or self._transfer[0] != layout:
+            self._transfer, self.client.phase = None, "init"
+            source = VersionSource(layout)
+            transfer = await run_blocking("engine", self._make_transfer, self.client, source)
+            self._transfer = layout, source, transfer
+        _, source, transfer = self._transfer
+        if update is None:
             return
-        base, self._delivered = self._delivered, None
-        source.views, self.client.times = job.update.views, (0.0, 0.0)
-        paused = self._pause is not None
-        try:
-            if paused:
-                await self.client.request("pause", f"{PAUSE}?mode={self._pause}")
-            carried = job.layout.nbytes
-            if isinstance(transfer, BodyTransfer):
-                carried = await transfer.send(job.update, base, job.differences)
-            else:
-                await self._in_thread(transfer.send_weights)
-            if paused:
-                await self.client.request("resume", RESUME)
-                paused = False
-            self.costs = *self.client.times, carried
-        finally:
-            source.views = ()
-            if paused:  # the error that is being raised is the one to report
-                phase, self.client.deadline = self.client.phase, deadline_in(_RESUME_TIMEOUT)
-                with suppress(EngineError):
-                    await self.client.request("resume", RESUME)
-                self.client.phase = phase
+        self.client.version, self.client.times = update.version, (0.0, 0.0)
+        async with self._paused():
+            source.update = update
+            try:
+                await run_blocking("engine", transfer.send_weights)
+            finally:
+                source.update = None
 
-    async def _initialised(self, job: Job) -> tuple[VersionSource, Any]:
-        """Phase 1, for a new layout."""
-        if self._transfer is None or self._transfer[0] != job.layout:
-            self._transfer = self._delivered = None
-            source = VersionSource(job.layout)
-            self.client.phase = "init"
-            if self._make_transfer is None:
-                transfer = BodyTransfer(self.client, job.layout, self._chunk_bytes)
-                await transfer.initialise(delta=self._delta)
-            else:
-                transfer = await self._in_thread(self._make_transfer, self.client, source)
-            self._transfer = job.layout, source, transfer
-        return self._transfer[1:]
-
-    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
-        """Call a user's transfer. If it is given up, its requests fail; the next attempt begins when it has ended."""
-        calling = asyncio.ensure_future(run_blocking("engine", function, *arguments))
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Pause generation while the block runs, if that is wanted; also resume it after an error."""
+        if self._pause is None:
+            yield
+            return
+        request, deadline = self.client.request, self.client.deadline
         try:
-            return await asyncio.shield(calling)
-        finally:
-            if not calling.done():
-                self.client.deadline = NOW
-                await asyncio.wait([calling])
+            await request("pause", f"{PAUSE}?mode={self._pause}", deadline=deadline)
+            yield
+            await request("resume", RESUME, deadline=deadline)
+        except BaseException:
+            phase = self.client.phase
+            with suppress(EngineError):  # the other error is the one to report
+                await request("resume", RESUME, deadline=deadline_in(_RESUME_TIMEOUT))
+            self.client.phase = phase
+            raise
 
 
 class Engines(Outlet):
@@ -248,28 +185,20 @@ class Engines(Outlet):
 
     Args:
         clients: one for each engine, by index.
-        make_transfer: makes what carries the weights; None: HTTP bodies of at most ``chunk_bytes``.
-        chunk_bytes: see there.
+        make_transfer: makes what carries the weights.
         pause: pause generation meanwhile; None: do not.
         timeout: returns the seconds that an update may take; None for no limit.
-        delta: makes differences to the versions that engines have; None: full versions are sent.
     """
-
-    transactional = False
 
     def __init__(
         self,
         clients: Sequence[EngineClient],
-        make_transfer: MakeTransfer | None,
-        chunk_bytes: int,
+        make_transfer: MakeTransfer,
         pause: PauseMode | None,
         timeout: Callable[[], float | None],
-        delta: Delta | None,
     ) -> None:
         self.name = secrets.token_hex(8)
-        self._delta = delta if make_transfer is None else None
-        delta_is_used = self._delta is not None
-        self._engines = [Engine(one, make_transfer, chunk_bytes, pause, delta=delta_is_used) for one in clients]
+        self._engines = [Engine(client, make_transfer, pause) for client in clients]
         self._timeout = timeout
         self._pool = BufferPool()
         self._layout: Layout | None = None
@@ -277,7 +206,7 @@ class Engines(Outlet):
         self._loop = control_loop().acquire()
 
     @property
-    def workers(self) -> Sequence[int]:
+    def workers(self) -> Sequence[int]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The engines that are connected."""
         return [worker for worker, engine in enumerate(self._engines) if engine.present]
 
@@ -287,54 +216,42 @@ class Engines(Outlet):
 
     # --- connecting ---
 
-    def connect(self, processes: Processes | None, deadline: float | None) -> None:
-        """Wait until all engines answer, as they may be starting, and until they have the newest version, if any.
+    def connect(self, processes: Processes | None, deadline: float | None, workers: Sequence[int] = ()) -> None:
+        """Wait until engines (by default all) answer, as they may be starting, and have the newest version, if any.
 
         Raises:
             SyncTimeout: names the engines that did not answer, and why.
             WorkerDied: ``disconnect`` was called for one that has not answered; or its process has ended.
             WorkerFailed: an engine has answered with an error: it refuses the token, or has no such route.
         """
-        self.connect_to(range(len(self._engines)), processes, deadline)
+        with watched(processes, len(self._engines)) as sentinels:
+            self._loop.call(self._meet(workers or range(len(self._engines)), sentinels, deadline))
 
     def readmit(self, worker: int, process: Any, deadline: float | None) -> None:
         """Do so for the engine that was started again in the place of a worker."""
         self.disconnect(worker, "it is being replaced")
-        self.connect_to([worker], None if process is None else {worker: process}, deadline)
-
-    def connect_to(self, workers: Sequence[int], processes: Processes | None, deadline: float | None) -> None:
-        """Do so for some engines."""
-        with watched(processes, len(self._engines)) as sentinels:
-            self._loop.call(self._meet(workers, sentinels, deadline))
+        self.connect(None if process is None else {worker: process}, deadline, [worker])
 
     async def _meet(self, workers: Sequence[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         absent = {worker: self._engines[worker] for worker in workers if not self._engines[worker].present}
-        loop, tasks = asyncio.get_running_loop(), dict[asyncio.Task[str], int]()
-        for worker, engine in absent.items():
-            engine.connecting = task = asyncio.ensure_future(engine.probe(worker, deadline))
-            tasks[task] = worker
-            if worker in sentinels:
-                loop.add_reader(sentinels[worker], task.cancel, "its process ended before it had answered")
-        try:
-            done = (await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION))[0] if tasks else ()
-            late = {tasks[task]: cause for task in done if (cause := task.result())}
-            if late:
-                causes = "\n".join(f"worker {worker}: {cause}" for worker, cause in sorted(late.items()))
-                raise SyncTimeout(f"{len(late)} engine(s) did not answer in time:\n{causes}", late)
-        finally:
-            for task, worker in tasks.items():
-                task.cancel()
-                absent[worker].connecting = None
-                if worker in sentinels:
-                    loop.remove_reader(sentinels[worker])
+        if not absent:
+            return
+        loop, ends = asyncio.get_running_loop(), {worker: sentinels[worker] for worker in absent if worker in sentinels}
+        for worker, end in ends.items():
+            loop.add_reader(end, absent[worker].disconnect, "its process ended before it had answered")
+        probes = {asyncio.ensure_future(engine.probe(deadline)): worker for worker, engine in absent.items()}
+        done, others = await asyncio.wait(probes, return_when=asyncio.FIRST_EXCEPTION)
+        for end in ends.values():
+            loop.remove_reader(end)
+        for probe in others:
+            probe.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        raise_any({probes[probe]: cause for probe in done if (cause := _cause_of(probe)) is not None})
         for engine in absent.values():
             engine.present, engine.cause = True, ""
             if engine.latest is not None:
-                engine.submit(replace(engine.latest, deadline=deadline))
-        causes = await self._outcomes([worker for worker, engine in absent.items() if engine.latest], deadline)
-        for worker, cause in causes.items():
-            kind = {"died": WorkerDied, "failed": WorkerFailed, "late": SyncTimeout}[cause.kind]
-            raise kind(f"worker {worker}: {cause.text}", {one: text for one, (_, text) in causes.items()})
+                engine.submit(engine.latest, deadline)
+        raise_any(await self._outcomes([worker for worker, engine in absent.items() if engine.latest], deadline))
 
     def disconnect(self, worker: int, cause: str) -> None:
         """Treat an engine as dead; ends a wait for it in another thread."""
@@ -350,7 +267,7 @@ class Engines(Outlet):
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
         """Phase init, for engines that have connected before there was a layout."""
-        return self._loop.call(self._each(self.workers, lambda engine: engine.attempt(Job(layout, deadline))))
+        return self._loop.call(self._each(self.workers, lambda engine: engine.attempt(layout, None, deadline)))
 
     def reserve(self, deadline: float | None) -> Buffer:
         """Return private memory."""
@@ -361,14 +278,9 @@ class Engines(Outlet):
         """Begin to send a version; absent engines get it when they are readmitted. LayoutMismatch: extra state."""
         require_no_extra(update.extra, "sent over HTTP")
         update.checksum = update.checksum or checksum_of(update.buffer.memory, b"")
-        differences = None if self._delta is None else Differences(self._delta, update)
-        job = Job(update.buffer.layout, deadline_in(self._timeout()), update, differences)
-        self._loop.post(self._submit, job, workers)
-
-    def _submit(self, job: Job, workers: Sequence[int]) -> None:
+        deadline = deadline_in(self._timeout())
         for worker in workers:
-            self._engines[worker].latest = job
-            self._engines[worker].submit(job)
+            self._loop.post(self._engines[worker].submit, update, deadline)
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
         """Wait until engines have loaded their newest version. Requests without an answer are given up then."""
@@ -383,10 +295,9 @@ class Engines(Outlet):
         return {worker: cause for worker, cause in zip(workers, causes, strict=True) if cause is not None}
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
-        """Return the slowest engine's seconds of waiting and of loading, and the most bytes that one was sent."""
-        each = [self._engines[worker].costs for worker in workers] or [(0.0, 0.0, 0)]
-        slowest = max(each, key=lambda one: one[0] + one[1])
-        return *slowest[:2], max(one[2] for one in each)
+        """Return the slowest engine's seconds of waiting and of loading, and the bytes that each was sent."""
+        times = (self._engines[worker].client.times for worker in workers)
+        return *max(times, key=sum, default=(0.0, 0.0)), 0 if self._layout is None else self._layout.nbytes
 
     def close(self, *, graceful: bool) -> None:
         """End the requests; the engines keep their weights. Idempotent."""
@@ -402,3 +313,21 @@ class Engines(Outlet):
 
     async def _end_all(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
+
+
+def _cause_of(probe: asyncio.Task[Cause | None]) -> Cause | None:
+    error = probe.exception()
+    return Cause(error.kind, str(error)) if isinstance(error, EngineError) else probe.result()
+
+
+def raise_any(causes: Mapping[int, Cause]) -> None:
+    """Raise an error that names engines, if there is a cause.
+
+    Raises:
+        WorkerDied, WorkerFailed, SyncTimeout: by the gravest cause.
+    """
+    texts = {worker: cause.text for worker, cause in sorted(causes.items())}
+    for kind, error in _ERRORS.items():
+        if kind in {cause.kind for cause in causes.values()}:
+            failed = [worker for worker, cause in causes.items() if cause.kind == "failed"]
+            raise error("\n".join(f"worker {worker}: {text}" for worker, text in texts.items()), texts, None, failed)

@@ -2,28 +2,23 @@
 
 Routes, fields and modes are those of vLLM 0.32: "Weight Transfer" (docs.vllm.ai/en/v0.32.0/training/weight_transfer/)
 and "Async Reinforcement Learning" (docs.vllm.ai/en/v0.32.0/training/async_rl/). There the weights themselves travel by
-NCCL or CUDA IPC. The *body transfer* is an addition of this library: bodies of ``/update_weights`` have the packed
+NCCL or CUDA IPC. The *body transfer* is an addition of this library: the body of ``/update_weights`` is the packed
 weights, and ``/start_weight_update`` has fields.
 
-=====================================  =================================================================================
+=====================================  ===============================================================================
 request                                fields of the body transfer: of JSON; of *update*, in its query
-=====================================  =================================================================================
-``POST /init_weight_transfer_engine``  ``init_info``: ``transfer`` ("body"), ``session``, ``layout``, ``chunk_bytes``,
-                                       ``delta``
-``POST /start_weight_update``          ``session``, ``weight_version``; perhaps ``base``
-``POST /update_weights``               ``session``, ``weight_version``, ``begin``, ``end``; perhaps ``base``
+=====================================  ===============================================================================
+``POST /init_weight_transfer_engine``  ``init_info``: ``transfer`` ("body"), ``session``, ``layout``
+``POST /start_weight_update``          ``session``
+``POST /update_weights``               ``session``
 ``POST /finish_weight_update``         ``session``, ``weight_version``, ``checksum`` (of all bytes, hexadecimal)
 ``POST /pause?mode=…``, ``/resume``    none
-=====================================  =================================================================================
+=====================================  ===============================================================================
 
 ``session`` is a random name that the trainer chooses for an initialisation. ``layout`` is ``Layout.encode`` in base64:
-it says where each tensor lies in the packed weights. Their bytes come one range after the other, at most
-``chunk_bytes`` in each body. Every answer is a JSON object. That of *finish* has the ``weight_version`` that the engine
-now has, and the seconds that this took: ``wait_seconds`` for the gate, ``apply_seconds``.
-
-With ``Delta`` (``delta`` is true) a version may come as differences to one that the engine has, which ``base`` names in
-*start*. A body of *update* that names it, too, is the difference of its range (``wsync/transforms/delta.py``). An
-engine that does not have the base answers *start* with the reason ``no_base``, and is sent the full version.
+it says where each tensor lies in the packed weights. Every answer is a JSON object. That of *finish* has the
+``weight_version`` that the engine now has, and the seconds that this took: ``wait_seconds`` for the gate,
+``apply_seconds``.
 """
 
 from __future__ import annotations
@@ -36,22 +31,14 @@ UPDATE = "/update_weights"
 FINISH = "/finish_weight_update"
 PAUSE = "/pause"
 RESUME = "/resume"
-IS_PAUSED = "/is_paused"
-WEIGHT_INFO = "/weight_info"
 WORLD_SIZE = "/get_world_size"
 HEALTH = "/health"
 
-JSON = "application/json"
-WEIGHTS = "application/octet-stream"
 TRANSFER = "body"
-NOT_INITIALISED = "not_initialised"
-"""``reason`` in the answer of an engine that has no layout: it has been started again."""
-NO_BASE = "no_base"
-"""``reason`` in the answer of an engine that does not have the version to which differences would be."""
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What happens to generations in flight. abort: end them. wait: let them finish. keep: suspend them, and continue them
-with the new weights."""
+with the new weights. ``engine_app`` has no such routes."""
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 

@@ -1,100 +1,188 @@
-"""The engine's half of the protocol: an ASGI application around a function that loads weights."""
+"""The engine's half of the protocol: weights are collected and checked first, then loaded inside the gate."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
-import inspect
 import json
+import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
-from typing import Any
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NamedTuple
 
+import torch
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from torch import Tensor
 
-from wsync.control.loop import run_blocking
+from wsync.control.session import checksum_of
 from wsync.engine import protocol
-from wsync.engine.generations import Generation, Generations
-from wsync.engine.weights import EngineWeights, Refused
-from wsync.weights.targets import Destination
+from wsync.errors import LayoutMismatch, WeightSyncError
+from wsync.gate import entered_for_forward_of, process_gate
+from wsync.weights.binding import Target
+from wsync.weights.layout import Layout
+from wsync.weights.targets import Destination, mixed_weights
 
-Pause = Callable[[protocol.PauseMode], Awaitable[object] | object]
-Resume = Callable[[], Awaitable[object] | object]
-Endpoint = Callable[[Request], Awaitable[Mapping[str, Any]]]
+Endpoint = Callable[[Request], Awaitable[Mapping[str, Any] | None]]
 
-_LAYOUT_BYTES = 64 << 20  # largest body of /init_weight_transfer_engine, which has the layout
-_FIELDS_BYTES = 64 << 10  # largest body of the other requests with JSON
+_FIELDS_BYTES = 64 << 20  # largest body with JSON: it may have a layout
 _STALLED = 60.0  # longest time without a byte of a body, in seconds
 _DROPPING = 10.0  # seconds in which the rest of a body that is refused is read
+
+
+class Refused(Exception):
+    """A request is refused; no weights have changed. After a refused *init* the engine is not initialised."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Session(NamedTuple):
+    """What one trainer has initialised, under a random name: memory for a version, and what takes it."""
+
+    name: str
+    target: Target
+    flat: Tensor
+    views: Sequence[Tensor]
+
+
+class EngineWeights:
+    """The weights of one engine. One request at a time calls the methods of the phases; ``poll_update`` is the gate's.
+
+    Attributes:
+        version: the name of those that it has; "0" before the first update. Changes inside the gate.
+        mixed: why they may be of two versions; empty if they are not.
+    """
+
+    def __init__(self, destination: Destination, max_bytes: int) -> None:
+        self.version = "0"
+        self.mixed = ""
+        self._destination = destination
+        self._max_bytes = max_bytes
+        self._session: _Session | None = None
+
+    def initialise(self, fields: Mapping[str, Any]) -> None:
+        """Phase 1: make room for a version; Refused: weights of this layout do not fit, or are too large."""
+        info = fields.get("init_info")
+        if not isinstance(info, dict) or info.get("transfer") != protocol.TRANSFER:
+            raise Refused(400, f"init_info.transfer is '{protocol.TRANSFER}' here, not {str(info)[:99]}")
+        name = _text(info, "session")
+        try:
+            layout = Layout.decode(base64.b64decode(_text(info, "layout").encode(), validate=True))
+        except Exception as error:  # whatever decoding raises
+            raise Refused(400, f"init_info.layout is malformed: {error}") from error
+        if layout.nbytes > self._max_bytes:
+            raise Refused(413, f"a version has {layout.nbytes} bytes, and max_bytes is {self._max_bytes}")
+        if layout.extra:
+            raise Refused(422, "extra state (pickles) is not accepted over HTTP")
+        self._session = None
+        try:
+            target = process_gate().call_without_forward(self._destination.target, layout, bind=False)
+        except LayoutMismatch as error:
+            raise Refused(422, f"LayoutMismatch: {error}") from error
+        flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        self._session = _Session(name, target, flat, layout.views(flat))
+
+    def start(self, fields: Mapping[str, Any]) -> None:
+        """Phase 2: only find out whether the session is the current one. The checksum tells versions apart."""
+        self._current(fields)
+
+    def place(self, fields: Mapping[str, Any]) -> memoryview:
+        """Phase 3: return where the bytes of the version go."""
+        return self._current(fields).flat.numpy().data
+
+    def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Phase 4: check that the version is whole, then load it inside the gate; return the fields of the answer.
+
+        Raises:
+            Refused: it is not whole, or damaged; nothing was loaded.
+            Exception: whatever the loading function raised.
+        """
+        session, version = self._current(fields), _text(fields, "weight_version")
+        expected, found = _text(fields, "checksum"), f"{checksum_of(session.flat.numpy().data, b''):016x}"
+        if expected != found:
+            raise Refused(409, f"the version is incomplete or corrupt: checksum {found}, not {expected}")
+        return process_gate().call_without_forward(self._install, session, version, time.perf_counter())
+
+    def _install(self, session: _Session, version: str, asked: float) -> dict[str, Any]:
+        began = time.perf_counter()
+        try:
+            session.target.install(session.views)
+            self._set_mixed("")
+        finally:
+            if session.target.mixed:
+                self._set_mixed(mixed_weights("this engine", f"version {version}"))
+        self.version = version
+        seconds = {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
+        return {"weight_version": version, **seconds}
+
+    # --- weights of two versions ---
+
+    def _set_mixed(self, why: str) -> None:
+        if bool(why) != bool(self.mixed):
+            (process_gate().attach if why else process_gate().detach)(self)
+        self.mixed = why
+
+    def poll_update(self) -> bool:
+        """Refuse forwards while weights are mixed (a ``GateHook``, attached meanwhile)."""
+        if self.mixed and entered_for_forward_of(self._destination.model):
+            raise WeightSyncError(self.mixed)
+        return False
+
+    def leaving_gate(self) -> None:
+        """Nothing is in use."""
+
+    def _current(self, fields: Mapping[str, Any]) -> _Session:
+        name = _text(fields, "session")
+        if self._session is None:
+            raise Refused(409, f"POST {protocol.INIT} comes first: an engine that was started again is readmitted")
+        if self._session.name != name:
+            raise Refused(409, "another trainer has initialised this engine since: each engine has one trainer")
+        return self._session
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise Refused(400, f"the field '{name}' is missing, or no text")
+    return value
+
+
+# --- the application ---
 
 
 class EngineApp:
     """An ASGI application by which a trainer updates an engine: ``engine_app`` documents the arguments."""
 
-    def __init__(
-        self,
-        destination: Destination,
-        token: str | None,
-        pause: Pause | None,
-        resume: Resume | None,
-        version: str,
-        max_bytes: int,
-        pause_limit: float | None,
-    ) -> None:
-        weights = self._weights = EngineWeights(destination, version, max_bytes)
-        generations = self._generations = Generations(lambda: weights.version, pause_limit)
+    def __init__(self, destination: Destination, max_bytes: int, token: str | None) -> None:
+        weights = self._weights = EngineWeights(destination, max_bytes)
         self._authorization = None if token is None else f"Bearer {token}".encode()
-        self._pause: Pause = pause or generations.pause
-        self._resume: Resume = resume or generations.resume
-        self._paused = False
-        self._updating = asyncio.Lock()  # one body at a time is in memory
+        self._updating = asyncio.Lock()  # one phase at a time
         self._loading = ThreadPoolExecutor(1, "wsync-load")
         routes = [
-            self._phase(protocol.INIT, weights.initialise, "Weight transfer initialized", _LAYOUT_BYTES),
-            self._phase(protocol.START, weights.start, "Weight update started"),
-            self._route(protocol.UPDATE, self._update),
-            self._phase(protocol.FINISH, weights.finish, "Weight update finished"),
-            self._route(protocol.PAUSE, self._pause_generation),
-            self._route(protocol.RESUME, self._resume_generation),
-            self._question(protocol.IS_PAUSED, lambda: {"is_paused": self._paused if pause else generations.paused}),
-            self._question(protocol.WEIGHT_INFO, lambda: {"weight_version": self.version}),
-            self._question(protocol.WORLD_SIZE, lambda: {"world_size": 1}),
-            self._question(protocol.HEALTH, weights.require_whole),
+            self._phase(protocol.INIT, weights.initialise),
+            self._phase(protocol.START, weights.start),
+            _route(protocol.UPDATE, self._update),
+            self._phase(protocol.FINISH, weights.finish),
+            _route(protocol.WORLD_SIZE, self._world_size, "GET"),
+            _route(protocol.HEALTH, self._health, "GET"),
         ]
-        handlers: Any = {HTTPException: _no_route}
-        self._app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+        self._app = Starlette(routes=routes, lifespan=self._lifespan)
 
     @property
     def version(self) -> str:
         """The name of the weights that the engine has. Inside ``wsync.gate()`` it does not change."""
         return self._weights.version
 
-    def generation(self) -> AbstractContextManager[Generation]:
-        """Return a context manager around one generation, for an engine without pause and resume of its own.
-
-        Each of its steps is made inside ``generation.step()``. A pause acts between two steps::
-
-            with app.generation() as generation:
-                while not done:
-                    with generation.step():
-                        token = next_token(engine)
-            generation.weight_versions  # more than one: mixed
-
-        Both wait (block the thread) while generation is paused. ``step`` raises ``GenerationAborted`` when the trainer
-        has paused with ``mode=abort``.
-        """
-        return self._generations.generation()
-
     def close(self) -> None:
-        """End a pause, and the thread that loads weights. The server's end calls it."""
+        """End the thread that loads weights. The server's end calls it."""
         self._loading.shutdown(wait=False)
-        self._generations.resume()  # what waits in a generation would keep the process from ending
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one request (an ASGI application); without the token nothing of it is looked at."""
@@ -114,112 +202,78 @@ class EngineApp:
 
     # --- routes ---
 
-    def _route(self, path: str, endpoint: Endpoint, method: str = "POST") -> Route:
-        """Return a route that answers errors as JSON."""
+    def _phase(self, path: str, function: Callable[[Any], Any]) -> Route:
+        """Return a route that calls ``function`` in the thread that loads weights: the server goes on answering."""
 
-        async def serve(request: Request) -> JSONResponse:
-            try:
-                return JSONResponse(await endpoint(request))
-            except Refused as error:
-                answer = _error(error.status, str(error), error.reason)
-            except Exception:  # noqa: BLE001  whatever the engine raised goes to the trainer, which raises it
-                answer = _error(500, traceback.format_exc())
-            if method == "POST":
-                await _drop_body(request)
-            return answer
-
-        return Route(path, serve, methods=[method])
-
-    def _question(self, path: str, answer: Callable[[], Mapping[str, Any] | None]) -> Route:
-        async def ask(request: Request) -> Mapping[str, Any]:
-            return answer() or {}
-
-        return self._route(path, ask, "GET")
-
-    def _phase(self, path: str, function: Callable[[Any], Any], message: str, limit: int = _FIELDS_BYTES) -> Route:
-        async def run(request: Request) -> Mapping[str, Any]:
-            fields = await _fields(request, limit)
+        async def run(request: Request) -> Mapping[str, Any] | None:
+            fields = await _fields(request)
             async with self._updating:
-                return await self._load(message, function, fields)
+                return await asyncio.get_running_loop().run_in_executor(self._loading, function, fields)
 
-        return self._route(path, run)
+        return _route(path, run)
 
-    async def _update(self, request: Request) -> Mapping[str, Any]:
-        kind = request.headers.get("content-type", "").split(";")[0].strip()
-        if kind != protocol.WEIGHTS:
-            raise Refused(415, f"{protocol.UPDATE} takes {protocol.WEIGHTS} here (transfer '{protocol.TRANSFER}')")
+    async def _update(self, request: Request) -> None:
         async with self._updating:
-            buffer = self._weights.body_buffer()
-            body = await _read(request, len(buffer), buffer)
-            return await self._load("Weights updated", self._weights.add, dict(request.query_params), body)
+            place, size = self._weights.place(request.query_params), 0
+            async for piece in _pieces(request, len(place)):
+                place[size : size + len(piece)] = piece
+                size += len(piece)
 
-    async def _load(self, message: str, function: Callable[..., Mapping[str, Any] | None], *arguments: object) -> Any:
-        """Take a phase of an update in the thread that loads weights, so that the server goes on answering."""
-        loop = asyncio.get_running_loop()
-        return {"message": message, **(await loop.run_in_executor(self._loading, function, *arguments) or {})}
+    async def _world_size(self, request: Request) -> Mapping[str, Any]:
+        return {"world_size": 1}
 
-    async def _pause_generation(self, request: Request) -> Mapping[str, Any]:
-        mode = request.query_params.get("mode", "abort")
-        if mode not in protocol.PAUSE_MODES:
-            raise Refused(400, f"mode is one of {', '.join(protocol.PAUSE_MODES)}, not {mode!r}")
-        await _call("pause", self._pause, mode)
-        self._paused = True
-        return {"status": "paused"}
-
-    async def _resume_generation(self, request: Request) -> Mapping[str, Any]:
-        await _call("resume", self._resume)
-        self._paused = False
-        return {"status": "resumed"}
+    async def _health(self, request: Request) -> None:
+        if self._weights.mixed:
+            raise Refused(503, self._weights.mixed)
 
 
-def _error(status: int, message: str, reason: str = "") -> JSONResponse:
+def _route(path: str, endpoint: Endpoint, method: str = "POST") -> Route:
+    """Return a route that answers errors as JSON."""
+
+    async def serve(request: Request) -> JSONResponse:
+        try:
+            return JSONResponse(await endpoint(request) or {})
+        except Refused as error:
+            answer = _error(error.status, str(error))
+        except Exception:  # noqa: BLE001  whatever the engine raised goes to the trainer, which raises it
+            answer = _error(500, traceback.format_exc())
+        # A connection that is closed with unread bytes is reset, and its answer may be lost.
+        with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # the last: there is no rest
+            async with asyncio.timeout(_DROPPING):
+                async for _ in request.stream():
+                    pass
+        return answer
+
+    return Route(path, serve, methods=[method])
+
+
+def _error(status: int, message: str) -> JSONResponse:
     headers = {"connection": "close"}  # a part of the body may not have been read
-    return JSONResponse({"error": message, "reason": reason}, status, headers)
+    return JSONResponse({"error": message}, status, headers)
 
 
-async def _no_route(request: Request, error: HTTPException) -> JSONResponse:
-    return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-
-
-async def _call(name: str, function: Callable[..., Any], *arguments: object) -> None:
-    """Call a function that may block in a thread of its own; await one that is asynchronous."""
-    asynchronous = inspect.iscoroutinefunction(function)
-    result = function(*arguments) if asynchronous else await run_blocking(name, function, *arguments)
-    if inspect.isawaitable(result):
-        await result
-
-
-async def _drop_body(request: Request) -> None:
-    """Read the rest of a body: a connection that is closed with unread bytes is reset, and its answer may be lost."""
-    with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # the last: there is no rest
-        async with asyncio.timeout(_DROPPING):
-            async for _ in request.stream():
-                pass
-
-
-async def _read(request: Request, limit: int, body: bytearray) -> memoryview:
-    """Read the body of a request, of at most ``limit`` bytes, into ``body``; return the part of it that was written."""
+async def _pieces(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """Yield the body of a request. Refused: it has more than ``limit`` bytes, or stalls."""
     declared = request.headers.get("content-length", "0")
     if not declared.isdigit() or len(declared) > 19 or int(declared) > limit:
         raise Refused(413, f"the body may have {limit} bytes, and content-length is {declared[:20]!r}")
-    size, pieces = 0, request.stream()
+    left, pieces = limit, request.stream()
     try:
         while piece := await asyncio.wait_for(anext(pieces, b""), _STALLED):
-            if size + len(piece) > limit:
+            left -= len(piece)
+            if left < 0:
                 raise Refused(413, f"the body has more than {limit} bytes")
-            body[size : size + len(piece)] = piece
-            size += len(piece)
+            yield piece
     except TimeoutError:
         raise Refused(408, f"no byte of the body arrived for {_STALLED} s") from None
     except ClientDisconnect:
         raise Refused(400, "the trainer has closed the connection") from None
-    return memoryview(body)[:size]
 
 
-async def _fields(request: Request, limit: int) -> Mapping[str, Any]:
+async def _fields(request: Request) -> Mapping[str, Any]:
     """Return the JSON object in the body of a request."""
     try:
-        found = json.loads(bytes(await _read(request, limit, bytearray())))
+        found = json.loads(b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES)]))
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from error
     if not isinstance(found, dict):

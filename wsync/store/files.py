@@ -1,27 +1,82 @@
-"""The files in a store's folder, on any file system that ``fsspec`` has: each is seen when all of it is there.
+"""A folder of versions, as a trainer writes it: one safetensors file each, and a manifest that names the newest.
 
-On a local file system a file is written under another name, flushed to the disk and renamed. Object stores (S3, memory)
-show an object when all of it is there. File systems that write in place and cannot be renamed on are refused.
+    <url>/manifest.json                    replaced as a whole: what a reader looks at first
+    <url>/v00000012-<writer>.safetensors   one version; never changed, deleted when it is no longer among the newest
+    <url>/v00000012-<writer>.delta         if there is a ``Delta``: its difference to the version before
+
+A version's file is complete before the manifest names it, and each file is seen when all of it is there. On a local
+file system it is written under another name, flushed to the disk and renamed. Object stores (S3, memory) show an object
+when all of it is there.
+
+Any process that can write to the store may have made the manifest. So every field is checked before it is used: the
+names of a version's files follow from its number and its writer, and are in the store's folder.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any
 
 import fsspec
+import msgspec
+import torch
 from fsspec.implementations.local import LocalFileSystem
+from msgspec import Meta
+from torch import Tensor
 
-from wsync.errors import NotConnected
+from wsync.control.session import checksum_of
+from wsync.errors import LayoutMismatch, NotConnected, WeightSyncError, missing_extra
+from wsync.transforms.delta import Delta
+from wsync.update import Outlet, Update
+from wsync.weights.binding import require_no_extra
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer, BufferPool
+from wsync.weights.tensors import raw_bytes
 
+_log = logging.getLogger(__name__)
+MANIFEST = "manifest.json"
+SAME_WEIGHTS = "all readers of a store get the same weights"
+_MANIFEST_BYTES = 64 << 20  # the largest manifest that is read: it has the layout
+_VERSION_FILE = re.compile(r"v(\d+)-\w+\.(safetensors|delta)")
 _UNFINISHED = ".unfinished"
-_IN_PLACE = {"ftp", "hdfs", "sftp", "smb", "webhdfs"}
-"""File systems on which a file is seen while it is being written, and which ``fsspec`` cannot rename as a whole."""
+_Version = Annotated[int, Meta(ge=0, lt=LAST_VERSION)]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The newest version of a store, and how it is read.
+
+    Attributes:
+        version: the newest.
+        writer: a token of the trainer that wrote it, which identifies it in ``requires``, too.
+        layout: names, shapes, dtypes, ties: ``Layout.encode``.
+        checksum: the checksum of the packed weights and the layout, hexadecimal.
+        base: the older version that the .delta file is relative to; 0: there is no such file.
+        requires: as in ``Update``.
+    """
+
+    version: Annotated[int, Meta(ge=1, lt=LAST_VERSION)]
+    writer: Annotated[str, Meta(pattern="^[0-9A-Za-z]{1,64}$")]
+    layout: bytes
+    checksum: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+    base: _Version = 0
+    requires: dict[str, _Version] = {}
+
+    @property
+    def file(self) -> str:
+        """The name of the file with all weights."""
+        return f"v{self.version:08d}-{self.writer}.safetensors"
+
+    @property
+    def delta(self) -> str:
+        """The name of the file with the difference to ``base``."""
+        return f"v{self.version:08d}-{self.writer}.delta"
 
 
 def absolute_url(url: str | os.PathLike[str]) -> str:
@@ -37,12 +92,13 @@ def absolute_url(url: str | os.PathLike[str]) -> str:
     return path if "://" in path or "::" in path else os.path.abspath(os.path.expanduser(path))
 
 
-class Folder:
-    """The folder at a URL, and the files in it. Methods raise whatever the library of the file system raises.
+class Store:
+    """The files in the folder at a URL, on any file system that ``fsspec`` has.
+
+    The methods for single files raise whatever the library of the file system raises.
 
     Args:
-        url: as ``fsspec`` reads it: a path, ``s3://bucket/run/policy``, ``memory://policy``.
-        durable: whether a file is flushed to the disk before it has its name (local file systems).
+        url: a path, ``s3://bucket/run/policy``, ``memory://policy``.
 
     Attributes:
         url: as given, for messages: without user, password and query.
@@ -52,15 +108,13 @@ class Folder:
         NotConnected: the file system cannot be opened.
     """
 
-    def __init__(self, url: str, durable: bool) -> None:
+    def __init__(self, url: str) -> None:
         self.url = re.sub(r"(?<=://)[^/]*@|\?.*", "", url) if "://" in url else url
         self._given_url = url
-        self._durable = durable
         try:
             opened, self._root = fsspec.core.url_to_fs(url)
         except Exception as error:  # besides OSError: whatever the library of the file system raises
             raise NotConnected(f"the store {self.url} cannot be opened: {self.explain(error)}") from error
-        self._protocols = {opened.protocol} if isinstance(opened.protocol, str) else {*opened.protocol}
         self.local = Path(self._root) if isinstance(opened, LocalFileSystem) else None
 
     @property
@@ -73,17 +127,37 @@ class Folder:
         text = f"{type(error).__name__}: {error}".replace(self._given_url, self.url)  # which may have a blank
         return re.sub(r"://(?:[^\s/?'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?", r"://\1", text)
 
+    @contextmanager
+    def explaining(self, what: str) -> Iterator[None]:
+        """Raise errors of a library as a ``WeightSyncError`` that begins with ``what``."""
+        try:
+            yield
+        except Exception as error:
+            raise WeightSyncError(f"{what}: {self.explain(error)}") from error
+
+    def newest(self) -> Manifest | None:
+        """Return the manifest, None if nothing has been published; WeightSyncError: it is damaged or unreadable."""
+        with self.explaining(f"the store {self.url} cannot be read"):
+            try:
+                content = self.content(MANIFEST, _MANIFEST_BYTES + 1)
+            except FileNotFoundError:
+                return None
+        with self.explaining(f"the manifest {MANIFEST} of the store {self.url} is damaged"):
+            if len(content) > _MANIFEST_BYTES:
+                raise ValueError(f"it has more than {_MANIFEST_BYTES} bytes")
+            manifest = msgspec.json.decode(content, type=Manifest)
+            if manifest.base >= manifest.version:
+                raise ValueError(f"base is {manifest.base}, and version {manifest.version} - at `$.base`")
+            return manifest
+
+    # --- single files ---
+
     def make(self) -> None:
         """Make the folder, and delete what a killed trainer left unfinished."""
-        if refused := self._protocols & _IN_PLACE:
-            raise OSError(f"{min(refused)}:// cannot replace a file as a whole: mount that file system")
         self._fs.makedirs(self._root, exist_ok=True)
-        if self.local is not None and self._durable:
-            _flush(self.local.parent)
         for name in self.names():
             if name.endswith(_UNFINISHED):
-                with suppress(FileNotFoundError):  # another trainer has finished it
-                    self.delete(name)
+                self.delete(name)
 
     def names(self) -> list[str]:
         """Return the names of everything in the folder."""
@@ -94,22 +168,23 @@ class Folder:
             return []
 
     def delete(self, file: str) -> None:
-        """Delete a file."""
-        self._fs.rm_file(f"{self._root}/{file}")
+        """Delete a file, if there is one."""
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._root}/{file}")
 
     def content(self, file: str, limit: int) -> bytes:
         """Return what is in a file, cut off after ``limit`` bytes."""
         self._fs.invalidate_cache(self._root)
         return self._fs.cat_file(f"{self._root}/{file}", start=0, end=limit)
 
-    def open(self, file: str) -> BinaryIO:
+    def open(self, file: str) -> io.BufferedIOBase:
         """Open a file for reading; one that is not local is read at once."""
         if self.local is None:
             return io.BytesIO(self._fs.cat_file(f"{self._root}/{file}"))
         return open(self.local / file, "rb")
 
     def write(self, file: str, content: bytes) -> None:
-        """Write a file, or replace it."""
+        """Write a file, or replace it; on a local file system it is on the disk then."""
         if self.local is None:
             return self._fs.pipe_file(f"{self._root}/{file}", content)
         unfinished = self.local / f"{file}.{secrets.token_hex(8)}{_UNFINISHED}"
@@ -117,21 +192,162 @@ class Folder:
             with open(unfinished, "xb") as opened:
                 opened.write(content)
                 opened.flush()
-                if self._durable:
-                    os.fsync(opened.fileno())
+                os.fsync(opened.fileno())
             unfinished.replace(self.local / file)
         finally:
             unfinished.unlink(missing_ok=True)
+        folder = os.open(self.local, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the file's name
+        finally:
+            os.close(folder)
 
-    def flush(self) -> None:
-        """Flush the names of the files to the disk, if it is a local one and the store is durable."""
-        if self._durable and self.local is not None:
-            _flush(self.local)
 
-
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def dump(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return tensors as the content of a safetensors file."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        import safetensors
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "store") from error
+    memory = {name: raw_bytes(tensor.cpu()) for name, tensor in tensors.items()}  # exists as long as it is read
+    specs: dict[str, Any] = {
+        name: safetensors.TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=list(tensor.shape),
+            data_ptr=memory[name].data_ptr() if tensor.numel() else 0,
+            data_len=len(memory[name]),
+        )
+        for name, tensor in tensors.items()
+    }
+    return safetensors.serialize(specs)
+
+
+class Files(Outlet):
+    """An ``Outlet`` without connections: each update becomes a version, of which the newest ``keep`` are kept.
+
+    A version that is published is stored: nothing has to be waited for, and nothing can fail later. Readers come and go
+    without notice, and all get the same weights; ``num_workers`` is only for reports. With ``delta``, a difference to
+    the version before is stored, too.
+    """
+
+    transactional = True
+
+    def __init__(self, store: Store, num_workers: int = 1, *, keep: int = 3, delta: Delta | None = None) -> None:
+        self.name = secrets.token_hex(4)  # in the names of the files
+        self.workers = range(num_workers)
+        self._store = store
+        self._keep = keep
+        self._delta = delta
+        self._pool = BufferPool()
+        self._layout: Layout | None = None
+        self._base: Update | None = None  # the newest version, for the next difference
+        self._carried = 0
+        self._prepared: Manifest | None = None
+        self._wrote = False
+
+    def begin(self) -> int:
+        """Make the folder, and delete old versions; return the newest version in it, 0 for none.
+
+        Raises:
+            WeightSyncError: it cannot be written.
+        """
+        with self._store.explaining(f"the store {self._store.url} cannot be written"):
+            self._store.make()
+        manifest = self._store.newest()
+        newest = 0 if manifest is None else manifest.version
+        self._delete_old(newest)  # ``keep`` may be smaller than before, because the disk is full
+        return newest
+
+    def set_layout(self, layout: Layout) -> None:
+        """Define what is stored; LayoutMismatch: files cannot have it."""
+        if layout.extra:
+            raise LayoutMismatch(f"extra state cannot be stored: {', '.join(sorted(layout.extra))}")
+        for name, dtype in zip(layout.names, layout.dtypes, strict=True):
+            try:
+                dump({name: torch.empty(0, dtype=dtype)})
+            except ImportError:
+                raise
+            except Exception as error:  # the library's
+                raise LayoutMismatch(f"'{name}' is {dtype}, which a safetensors file cannot have: {error}") from error
+        self._layout = layout
+
+    def reserve(self, deadline: float | None) -> Buffer:
+        """Return private memory, from which the version is written."""
+        assert self._layout is not None, "set_layout() comes first"
+        return self._pool.reserve(self._layout)
+
+    def publish(self, update: Update, workers: Sequence[int]) -> None:
+        """Store a version; LayoutMismatch, WeightSyncError: that failed. ValueError: it is for some workers."""
+        self.prepare(update, workers)
+        self.commit(update, workers)
+
+    def prepare(self, update: Update, workers: Sequence[int]) -> None:
+        """Write the files of a version, which readers do not see yet; see ``publish``."""
+        if not {*self.workers} <= {*workers}:
+            raise ValueError(f"{SAME_WEIGHTS}: send to all workers, without worker_ids")
+        require_no_extra(update.extra, "stored")
+        buffer, base, difference = update.buffer, self._base, None
+        if self._delta is not None and base is not None and base.buffer.layout == buffer.layout:
+            difference = self._delta.difference(base.buffer.memory, buffer.memory, buffer.layout.width)
+        layout = buffer.layout.encode()
+        manifest = Manifest(
+            update.version,
+            self.name,
+            layout,
+            f"{checksum_of(buffer.memory, layout):016x}",
+            base.version if base is not None and difference is not None else 0,
+            dict(update.requires),
+        )
+        content = dump({buffer.layout.names[index]: update.views[index] for index in buffer.layout.leaders})
+        self._require_newest(manifest.version)
+        with self._storing(manifest):
+            self._store.write(manifest.file, content)
+            if difference is not None:
+                self._store.write(manifest.delta, difference)
+        self._prepared = manifest
+        self._carried = buffer.layout.nbytes if difference is None else len(difference)
+
+    def commit(self, update: Update, workers: Sequence[int]) -> None:
+        """Let readers see the version that was prepared."""
+        manifest, self._prepared = self._prepared, None
+        assert manifest is not None and manifest.version == update.version, "prepare() comes first"
+        self._require_newest(manifest.version)  # writing may have taken minutes
+        with self._storing(manifest):
+            self._store.write(MANIFEST, msgspec.json.encode(manifest))
+        self._wrote = True
+        self._delete_old(manifest.version)
+        if self._delta is not None:
+            self._base = update
+
+    def abort(self, version: int, workers: Sequence[int]) -> None:
+        """Forget the version that was prepared; its files are deleted when they are old."""
+        self._prepared = None
+
+    def _storing(self, manifest: Manifest) -> Any:
+        return self._store.explaining(f"version {manifest.version} was not stored in {self._store.url}")
+
+    def _require_newest(self, version: int) -> None:
+        newest, url = self._store.newest(), self._store.url
+        if newest is not None and (newest.version >= version or (self._wrote and newest.writer != self.name)):
+            raise WeightSyncError(
+                f"another trainer has published version {newest.version} in the store {url}: give each its own url"
+            )
+
+    def _delete_old(self, newest: int) -> None:
+        """Delete the files of versions that are ``keep`` or more behind the newest."""
+        try:
+            for name in self._store.names():
+                match = _VERSION_FILE.fullmatch(name)
+                if match is not None and int(match[1]) <= newest - self._keep:
+                    self._store.delete(name)
+        except Exception as error:  # noqa: BLE001  readers see the new version already, so it has to count as stored
+            url, text = self._store.url, self._store.explain(error)
+            _log.warning("old versions of the store %s cannot be deleted: %s", url, text)
+
+    def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
+        """Return the bytes that a reader of the version before reads; readers report no times."""
+        return 0.0, 0.0, self._carried
+
+    def close(self, *, graceful: bool) -> None:
+        """The versions stay."""
+        self._base = self._prepared = None

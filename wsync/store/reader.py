@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import BufferedIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
 
 from wsync.control.session import checksum_of
 from wsync.deadlines import NOW, remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
 from wsync.gate import process_gate
-from wsync.store import tensor_file
-from wsync.store.versions import MANIFEST, Manifest, Versions
+from wsync.store.files import MANIFEST, Manifest, Store
 from wsync.transforms.delta import apply_difference, require_zstandard
 from wsync.update import Inbox, Update
-from wsync.weights.layout import Layout
+from wsync.weights.layout import ALIGNMENT, Layout
 from wsync.weights.packing import Buffer, BufferPool
+from wsync.weights.tensors import raw_bytes
 
 if TYPE_CHECKING:
     from wsync.receiver import Receiver
 
 _log = logging.getLogger(__name__)
-_SHORTEST_RETRY, _LONGEST_RETRY = 0.02, 60.0  # seconds between two readings of a version that cannot be read
-_SHORTEST_LOOK, _LONGEST_LOOK = 0.02, 1.0  # seconds between two looks for a newer one
+_SHORTEST_LOOK, _LONGEST_LOOK = 0.02, 1.0  # seconds between two looks for a newer version
+_RETRY = 2.0  # seconds between two readings of a version that cannot be read
 _STEP = 5  # milliseconds until watchfiles reports a change
 _CLOSING = 2.0  # seconds that ``close`` waits for the thread, which may be reading
 
@@ -36,59 +41,37 @@ class Reader:
 
     Args:
         store: where.
-        oldest: the oldest version that may be used: earlier ones are those of an earlier trainer.
-        seen: the name of a version that is not read; empty for none.
-        keeps: whether the memory of a version is kept for a difference to it, as it is in use anyway.
+        oldest: the oldest version that may be used.
 
     Attributes:
+        newest: the newest version that was read; 0 for none.
+        writer: the trainer that has written it.
         stop: ends every wait.
     """
 
-    def __init__(self, store: Versions, oldest: int = 1, seen: str = "", *, keeps: bool = True) -> None:
+    def __init__(self, store: Store, oldest: int = 1) -> None:
         self.store = store
         self.oldest = oldest
-        self._seen = seen
-        self.keeps = keeps
+        self.newest, self.writer = 0, ""
         self.stop = threading.Event()
         self._pool = BufferPool()
-        self._lock = threading.Lock()  # guards what follows, and reading takes long
-        self._manifest: Manifest | None = None  # of the newest version that was read
+        self._lock = threading.Lock()  # guards the two above and what follows, and reading takes long
         self._layout: Layout | None = None
-        self._base: Buffer | None = None  # its weights, if they are kept for a difference
+        self._base: Buffer | None = None  # the newest weights, if the trainer stores differences
 
-    @property
-    def newest(self) -> int:
-        """The newest version that was read; 0 for none."""
-        return self._manifest.version if self._manifest else 0
-
-    @property
-    def name(self) -> str:
-        """The name of the newest version that was read, which no other version has; empty for none."""
-        return self._manifest.name if self._manifest else ""
-
-    @property
-    def writer(self) -> str:
-        """The trainer that has written it."""
-        return self._manifest.writer if self._manifest else ""
-
-    def read(self, newest: Manifest | None) -> Update | None:
+    def read(self, manifest: Manifest | None) -> Update | None:
         """Return the newest version; None: it was read already, or is not to be used. WeightSyncError: it is bad."""
         with self._lock:
             missing = ""
-            while newest is not None and newest.version >= self.oldest and newest.name not in (self._seen, self.name):
-                if self._manifest is not None and newest.version < self.newest and self.store.has(self._manifest):
-                    return None  # an obsolete trainer's; one that begins again has an empty folder
-                named = f"version {newest.version} of the store {self.store.url} cannot be read: {newest.file}"
-                if newest.file == missing:
-                    raise WeightSyncError(f"{named}: the file is missing, and {MANIFEST} names it")
-                try:
-                    return self._read_difference(newest) or self._read_whole(newest)
-                except FileNotFoundError:  # deleted, because newer versions have been published
-                    missing, newest = newest.file, self.store.newest()
-                except WeightSyncError:
-                    raise
-                except Exception as error:
-                    raise WeightSyncError(f"{named}: {self.store.folder.explain(error)}") from error
+            while manifest is not None and manifest.version >= max(self.oldest, self.newest + 1):
+                layout = self._layout_of(manifest)
+                named = f"version {manifest.version} of the store {self.store.url} cannot be read: {manifest.file}"
+                with self.store.explaining(named):
+                    if manifest.file == missing:
+                        raise ValueError(f"the file is missing, and {MANIFEST} names it")
+                    with suppress(FileNotFoundError):  # deleted, because newer versions have been published
+                        return self._read_difference(manifest, layout) or self._read_whole(manifest, layout)
+                missing, manifest = manifest.file, self.store.newest()
             return None
 
     def wait(self, deadline: float | None) -> Update | None:
@@ -101,61 +84,98 @@ class Reader:
             self.stop.wait(pause if left is None else min(pause, left))  # before there is a folder, nothing notifies
             pause = min(2 * pause, 0.25)
 
-    def _read_whole(self, manifest: Manifest) -> Update:
-        layout = self._layout_of(manifest)
-        with self.store.folder.open(manifest.file) as file:
-            names = tensor_file.read(file, layout)  # so that no more memory is allocated than the file has bytes
-            buffer = self._pool.reserve(layout)
-            tensor_file.read_tensors(file, names, layout, buffer.views)
-        return self._accept(manifest, buffer)
+    def _layout_of(self, manifest: Manifest) -> Layout:
+        """Return the layout of a version: the same object as before, if it is the same."""
+        with self.store.explaining(f"the manifest {MANIFEST} of the store {self.store.url} is damaged: its layout"):
+            layout = Layout.decode(manifest.layout)
+            used = sum(-(-layout.byte_ranges[index][1] // ALIGNMENT) * ALIGNMENT for index in layout.leaders)
+            if layout.extra or layout.nbytes > max(used, ALIGNMENT):  # no more memory than the tensors take
+                raise ValueError(f"it has {layout.nbytes} bytes for {used}, or extra state")
+        return self._layout if self._layout is not None and self._layout == layout else layout
 
-    def _read_difference(self, manifest: Manifest) -> Update | None:
+    def _read_whole(self, manifest: Manifest, layout: Layout) -> Update:
+        with self.store.open(manifest.file) as file:
+            return self._accept(manifest, read_tensors(file, layout, self._pool.reserve))
+
+    def _read_difference(self, manifest: Manifest, layout: Layout) -> Update | None:
         """Read a version that is stored as a difference to the one here; None: the whole version has to be read."""
-        newest, base = self._manifest, self._base
-        if newest is None or base is None or (newest.version, newest.writer) != (manifest.base, manifest.writer):
-            return None
-        layout = self._layout_of(manifest)
-        if layout is not base.layout:  # as it is for a trainer's difference
+        base = self._base
+        if base is None or base.layout is not layout or (self.newest, self.writer) != (manifest.base, manifest.writer):
             return None
         buffer = self._pool.reserve(layout)
         try:
             require_zstandard()
-            content = self.store.folder.content(manifest.delta, layout.nbytes + 1)
+            content = self.store.content(manifest.delta, layout.nbytes + 1)
             apply_difference(base.memory, content, buffer.memory)
             return self._accept(manifest, buffer)
         except Exception as error:  # noqa: BLE001  of any library: the whole version may do
             buffer.flat.zero_()  # also between the tensors, which reading a file leaves as it is
-            text = self.store.folder.explain(error)
+            text = self.store.explain(error)
             _log.warning("%s in the store %s: %s; the full version is read", manifest.delta, self.store.url, text)
             return None
 
-    def _layout_of(self, manifest: Manifest) -> Layout:
-        """Return the layout of a version: the same object as before, if it is the same."""
-        try:
-            layout = Layout.decode(manifest.layout)
-            tensor_file.require_storable(layout)
-        except Exception as error:  # whatever decoding raises: any process may have written it
-            raise self.store.damaged(ValueError(f"{error} - at `$.layout`")) from error
-        return self._layout if self._layout is not None and self._layout == layout else layout
-
     def _accept(self, manifest: Manifest, buffer: Buffer) -> Update:
         """Make a version that was read into ``buffer`` the newest one; ValueError: it is damaged."""
-        checksum = checksum_of(buffer.memory, b"")
+        checksum = checksum_of(buffer.memory, manifest.layout)
         if checksum != int(manifest.checksum, 16):
             raise ValueError(f"it is corrupt: its checksum is {checksum:016x}, not {manifest.checksum}")
-        self._base = buffer if self.keeps or manifest.base else None
-        self._layout, self._manifest = buffer.layout, manifest
+        self._base = buffer if manifest.base else None
+        self._layout, self.newest, self.writer = buffer.layout, manifest.version, manifest.writer
         return Update(manifest.version, buffer, b"", checksum, manifest.requires, acknowledge=False)
 
 
+class _Entry(msgspec.Struct):
+    """One tensor in the header of a file. Its dtype and shape are not used: those of the layout are."""
+
+    data_offsets: tuple[int, int]
+
+
+def read_tensors(file: BufferedIOBase, layout: Layout, reserve: Callable[[Layout], Buffer]) -> Buffer:
+    """Read the tensors of a safetensors file, each into its place; the caller compares the checksum.
+
+        8 bytes   length of the header, little-endian
+        header    JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …}
+        rest      the tensors
+
+    Readers of the library ``safetensors`` map a file, and a process that reads a mapped part that was cut off is
+    killed; or they copy it while no other thread can run.
+
+    Raises:
+        ValueError: the file is malformed or too short, or lacks a tensor of ``layout``; no memory was reserved.
+        OSError: it cannot be read.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    start = 8 + int.from_bytes(file.read(8), "little")
+    if start > size:
+        raise ValueError("it is not a safetensors file: it ends within its header")
+    try:
+        header = msgspec.json.decode(file.read(start - 8), type=dict[str, _Entry])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"it is not a safetensors file: {error}") from error
+    for index in layout.leaders:
+        name, nbytes = layout.names[index], layout.byte_ranges[index][1]
+        begin, end = header[name].data_offsets if name in header else (-1, -1)
+        if begin < 0 or end - begin != nbytes or start + end > size:
+            raise ValueError(f"it has no {nbytes} bytes of '{name}'")
+    buffer = reserve(layout)
+    for index in layout.leaders:
+        view = buffer.views[index]
+        dense = view if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
+        file.seek(start + header[layout.names[index]].data_offsets[0])
+        if dense.numel() and file.readinto(raw_bytes(dense).numpy().data) < dense.nbytes:
+            raise ValueError("the file ends within its tensors")
+        if dense is not view:
+            view.copy_(dense)
+    return buffer
+
+
 class FileInbox(Inbox):
-    """An ``Inbox`` that reads a store.
+    """A ``Connection`` to a store, and its inbox.
 
     A thread reads each version as it appears, if it ``watches``. ``connect`` and ``fetch`` read in the calling thread.
     A version that was read is staged until it is installed, or a newer one takes its place.
     """
-
-    binds = True
 
     def __init__(self, reader: Reader, owner: Receiver, *, waits: bool = True, watches: bool = True) -> None:
         self._reader = reader
@@ -163,9 +183,8 @@ class FileInbox(Inbox):
         self._waits = waits
         self._watches = watches
         self._staged: Update | None = None
-        self._used: Layout | None = None  # the layout that the owner uses
-        owner.inbox = self
         self._thread: threading.Thread | None = None
+        owner.inbox = self
 
     @property
     def newest(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -180,14 +199,13 @@ class FileInbox(Inbox):
             LayoutMismatch: it does not fit the model.
             WeightSyncError: the store cannot be read.
         """
-        old, self._used, self._owner.inbox = self._reader, None, self
-        self._reader = Reader(old.store, old.oldest, keeps=old.keeps)  # also what an earlier connection has read
+        store, oldest = self._reader.store, self._reader.oldest
+        self._reader, self._owner.inbox = Reader(store, oldest), self  # also what an earlier connection has read
         self.fetch(deadline if self._waits else NOW)
         if self._staged is not None:
             process_gate().call_without_forward(self._owner.set_layout, self._staged.buffer.layout)
         elif self._waits:
-            url, oldest = self._reader.store.url, self._reader.oldest
-            raise SyncTimeout(f"worker {worker_idx}: the store {url} has no version {oldest} yet")
+            raise SyncTimeout(f"worker {worker_idx}: the store {store.url} has no version {oldest} yet")
         if self._watches:
             self._thread = threading.Thread(target=self._watch, args=[self._reader], name="wsync-store", daemon=True)
             self._thread.start()
@@ -205,23 +223,20 @@ class FileInbox(Inbox):
         return True
 
     def _watch(self, reader: Reader) -> None:
-        """Read each version as it appears; read one that cannot be read again, after growing pauses."""
+        """Read each version as it appears; one that cannot be read is logged once, and read again now and then."""
         store, stop = reader.store, reader.stop
-        notify, look = _notifier(store.folder.local), _SHORTEST_LOOK
-        failed, retry_at, pause, logged = "", 0.0, _SHORTEST_RETRY, set[str]()
+        notify, look = _notifier(store.local), _SHORTEST_LOOK
+        said, failed, retry_at = "", None, 0.0
         while not stop.is_set():
-            found, name = False, ""
+            found, newest = False, None
             try:
                 newest = store.newest()
-                name = newest.name if newest is not None else ""
-                if name != failed or remaining(retry_at) == 0.0:
-                    found, failed = self._stage(reader.read(newest)), ""
+                if newest is None or newest != failed or remaining(retry_at) == 0.0:
+                    found, said = self._stage(reader.read(newest)), ""
             except WeightSyncError as error:
-                if str(error) not in logged:
+                if str(error) != said:
                     _log.warning("%s; the model keeps version %d", error, self.newest)
-                logged.add(str(error))
-                pause = min(2 * pause, _LONGEST_RETRY) if name == failed else _SHORTEST_RETRY
-                failed, retry_at = name, time.monotonic() + pause
+                said, failed, retry_at = str(error), newest, time.monotonic() + _RETRY
             if found:
                 self._owner.settle()
             look = _SHORTEST_LOOK if found else min(2 * look, _LONGEST_LOOK)
@@ -234,20 +249,15 @@ class FileInbox(Inbox):
 
     # --- called by the receiver ---
 
-    def use(self, layout: Layout, target: object) -> None:
-        """Take note that the owner uses a layout."""
-        self._used = layout
-
     def poll(self) -> Sequence[Update]:
         """Return the version that is staged; a trainer that has begun anew may have another layout."""
         update = self._staged
         if update is None:
             return ()
-        if update.buffer.layout is not self._used:
-            try:
-                self._owner.set_layout(update.buffer.layout)
-            except LayoutMismatch as error:
-                update.damage = f"LayoutMismatch: {error}"
+        try:
+            self._owner.set_layout(update.buffer.layout)
+        except LayoutMismatch as error:
+            update.damage = f"LayoutMismatch: {error}"
         return (update,)
 
     def settled(self, update: Update, error: str) -> None:

@@ -295,7 +295,8 @@ class SimulatedWorker(Process):
 
     def install(self) -> None:
         """Install what is ready, inside the gate."""
-        for model, update in choose(self.models.values()).items():
+        chosen: dict[Any, Update] = {**choose(self.models.values())}
+        for model, update in chosen.items():
             model.version, model.installed = update.version, update
             assert model.inbox is not None
             model.inbox.settled(update, "")
