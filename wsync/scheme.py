@@ -15,13 +15,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import util
-from typing import Any, ClassVar, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 
-from wsync.cascade import pass_on_of
+from wsync import legacy
 from wsync.control.auth import Address
 from wsync.control.listen import Listener
 from wsync.control.processes import Process, Processes
@@ -31,19 +31,16 @@ from wsync.deadlines import as_timeout, deadline_in
 from wsync.errors import NotConnected, forked_child_error
 from wsync.gate import process_gate, without_forward
 from wsync.inbox import InProcess, WorkerInbox
-from wsync.legacy import api as older
-from wsync.legacy.pipes import invite_all, pipes_of
 from wsync.media.inline import InlineMedium
 from wsync.media.transport import TransportMedium
 from wsync.metrics import SyncMetrics
-from wsync.options import agreed_count, check_option_names, check_pull_options, full_signature
-from wsync.paths import CollectorContext, find_model, find_or_none
+from wsync.options import agreed_count, full_signature
+from wsync.paths import CascadingContext, CollectorContext, find_model, find_or_none
 from wsync.receiver import Receiver
 from wsync.registry import load_backend
-from wsync.scheme_transports import ReceiverTransport, SenderTransport
 from wsync.sender import Sender
 from wsync.transforms.chain import Transform, compose, delta_of
-from wsync.transport import TransportBackend, require_transport
+from wsync.transport import ReceiverTransport, SenderTransport, TransportBackend, require_transport
 from wsync.update import Inbox, Outlet, SyncReport
 from wsync.weights.source import DeviceMap, Source, extracted
 from wsync.weights.strategy import Format, WeightStrategy
@@ -103,7 +100,10 @@ class WeightSyncScheme:
         initiator: Literal["sender", "receiver"] = "sender",
         max_staleness: int | None = None,
     ) -> None:
-        check_pull_options(initiator, max_staleness)
+        if initiator not in ("sender", "receiver"):
+            raise ValueError(f"initiator is 'sender' or 'receiver', not {initiator!r}")
+        if max_staleness is not None and (initiator == "sender" or max_staleness < 0):
+            raise ValueError("max_staleness is a number of versions, 0 or more, and needs initiator='receiver'")
         self.initiator: Literal["sender", "receiver"] = initiator
         self.max_staleness = max_staleness
         self._strategy = WeightStrategy(strategy)
@@ -131,11 +131,6 @@ class WeightSyncScheme:
         super().__init_subclass__(**options)
         cls.__signature__ = full_signature(cls)
 
-    def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """Raise TypeError for an unknown option: a base class would name itself instead of ``cls``."""
-        check_option_names(cls, options)
-        return super().__new__(cls)
-
     def __repr__(self) -> str:
         if self._model_id is None:
             return f"<{type(self).__name__}: not initialised>"
@@ -146,8 +141,7 @@ class WeightSyncScheme:
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, models and connections; for workers, no ``send_transform``."""
         none = dict.fromkeys(("_sender", "_receiver", "_model_id", "_context", "_model", "_index", "_listening"))
-        none["_sentinels"] = {}  # pyright: ignore[reportArgumentType]
-        state = {**self.__dict__, **none, "_pipes": [], "metrics": SyncMetrics(self.metrics.scheme)}
+        state = {**self.__dict__, **none, "_sentinels": {}, "_pipes": [], "metrics": SyncMetrics(self.metrics.scheme)}
         return state if self._sender_model_id is None else {**state, "send_transform": None}
 
     # --- what a backend overrides ---
@@ -259,7 +253,7 @@ class WeightSyncScheme:
             raise ValueError(f"give one of model, weights and params_map, not {' and '.join(given)}")
         if not given and context is not None:
             model = find_or_none(context, model_id)
-        pipes = pipes_of(context, pipes)
+        pipes = legacy.pipes_of(self, context, pipes)
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
         count_by_option = {**self.implied_worker_counts(), **({"pipes": len(pipes)} if pipes else {})}
         count = agreed_count(num_workers, devices, params_map, workers, count_by_option)
@@ -268,9 +262,12 @@ class WeightSyncScheme:
         self._begin_sending(model_id, outlet, source, count)
         self._sender_model_id, self._context, self._model = model_id, context, model
         self._sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
-        if pipes:
-            self._pipes[:] = pipes  # the same list object: transports of the older API refer to it
-        invite_all(self, pipes)  # send each worker the address through its pipe
+        self._pipes = pipes
+        try:
+            legacy.invite_all(self)  # send each worker the address through its pipe
+        except Exception:  # of any class: it is raised again
+            self.shutdown()
+            raise
 
     def _begin_sending(self, model_id: str, outlet: Outlet, source: Source, count: int) -> None:
         self._sender = Sender(
@@ -303,8 +300,8 @@ class WeightSyncScheme:
         Args:
             model_id: the model's name, and its dotted path in ``context``.
             context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
-                ``update_policy_weights_``) is called after an update is installed and before it is acknowledged (of
-                several, for the newest): outside the gate, in a thread of its own.
+                ``update_policy_weights_(weights=, model_id=)`` with a copy) is called after an update is installed and
+                before it is acknowledged (of several, for the newest): outside the gate, in a thread of its own.
             model: the model itself, or a mapping of tensors into which weights are copied. A module in memory shared
                 with another process is first given memory of its own: that process's model must not change.
             load: for an inference engine: called inside the gate, by the thread that installs, with an iterator over
@@ -327,7 +324,7 @@ class WeightSyncScheme:
             if context is None:
                 raise ValueError(f"init_on_receiver('{model_id}') needs the model, a context that has it, or load=")
             model = find_model(context, model_id)
-        pass_on = pass_on_of(context, model_id, model, self.strategy)
+        pass_on = _pass_on_of(context, model_id, model, self.strategy)
         if pass_on is not None and not self.acknowledges:
             raise ValueError(
                 f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
@@ -380,7 +377,7 @@ class WeightSyncScheme:
         self._receiver, self._model = receiver, model
         try:
             self._sender.connect(None, None)
-        except BaseException:
+        except Exception:  # of any class: it is raised again
             self.shutdown()
             raise
 
@@ -561,12 +558,35 @@ class WeightSyncScheme:
         if self._receiver is not None:
             self._receiver.close()
         self._sender = self._receiver = self._model_id = self._context = self._model = self._listening = None
+        self._index, self._pipes = None, []
 
-    # --- the older API: functions of ``wsync.legacy.api`` as methods ---
+    # --- the older API: see ``wsync.legacy`` ---
 
-    init_on_worker, synchronize_weights = older.init_on_worker, older.synchronize_weights
-    get_sender, create_sender = older.get_sender, older.create_sender
-    get_receiver, create_receiver = older.get_receiver, older.create_receiver
+    init_on_worker = legacy.init_on_worker
+
+    def synchronize_weights(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+        """``connect``, under its older name."""
+        self.connect(worker_idx=worker_idx, weights=weights)
+
+    def create_sender(self) -> legacy.WeightSender:
+        """Return the scheme's sender; may come before ``init_on_sender``."""
+        return legacy.WeightSender(self)
+
+    def create_receiver(self) -> legacy.WeightReceiver:
+        """Return the scheme's receiver; may come before ``init_on_worker``."""
+        return legacy.WeightReceiver(self)
+
+    def get_sender(self) -> legacy.WeightSender:
+        """Return the scheme's sender; ``NotConnected`` before ``init_on_sender``."""
+        self._as_sender("get_sender")
+        return self.create_sender()
+
+    def get_receiver(self) -> legacy.WeightReceiver:
+        """Return the scheme's receiver; ``NotConnected`` before ``init_on_worker``."""
+        self._as_receiver("get_receiver")
+        return self.create_receiver()
+
+    # --- state ---
 
     def __enter__(self) -> Self:
         return self
@@ -578,8 +598,6 @@ class WeightSyncScheme:
     def from_backend(cls, name: str, **options: Any) -> WeightSyncScheme:
         """Return the scheme of the backend ``name`` (``wsync.registry``); ``ValueError`` lists those that there are."""
         return load_backend(name)(**options)
-
-    # --- state ---
 
     @property
     def _inherited(self) -> bool:
@@ -618,15 +636,10 @@ class WeightSyncScheme:
         """The format in which weights are returned; it cannot be assigned."""
         return self._strategy
 
-    @strategy.setter
-    def strategy(self, _: object) -> NoReturn:
-        raise AttributeError("strategy is fixed at construction; send_transform changes what is sent")
-
     @property
     def timeout(self) -> float | None:
         """Seconds for ``connect`` and ``send``; None: no limit. One set after ``init_on_sender`` is not pickled."""
-        sender = self._sender
-        return self._timeout if sender is None else sender.timeout
+        return self._timeout if self._sender is None else self._sender.timeout
 
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
@@ -660,10 +673,10 @@ class WeightSyncScheme:
     @property
     def worker_idx(self) -> int | None:
         """This worker's index; None on the sender."""
-        receiver = self._receiver
-        if receiver is None or self._sender is not None:
+        if self._sender is not None:
             return None
-        return receiver.worker_idx if receiver.worker_idx >= 0 else self._index
+        receiver = self._receiver
+        return self._index if receiver is None or receiver.worker_idx < 0 else receiver.worker_idx
 
     @property
     def num_workers(self) -> int:
@@ -708,14 +721,12 @@ class WeightSyncScheme:
     @property
     def shared_transport(self) -> TransportBackend | None:
         """On the sender, one transport to all workers: see ``sender_transports``; None on a receiver."""
-        return None if self._sender is None else SenderTransport(self)
+        return SenderTransport(self) if self.num_workers else None
 
     @property
     def receiver_transport(self) -> TransportBackend | None:
         """On a receiver, the transport from the sender; None on a sender."""
-        if self._receiver is None or self._sender is not None:
-            return None
-        return ReceiverTransport(self)
+        return None if self._receiver is None or self._sender is not None else ReceiverTransport(self)
 
     @property
     def sender(self) -> Sender:
@@ -745,3 +756,25 @@ def _method(method: Callable[..., Any]) -> Callable[..., Any]:
         return found(*args)
 
     return call
+
+
+def _pass_on_of(context: object, model_id: str, model: object, strategy: WeightStrategy) -> Callable[[], object] | None:
+    """Return what passes an update of ``model`` on to workers of ``context``; None if that has no method for it."""
+    if isinstance(context, CascadingContext):
+        return lambda: context.cascade_weights(model_id)
+    update: Callable[..., object] | None = getattr(context, "update_policy_weights_", None)
+    if update is None:
+        return None
+    if model is None:
+        raise ValueError(
+            f"{type(context).__name__}.update_policy_weights_() needs the weights of '{model_id}', and with load= "
+            "alone there is no model to copy them from: give model= too, or a context with cascade_weights()"
+        )
+
+    def copy() -> Any:
+        weights = strategy.extract_weights(model)
+        if isinstance(weights, TensorDictBase):
+            return weights.clone()
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
+
+    return lambda: update(weights=process_gate().call_model(model, copy, (), {}), model_id=model_id)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 from typing import Any, Unpack
 
-from wsync.legacy.pipes import older_transport
+from wsync.legacy import older_transport
 from wsync.media.inline import InlineMedium
-from wsync.media.queues import MPTransport, QueueLike
+from wsync.media.queues import MPTransport, WeightQueue
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.transport import TransportBackend
@@ -45,8 +45,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         self,
         worker_idx: Any = None,
         *,
-        weight_queue: QueueLike | None = None,
-        ack_queue: QueueLike | None = None,
+        weight_queue: WeightQueue | None = None,
+        ack_queue: WeightQueue | None = None,
         timeout: float | None = None,
     ) -> TransportBackend:
         """Return an ``MPTransport`` over queues, or the scheme's own way to a worker.
@@ -57,11 +57,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             ack_queue: back from it; None for no acknowledgements.
             timeout: seconds for an acknowledgement; None for the scheme's.
         """
-        older = older_transport(self, self._pipes, worker_idx)
-        if older is not None:
-            return older
-        own = self.shared_transport if worker_idx is None else self.sender_transports.get(worker_idx)
-        if weight_queue is None and own is not None:
-            return own
+        own = older_transport(self, worker_idx)
+        if own is None and weight_queue is None:
+            own = self.shared_transport if worker_idx is None else self.sender_transports.get(worker_idx)
         chosen = self.timeout if timeout is None else timeout
-        return MPTransport(queue.Queue() if weight_queue is None else weight_queue, ack_queue, chosen)
+        return own or MPTransport(queue.Queue() if weight_queue is None else weight_queue, ack_queue, chosen)

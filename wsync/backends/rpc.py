@@ -72,28 +72,7 @@ class RpcRendezvous(SocketRendezvous):
 
 
 class RPCTransport(DistributedTransport):
-    """Weights through ``torch.distributed``, to a worker in an RPC group.
-
-    Args:
-        collector_info: the worker's ``WorkerInfo``, for reference.
-        collector_rref: a remote reference to its collector, for reference.
-        collector_class: the class of that collector, for reference.
-        worker_rank: without a scheme, the worker's rank in the default group.
-        options: as for ``DistributedTransport``.
-    """
-
-    def __init__(
-        self,
-        collector_info: Any = None,
-        collector_rref: Any = None,
-        collector_class: Any = None,
-        worker_rank: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(**({} if worker_rank is None else {"rank": worker_rank}), **options)
-        self.collector_info = collector_info
-        self.collector_rref = collector_rref
-        self.collector_class = collector_class
+    """Weights through ``torch.distributed``, to a worker in an RPC group, without a scheme."""
 
 
 class RPCWeightSyncScheme(GroupScheme):
