@@ -2,12 +2,11 @@
 
 from wsync import transforms
 from wsync.backends.cuda import CudaWeightSyncScheme
-from wsync.backends.distributed import DistributedWeightSyncScheme
+from wsync.backends.distributed import DistributedTransport, DistributedWeightSyncScheme
 from wsync.backends.http import HTTPTransport, HTTPWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from wsync.backends.none import NoWeightSyncScheme
-from wsync.backends.ray import RayTransport, RayWeightSyncScheme
-from wsync.backends.ray_module_transform import RayModuleTransformScheme
+from wsync.backends.ray import RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
 from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
 from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
 from wsync.backends.store import StoreTransport, StoreWeightSyncScheme
@@ -26,7 +25,6 @@ from wsync.errors import (
 )
 from wsync.gate import gate, gated
 from wsync.legacy import WeightReceiver, WeightSender
-from wsync.media.group import DistributedTransport
 from wsync.metrics import SyncMetrics
 from wsync.paths import CascadingContext, CollectorContext, NoSuchPath, RemoteWorker, find_model, find_object
 from wsync.registry import register_backend, registered_backends

@@ -21,7 +21,7 @@ from wsync.control.auth import Address
 from wsync.deadlines import deadline_in, milliseconds, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.paths import RemoteWorker, find_or_none
-from wsync.transport import SenderTransport, TransportBackend
+from wsync.transport import TransportBackend
 
 if TYPE_CHECKING:
     from wsync.scheme import WeightSyncScheme
@@ -146,28 +146,26 @@ def init_on_worker(
     scheme._as_receiver("init_on_worker").begin_connect(worker_idx, scheme.timeout)
 
 
-def older_transport(scheme: WeightSyncScheme, given: object) -> TransportBackend | None:
-    """Return what the older API's ``create_transport(pipe_or_context)`` returned; None if it was not meant.
+def transport_to(scheme: WeightSyncScheme, given: object) -> TransportBackend:
+    """Return the scheme's own way to a worker, or to all of them.
 
     Args:
         scheme: the sender's.
-        given: a pipe to one worker, which before ``init_on_sender`` is added to the scheme's; a worker
-            (``RemoteWorker``); or a context, which means all workers.
+        given: the worker's index; a pipe to it, which before ``init_on_sender`` is added to the scheme's; the worker
+            (``RemoteWorker``); or None or a context, which mean all workers, as all do where they share one memory.
 
     Raises:
         ValueError: a pipe, but the scheme is initialised without it.
     """
-    if given is None or isinstance(given, int):
-        return None
     if isinstance(given, RemoteWorker):
-        return scheme.sender_transports[given.worker_idx]
-    if not isinstance(given, Connection):
-        return scheme.shared_transport
-    if scheme.model_id is None and given not in scheme._pipes:
-        scheme._pipes.append(given)
-    if given not in scheme._pipes:
-        raise ValueError("this scheme was not given that pipe: give init_on_sender() all of them, pipes=[…]")
-    return SenderTransport(scheme, None if scheme.binds else [scheme._pipes.index(given)])
+        given = given.worker_idx
+    elif isinstance(given, Connection):
+        if scheme.model_id is None and given not in scheme._pipes:
+            scheme._pipes.append(given)
+        if given not in scheme._pipes:
+            raise ValueError("this scheme was not given that pipe: give init_on_sender() all of them, pipes=[…]")
+        given = scheme._pipes.index(given)
+    return scheme.transport_class(scheme, [given] if isinstance(given, int) and not scheme.binds else None)
 
 
 # --- pipes ---

@@ -40,7 +40,7 @@ from wsync.receiver import Receiver
 from wsync.registry import load_backend
 from wsync.sender import Sender
 from wsync.transforms.chain import Transform, compose, delta_of
-from wsync.transport import ReceiverTransport, SenderTransport, TransportBackend, require_transport
+from wsync.transport import SchemeTransport, TransportBackend, require_transport
 from wsync.update import Inbox, Outlet, SyncReport
 from wsync.weights.source import DeviceMap, Source, extracted
 from wsync.weights.strategy import Format, WeightStrategy
@@ -54,7 +54,7 @@ class WeightSyncScheme:
     Args:
         strategy: the format of weights that ``receive`` and ``weights`` return and that a transport is given,
             ``"tensordict"`` or ``"state_dict"``. ``send`` takes both.
-        sync: whether ``send`` waits for the workers; otherwise, as after ``send_async``, ``wait_async`` does.
+        sync: whether ``send`` waits for the workers; otherwise ``wait_async`` does.
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
         bind: whether a worker's parameters may point directly into received, possibly shared memory. False for a worker
             that writes to its parameters, e.g. trains: it would corrupt the shared copy.
@@ -83,6 +83,8 @@ class WeightSyncScheme:
     """Whether ``connect`` of the sender also sets up the receivers, which are Ray actors of its ``context``."""
     delivers_at_connect: ClassVar[bool] = True
     """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
+    transport_class: ClassVar[type[SchemeTransport]] = SchemeTransport
+    """The class of ``sender_transports``, ``shared_transport`` and ``receiver_transport``."""
     arena: bool = False
     """Whether workers on the sender's machine take weights from the arena (``shm/arena.py``)."""
     binds: ClassVar[bool] = False
@@ -131,13 +133,6 @@ class WeightSyncScheme:
         super().__init_subclass__(**options)
         cls.__signature__ = full_signature(cls)
 
-    def __repr__(self) -> str:
-        if self._model_id is None:
-            return f"<{type(self).__name__}: not initialised>"
-        worker = "worker" if self.worker_idx is None else f"worker {self.worker_idx}"
-        end = worker if not self.num_workers else f"sender to {self.num_workers} worker(s)"
-        return f"<{type(self).__name__}: {end}, model '{self._model_id}', version {self.version}>"
-
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, models and connections; for workers, no ``send_transform``."""
         none = dict.fromkeys(("_sender", "_receiver", "_model_id", "_context", "_model", "_index", "_listening"))
@@ -146,12 +141,13 @@ class WeightSyncScheme:
 
     # --- what a backend overrides ---
 
-    def create_transport(self, worker_idx: int | None = None) -> TransportBackend:
+    def create_transport(self, worker_idx: Any = None) -> TransportBackend:
         """Return a new transport to (or in) worker ``worker_idx``. Called once per connection, at either end.
 
-        A backend of one's own overrides it. The base class has none: weights travel by the connection itself.
+        A backend of one's own overrides it. In the base class, whose weights need no transport, it returns the scheme's
+        own way to a worker, or (None) to all. The older API gives a pipe or a context: see ``wsync.legacy``.
         """
-        raise TypeError(f"{type(self).__name__} has no transport: weights travel by the connection itself")
+        return legacy.transport_to(self, worker_idx)
 
     def create_rendezvous(self) -> Rendezvous:
         """Return how workers find the sender; by default by the address in the pickled scheme, on one machine."""
@@ -330,23 +326,18 @@ class WeightSyncScheme:
                 f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
                 "acknowledgements: use initiator='sender', with shared_mem also acknowledge='installed', not a store"
             )
-        receiver = self._make_receiver(model_id, model, load, chunk_bytes, pass_on)
+        receiver = self._make_receiver(model_id, model, pass_on, load=load, chunk_bytes=chunk_bytes)
         receiver.inbox = self.make_inbox(model_id, receiver)
         self._receiver, self._model_id, self._context, self._model = receiver, model_id, context, model
         self._index = worker_idx
 
     def _make_receiver(
-        self,
-        model_id: str,
-        model: Any,
-        load: Load | None,
-        chunk_bytes: int | None,
-        pass_on: Callable[[], object] | None,
+        self, model_id: str, model: Any, pass_on: Callable[[], object] | None = None, **options: Any
     ) -> Receiver:
         transform = compose(self.receive_transform, "receive_transform")
         return Receiver(
             model_id,
-            Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform),
+            Destination(model, transform=transform, **options),
             self.strategy,
             bind=self.bind,
             on_request=self.initiator == "receiver",
@@ -367,16 +358,14 @@ class WeightSyncScheme:
             LayoutMismatch: the source does not fit the model.
         """
         self._require_uninitialised()
-        receiver = self._make_receiver(model_id, model, None, None, None)
+        receiver = self._make_receiver(model_id, model)
         receiver.on_request = False
-        outlet = InProcess(receiver)
-        receiver.inbox = outlet
+        receiver.inbox = outlet = InProcess(receiver)
         self._begin_sending(model_id, outlet, self.make_source(model_id, source, None), 1)
-        assert self._sender is not None
-        receiver.sender = self._sender.name
+        receiver.sender = outlet.name
         self._receiver, self._model = receiver, model
         try:
-            self._sender.connect(None, None)
+            self.sender.connect(None, None)
         except Exception:  # of any class: it is raised again
             self.shutdown()
             raise
@@ -406,13 +395,15 @@ class WeightSyncScheme:
         """
         self._require_not_forked()
         if self._sender is not None:
-            _reject("sender", worker_idx=worker_idx)
+            if worker_idx is not None:
+                raise ValueError("connect() takes no worker_idx= on the sender")
             if self._listening is not None and not self._sender.connected:
                 rendezvous = self.create_rendezvous()
                 rendezvous.announce(self._listening, str(self._model_id), deadline_in(self.timeout))
             self._sender.connect(weights, processes if processes is not None else self._sentinels or None)
         elif self._receiver is not None:
-            _reject("receiver", weights=weights, processes=processes)
+            if weights is not None or processes is not None:
+                raise ValueError("connect() takes no weights= and no processes= on the receiver")
             index = self._index if worker_idx is None else worker_idx
             if index is None:
                 raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
@@ -448,13 +439,16 @@ class WeightSyncScheme:
     ) -> SyncReport | None:
         """Deliver an update. When this returns, every forward that starts later in a worker uses it, or a newer one.
 
-        It returns what the update has cost. With ``sync=False`` it is ``send_async``, and returns None. With
-        ``initiator="receiver"`` it only makes the version available; the backend ``store`` writes it to a file.
+        With ``sync=False`` it does not wait. With ``initiator="receiver"`` it only makes the version available; the
+        backend ``store`` writes it to a file.
 
         Args:
             weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads what was given at init.
             worker_ids: one, several, or (None) all workers.
             partial: whether ``weights`` are a part of the model; the rest keeps the values that were sent last.
+
+        Returns:
+            What the update has cost; None with ``sync=False``.
 
         Raises:
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
@@ -545,10 +539,7 @@ class WeightSyncScheme:
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
 
         Updates sent without waiting may be lost: call ``wait_async`` first. A call in another thread ends with an
-        error; in a worker, ``receive`` returns None.
-
-        Raises:
-            RuntimeError: inside the gate, in a worker.
+        error; in a worker, ``receive`` returns None. RuntimeError: inside the gate, in a worker.
         """
         if self._receiver is not None and process_gate().held_here:
             raise RuntimeError("call shutdown() outside any forward and any wsync.gate() block")
@@ -716,17 +707,17 @@ class WeightSyncScheme:
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
         """On the sender, ``{worker_idx: transport}``; a transport's ``send_weights`` calls ``send`` for its worker."""
-        return {worker: SenderTransport(self, [worker]) for worker in range(self.num_workers)}
+        return {worker: self.transport_class(self, [worker]) for worker in range(self.num_workers)}
 
     @property
     def shared_transport(self) -> TransportBackend | None:
         """On the sender, one transport to all workers: see ``sender_transports``; None on a receiver."""
-        return SenderTransport(self) if self.num_workers else None
+        return self.transport_class(self) if self.num_workers else None
 
     @property
     def receiver_transport(self) -> TransportBackend | None:
         """On a receiver, the transport from the sender; None on a sender."""
-        return None if self._receiver is None or self._sender is not None else ReceiverTransport(self)
+        return None if self._model_id is None or self.num_workers else self.transport_class(self)
 
     @property
     def sender(self) -> Sender:
@@ -735,12 +726,6 @@ class WeightSyncScheme:
 
 
 WeightSyncScheme.__signature__ = full_signature(WeightSyncScheme)
-
-
-def _reject(end: str, **given: object) -> None:
-    """Raise ``ValueError`` if one of these arguments of ``connect``, which the other end takes, is not None."""
-    if names := [f"{name}=" for name, value in given.items() if value is not None]:
-        raise ValueError(f"connect() takes no {' and no '.join(names)} on the {end}")
 
 
 def _method(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,17 +61,8 @@ class TransportBackend(Protocol):
         """Set up the worker's end.
 
         Called once per connection, before the first ``receive_weights``. Under a scheme the result is ignored, and the
-        first weights arrive by ``receive_weights`` like all others. After an Exception the worker is disconnected, and
-        the trainer is told it.
-
-        Args:
-            worker_idx: the worker's index.
-            weights: standalone: as in ``receive_weights``, for first weights that arrive here.
-            model: likewise.
-            strategy: likewise.
-
-        Returns:
-            The first weights, or None.
+        first weights arrive by ``receive_weights`` like all others; standalone a transport may return them, applied as
+        there. After an Exception the worker is disconnected, and the trainer is told it.
         """
 
     @abstractmethod
@@ -166,15 +157,14 @@ def require_transport(made: object) -> TransportBackend:
     )
 
 
-# --- a scheme as transports: what is sent and received has its versions, acknowledgements and gate ---
+class SchemeTransport(TransportBackend):
+    """One end of a scheme as a transport: what it sends and receives has the scheme's versions, answers and gate.
 
-
-class SenderTransport(SenderEnd):
-    """The sender's way to some workers (a ``TransportBackend``): ``scheme.sender_transports``, ``shared_transport``.
+    ``scheme.sender_transports``, ``shared_transport`` and ``receiver_transport`` are such ones.
 
     Args:
-        scheme: the sender's. The first call connects it, if it has to be.
-        worker_ids: the workers; None for all.
+        scheme: on the sender, the first call connects it, if it has to be.
+        worker_ids: on the sender, the workers; None for all.
     """
 
     def __init__(self, scheme: WeightSyncScheme, worker_ids: Sequence[int] | None = None) -> None:
@@ -189,46 +179,22 @@ class SenderTransport(SenderEnd):
         """Deliver ``weights`` (None: the model's), as ``WeightSyncScheme.send`` does."""
         self._scheme.create_sender().send(weights, self._worker_ids)
 
-
-class ReceiverTransport:
-    """A worker's way from its sender (a ``TransportBackend``): ``scheme.receiver_transport``."""
-
-    def __init__(self, scheme: WeightSyncScheme) -> None:
-        self._scheme = scheme
-
-    def send_weights(self, weights: Any = None) -> NoReturn:
-        """Raise RuntimeError: this is the worker's end."""
-        raise RuntimeError("this is the worker's end: the sender connects and sends, by its scheme")
-
-    setup_connection_and_weights_on_sender = send_weights
-
-    def receive_weights(
-        self,
-        timeout: float | None = None,
-        *,
-        weights: Any = None,
-        model: nn.Module | None = None,
-        strategy: WeightStrategy | None = None,
-    ) -> Any | None:
-        """Return the next version, installed in the scheme's model; also applied to ``weights`` and ``model``."""
-        receiver = self._scheme._as_receiver("receive_weights")
-        return receiver.receive(timeout, partial(self._copy_to, weights, model, strategy))
-
-    def setup_connection_and_weights_on_receiver(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
-        model: nn.Module | None = None,
-        strategy: WeightStrategy | None = None,
-    ) -> Any | None:
+    def setup_connection_and_weights_on_receiver(self, *, worker_idx: int | None = None, **into: Any) -> Any | None:
         """Connect; return the first weights, if the sender has any."""
         self._scheme.connect(worker_idx=worker_idx)
         if not self._scheme.version:
             return None
-        return process_gate().call_model(self._scheme.model, self._copy_to, (weights, model, strategy), {})
+        return process_gate().call_model(self._scheme.model, self._copy_to, (), into)
 
-    def _copy_to(self, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
+    def receive_weights(self, timeout: float | None = None, **into: Any) -> Any | None:
+        """Return the next version, installed in the scheme's model; also applied to ``weights`` and ``model``."""
+        if not self._scheme.sends_weights:
+            return None
+        return self._scheme._as_receiver("receive_weights").receive(timeout, partial(self._copy_to, **into))
+
+    def _copy_to(
+        self, weights: Any = None, model: nn.Module | None = None, strategy: WeightStrategy | None = None
+    ) -> Any:
         """Apply the model's weights to other destinations; inside the gate, so that they are of one version."""
         receiver, own = self._scheme._as_receiver("receive_weights"), self._scheme.model
         if own is not None:  # else a function has loaded them

@@ -8,13 +8,16 @@ import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.control.rendezvous import TorchStoreRendezvous
-from wsync.control.session import Medium
-from wsync.media.group import INLINE_BYTES, DistributedTransport, GroupMedium
+from wsync.media.group import INLINE_BYTES, GroupMedium
 from wsync.media.pair import check_backend, device_of
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
-from wsync.transport import TransportBackend
+from wsync.transport import SchemeTransport
 from wsync.weights.strategy import Format
+
+
+class DistributedTransport(SchemeTransport):
+    """The way of a ``DistributedWeightSyncScheme`` to its workers."""
 
 
 class GroupScheme(WeightSyncScheme):
@@ -24,8 +27,6 @@ class GroupScheme(WeightSyncScheme):
         backend, host, checksum, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
         strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
     """
-
-    transport_class: ClassVar[type[DistributedTransport]] = DistributedTransport
 
     def __init__(
         self,
@@ -48,14 +49,8 @@ class GroupScheme(WeightSyncScheme):
         self.shared_memory = shared_memory
         self.inline_bytes = inline_bytes
 
-    def create_transport(self, worker_idx: int | None = None) -> TransportBackend:
-        """Return a transport for use without a scheme."""
-        return self.transport_class(backend=self.backend, rank=1 + (worker_idx or 0))
-
-    def make_medium(self, worker_idx: int) -> Medium:
-        """Return what carries the weights of one connection; a transport, if a subclass makes one."""
-        if type(self).create_transport is not GroupScheme.create_transport:
-            return super().make_medium(worker_idx)
+    def make_medium(self, worker_idx: int) -> GroupMedium:
+        """Return what carries the weights of one connection, where the arena does not."""
         return GroupMedium(self.backend, self.inline_bytes, self.timeout)
 
     @property
@@ -93,6 +88,7 @@ class DistributedWeightSyncScheme(GroupScheme):
     """
 
     name = "distributed"
+    transport_class = DistributedTransport
     collectors: ClassVar[tuple[str, ...]] = (
         *("distributed", "distributed_async", "rpc", "rpc_async", "ray", "ray_async", "single"),
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 from typing import Any, Unpack
 
-from wsync.legacy import older_transport
 from wsync.media.inline import InlineMedium
 from wsync.media.queues import MPTransport, WeightQueue
 from wsync.options import SchemeOptions
@@ -49,16 +47,14 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         ack_queue: WeightQueue | None = None,
         timeout: float | None = None,
     ) -> TransportBackend:
-        """Return an ``MPTransport`` over queues, or the scheme's own way to a worker.
+        """Return the scheme's own way to a worker, as in ``WeightSyncScheme``; or an ``MPTransport`` over queues.
 
         Args:
-            worker_idx: the worker; None for all. The older API's ``pipe_or_context``: see ``wsync.legacy``.
-            weight_queue: to one worker; a new queue before ``init_on_sender``.
+            worker_idx: as in ``WeightSyncScheme``.
+            weight_queue: to one worker.
             ack_queue: back from it; None for no acknowledgements.
             timeout: seconds for an acknowledgement; None for the scheme's.
         """
-        own = older_transport(self, worker_idx)
-        if own is None and weight_queue is None:
-            own = self.shared_transport if worker_idx is None else self.sender_transports.get(worker_idx)
-        chosen = self.timeout if timeout is None else timeout
-        return own or MPTransport(queue.Queue() if weight_queue is None else weight_queue, ack_queue, chosen)
+        if weight_queue is None:
+            return super().create_transport(worker_idx)
+        return MPTransport(weight_queue, ack_queue, self.timeout if timeout is None else timeout)

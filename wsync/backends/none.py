@@ -8,18 +8,7 @@ from torch import nn
 
 from wsync.paths import CollectorContext, find_or_none
 from wsync.scheme import WeightSyncScheme
-from wsync.transport import TransportBackend
 from wsync.weights.strategy import Format
-
-
-class NoTransport(TransportBackend):
-    """Carries nothing (a ``TransportBackend``)."""
-
-    def send_weights(self, weights: Any = None) -> None:
-        """Send nothing."""
-
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> None:
-        """Return None at once: nothing ever arrives."""
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
@@ -109,10 +98,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
         super().shutdown()
         self._workers, self._source = 0, None
 
-    def create_transport(self, worker_idx: Any = None) -> NoTransport:
-        """Return a transport that carries nothing."""
-        return NoTransport()
-
     get_sender, get_receiver = WeightSyncScheme.create_sender, WeightSyncScheme.create_receiver
 
     @property
@@ -129,8 +114,3 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def weights(self) -> Any:
         """This end's weights, live."""
         return None if self._source is None else self.strategy.extract_weights(self._source)
-
-    @property
-    def receiver_transport(self) -> TransportBackend | None:
-        """On a receiver, one that carries nothing."""
-        return NoTransport() if self._model_id is not None and not self.is_sender else None

@@ -17,9 +17,9 @@ from wsync.backends.distributed import GroupScheme
 from wsync.control.processes import Process, Processes
 from wsync.control.rendezvous import SocketRendezvous
 from wsync.errors import NotConnected, WeightSyncError, WorkerFailed, missing_extra
-from wsync.media.group import DistributedTransport
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import one_worker
+from wsync.transport import SchemeTransport
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
     from ray import ObjectRef
@@ -29,8 +29,8 @@ _GRACE = 5.0  # seconds to wait for Ray to report the calls as finished; calls o
 _joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sender's address and the worker's index
 
 
-class RayTransport(DistributedTransport):
-    """Weights through ``torch.distributed``, to one actor, without a scheme."""
+class RayTransport(SchemeTransport):
+    """The way of a ``RayWeightSyncScheme`` to its actors."""
 
 
 class RayWeightSyncScheme(GroupScheme):
@@ -172,6 +172,29 @@ class RayWeightSyncScheme(GroupScheme):
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address."""
         return {**super().__getstate__(), "_actors": (), "_joins": {}}
+
+
+class RayModuleTransformScheme(RayWeightSyncScheme):
+    """Weight synchronization to a module inside a ``RayModuleTransform``, an environment transform in a Ray actor.
+
+    The sender drives both ends: it is initialised with the transform (``context=transform``) or its actors, and
+    ``connect()`` is called on the sender alone. A collector that is given the scheme does both, for the transform at
+    the path: ``weight_sync_schemes={"env.transform[0].module": scheme}``.
+    """
+
+    name = "ray_module_transform"
+    collectors: ClassVar[tuple[str, ...]] = ()  # for a module in an environment, not for a policy
+    sender_driven = True
+
+    def init_on_sender(self, model_id: str = "module", context: Any = None, **given: Any) -> None:
+        """Set up the trainer's end, as ``RayWeightSyncScheme.init_on_sender`` does.
+
+        Raises:
+            ValueError: neither the transform nor its actors were given.
+        """
+        if given.get("actors") is None and not hasattr(context, "actors"):  # the class is the user's
+            raise ValueError("RayModuleTransformScheme needs context=<the RayModuleTransform>, or actors=[…]")
+        super().init_on_sender(model_id, context, **given)
 
 
 # --- in an actor ---

@@ -2,99 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import threading
 from collections.abc import Mapping
 from typing import Any, Literal, Unpack
 
 from tensordict import TensorDict, TensorDictBase
 
-from wsync.errors import NotConnected
-from wsync.legacy import older_transport
-from wsync.media.inline import InlineMedium
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.shm.registered import RegisteredWeights
-from wsync.transport import SenderTransport, TransportBackend, apply_received
-from wsync.weights.layout import Layout
-from wsync.weights.snapshot import Snapshot, snapshot
+from wsync.transport import SchemeTransport
+from wsync.weights.snapshot import snapshot
 from wsync.weights.source import DeviceMap, Source
-from wsync.weights.strategy import Format, WeightStrategy
-from wsync.weights.tensors import copy_all
+from wsync.weights.strategy import Format
 from wsync.workers import Workers
 
 
-def _fence() -> None:
-    """Order the loads and stores before this call before those after it: a processor may reorder them otherwise."""
-    turn = threading.Lock()
-    with turn:  # what comes before is done when it is released
-        pass
-    with turn:  # what comes after begins when it is acquired again
-        pass
-
-
-class SharedMemTransport(TransportBackend):
-    """Weights in shared memory, without a scheme (a ``TransportBackend``).
-
-    ``SharedMemTransport()``, with registered weights, is handed to worker processes as an argument. There
-    ``receive_weights`` copies a version that is new. One thread of one process sends. Nobody waits for anybody: the
-    sender makes the version counter odd while it writes, and a copy during which the counter has changed is dropped.
-
-    A scheme has a ``shared_transport`` of its own.
-    """
-
-    def __init__(self) -> None:
-        self._counter = multiprocessing.get_context("spawn").Value("q", 0, lock=False)  # grows by 2 with each version
-        self._weights: TensorDictBase | None = None
-        self._seen = 0
-
-    def register_weights(self, weights: Any) -> None:
-        """Define the shared buffers by a copy of ``weights``, before the transport is handed to a process."""
-        extracted = WeightStrategy().extract_weights(weights)
-        assert isinstance(extracted, TensorDict), "the default strategy's format"
-        self._weights = extracted.clone().share_memory_()
-
-    @property
-    def unique_weights(self) -> list[TensorDictBase]:
-        """The shared buffers, each once."""
-        return [] if self._weights is None else [self._weights]
-
-    def send_weights(self, weights: Any = None) -> None:
-        """Publish one version; NotConnected: before ``register_weights``. LayoutMismatch: the weights do not fit."""
-        given, own = snapshot(weights), snapshot(self._buffers())
-        layout = Layout.of(own)
-        tensors = layout.order(Snapshot(given.tensors, optional=given.optional))  # what follows does not fail
-        self._counter.value |= 1  # it is odd already if the last sender was killed here
-        _fence()
-        copy_all([own.tensors[name] for name in layout.names], tensors)
-        _fence()
-        self._counter.value += 1
-
-    def receive_weights(self, timeout: float | None = None, **into: Any) -> Any | None:
-        """Return a copy of a new version, as in ``TransportBackend``; None at once if there is none yet."""
-        while True:
-            version, buffers = self._counter.value, self._buffers()
-            if version <= self._seen or version % 2:
-                return None
-            _fence()
-            copied = buffers.clone()
-            _fence()
-            if self._counter.value == version:
-                self._seen = version  # last: if the copy fails, the next call returns this version
-                return apply_received(copied, **into)
-
-    def _buffers(self) -> TensorDictBase:
-        if self._weights is None:
-            raise NotConnected("this transport has no buffers: call register_weights(weights) on the sender first")
-        return self._weights
-
-
-class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
-    """The transport to all workers of an initialised scheme, with versions and acknowledgements."""
-
-    def register_weights(self, weights: Any) -> None:
-        """Raise RuntimeError: the buffers are the scheme's."""
-        raise RuntimeError("register the buffers of a scheme by its register_shared_weights(), before init_on_sender()")
+class SharedMemTransport(SchemeTransport):
+    """The transport to all workers of a scheme, with versions and acknowledgements."""
 
     @property
     def unique_weights(self) -> list[TensorDictBase]:
@@ -103,13 +27,13 @@ class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
         A manual write into one is visible to bound parameters at once, without a version, at the user's own risk.
         """
         scheme: Any = self._scheme
-        if (registered := scheme._registered.get(scheme.model_id)) is not None:
-            return [registered]
+        if scheme.model_id in (None, *scheme._registered):
+            return [own for model_id, own in scheme._registered.items() if scheme.model_id in (None, model_id)]
         return [
             TensorDict({
                 tuple(name.split(".")): view for name, view in zip(one.layout.names, one.views, strict=True)
             })
-            for one in scheme.sender.outlet.published()
+            for one in (scheme.sender.outlet.published() if isinstance(scheme.sender.outlet, Workers) else ())
         ]  # fmt: skip
 
 
@@ -135,6 +59,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     name = "shared_mem"
     arena = True
     binds = True
+    transport_class = SharedMemTransport
 
     def __init__(
         self,
@@ -206,10 +131,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             own = RegisteredWeights(snapshot(registered).tensors)
             self.sender.on_published = lambda update: own.repoint(update.buffer)
 
-    def make_medium(self, worker_idx: int) -> InlineMedium:
-        """Return what carries weights without the C extension."""
-        return InlineMedium()
-
     def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
         """Return what the sender reads: its model or weights, or the registered buffers."""
         registered = self._registered.get(model_id)
@@ -221,27 +142,14 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         weights = registered if weights is None else weights
         return super().make_source(model_id, weights, device_map_fn, own_buffers=self.per_worker_weights, **options)
 
-    def create_transport(self, worker_idx: Any = None) -> TransportBackend:
-        """Return the transport to all workers; before ``init_on_sender``, one without a scheme.
-
-        The older API gives a pipe or a context instead of an index: see ``wsync.legacy``.
-        """
-        return older_transport(self, worker_idx) or self.shared_transport or SharedMemTransport()
-
-    @property
-    def shared_transport(self) -> SharedMemSenderTransport | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The transport to all workers, on the sender; None in one process, where nothing is shared."""
-        shares = self._sender is not None and isinstance(self._sender.outlet, Workers)
-        return SharedMemSenderTransport(self) if shares else None
-
     @property
     def weights(self) -> Any:
         """This end's weights, live; on a sender that was given none, those that it has published.
 
         None where workers have different ones: ``shared_transport.unique_weights`` are all of them.
         """
-        own, transport = super().weights, self.shared_transport
-        published = transport.unique_weights if own is None and transport is not None else []
+        own = super().weights
+        published = SharedMemTransport(self).unique_weights if own is None and self.is_sender else []
         return self.strategy.extract_weights(published[0]) if len(published) == 1 else own
 
     @property

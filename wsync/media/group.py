@@ -11,30 +11,21 @@ needs it. Small updates follow their offer.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import msgspec
-from torch import distributed
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.control.wire import Link, Offer, Side
 from wsync.deadlines import as_timeout, deadline_in, remaining
 from wsync.media.inline import BlockingMedium
-from wsync.media.pair import Pair, device_of, form_pair
-from wsync.transport import TransportBackend, apply_received
-from wsync.weights.layout import Layout
+from wsync.media.pair import Pair, form_pair
 from wsync.weights.packing import Buffer
-from wsync.weights.snapshot import snapshot
 
 INLINE_BYTES = 5 << 18  # 1 MiB with some padding: up to this size it was faster than gloo, over loopback
 _LONGEST = 600.0  # seconds to form a group, where there is no deadline
 _MAX_KEYS = 100
-
-# --- under a scheme ---
 
 
 class LinkStore(TorchStore):
@@ -171,106 +162,3 @@ class GroupMedium(BlockingMedium):
     def _release(self) -> None:
         if self._pair is not None:
             self._pair.close()
-
-
-# --- without a scheme ---
-
-
-class DistributedTransport(TransportBackend):
-    """One end of a process group of two, without a scheme (a ``TransportBackend``).
-
-    Args:
-        weights_buffer: weights of the layout that is sent.
-        store: a ``torch.distributed`` store by which the two processes find each other, and form a group; None: they
-            use the default group, in which the sender has rank 0.
-        rank: the worker's in the default group; with ``store``, any number that both processes give for the worker.
-        backend: ``"gloo"`` or ``"nccl"``: of the group that is formed.
-        host: with ``store``: this process's address, by which the other one reaches it.
-    """
-
-    def __init__(
-        self,
-        *,
-        weights_buffer: Any = None,
-        store: TorchStore | None = None,
-        rank: int = 1,
-        backend: str = "gloo",
-        host: str = "127.0.0.1",
-    ) -> None:
-        self._weights_buffer, self._backend = weights_buffer, backend
-        self._store, self._rank, self._host = store, rank, host
-        self._pair: Pair | None = None
-        self._receiving: tuple[Buffer, Future[None]] | None = None  # begun, and not yet returned
-
-    def _formed(self, rank: int) -> Pair:
-        if self._pair is None and self._store is not None:
-            store = PrefixStore(f"wsync/{self._rank}", self._store)
-            self._pair = form_pair(store, rank, backend=self._backend, host=self._host)
-        elif self._pair is None:
-            group = distributed.distributed_c10d._get_default_group()
-            self._pair = Pair(group, self._rank if rank == 0 else 0)
-        return self._pair
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Form the group by ``store``, unless that has been done."""
-        self._formed(0)
-
-    def setup_connection_and_weights_on_receiver(self, *, worker_idx: int | None = None, **into: Any) -> Any | None:
-        """Form the group, as on the sender; the first weights arrive by ``receive_weights``, like all others."""
-        self._formed(1)
-
-    def send_weights(self, weights: Any) -> None:
-        """Send one version, and return when it has been sent.
-
-        Raises:
-            LayoutMismatch: the weights are not like ``weights_buffer``.
-            RuntimeError: the group has broken.
-        """
-        pair, buffer = self._formed(0), self._new_buffer(self._weights_buffer)
-        buffer.pack(buffer.layout.order(snapshot(weights)))
-        pair.send(buffer)
-
-    def receive_weights(self, timeout: float | None = None, *, weights: Any = None, **into: Any) -> Any | None:
-        """Return the next version, as in ``TransportBackend``; after None, a later call receives it.
-
-        Raises:
-            RuntimeError: the group has broken.
-        """
-        pair = self._formed(1)
-        if self._receiving is None:
-            buffer = self._new_buffer(self._weights_buffer if weights is None else weights)
-            self._receiving = buffer, _in_thread(pair.receive, buffer)
-        buffer, arriving = self._receiving
-        try:
-            arriving.result(as_timeout(timeout))
-        except TimeoutError:
-            return None
-        self._receiving = None
-        return apply_received(dict(zip(buffer.layout.names, buffer.views, strict=True)), weights, **into)
-
-    def _new_buffer(self, like: Any) -> Buffer:
-        """Return a buffer with the layout of a module, a TensorDict or a state dict."""
-        if like is None:
-            raise RuntimeError(
-                "without a scheme this transport needs weights_buffer=, weights like those that are sent"
-            )
-        return Buffer.new(Layout.of(snapshot(like)), device=device_of(self._backend))
-
-    def close(self) -> None:
-        """End the group of two, and what waits in it."""
-        if self._pair is not None:
-            self._pair.close()
-        self._pair = None
-
-
-def _in_thread(function: Callable[[Buffer], None], buffer: Buffer) -> Future[None]:
-    future = Future[None]()
-
-    def work() -> None:
-        try:
-            future.set_result(function(buffer))
-        except Exception as error:  # noqa: BLE001  raised where the result is awaited
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="wsync-pending-transfer", daemon=True).start()
-    return future

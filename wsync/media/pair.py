@@ -60,7 +60,7 @@ class Pair:
     """One end of a way through a group to one other process. Its methods block.
 
     Args:
-        group: of two; or the default group, which is not closed.
+        group: of two.
         peer: the rank of the other process.
         connections: gloo's to the other process.
         aborts: whether ``close`` aborts the group (NCCL).
