@@ -157,19 +157,23 @@ class WeightSyncScheme:
         """Return what carries the weights of one connection, at either end, where the arena does not."""
         if type(self).create_transport is WeightSyncScheme.create_transport:
             return InlineMedium()
-        create = _method(self.create_transport)
-        return TransportMedium(lambda: require_transport(create(worker_idx)), self.strategy, worker_idx, self.timeout)
+        scheme = weakref.proxy(self)  # a scheme that is dropped is closed
+
+        def create() -> TransportBackend:
+            return require_transport(scheme.create_transport(worker_idx))
+
+        return TransportMedium(create, self.strategy, worker_idx, self.timeout)
 
     def make_outlet(self, model_id: str, num_workers: int) -> Outlet:
         """Return what the sender publishes to: by default workers that connect."""
-        rendezvous = self.create_rendezvous()
+        rendezvous, scheme = self.create_rendezvous(), weakref.proxy(self)  # a scheme that is dropped is closed
         listener = Listener(rendezvous.key(), "weights", model_id, rendezvous.host)
         self._listening = listener.address
         self._address = rendezvous.pickled(listener.address)
         return Workers(
             listener,
             num_workers,
-            _method(self.make_medium),
+            lambda worker: scheme.make_medium(worker),
             arena=self.arena,
             checksum=self.checksum,
             on_request=self.initiator == "receiver",
@@ -229,14 +233,14 @@ class WeightSyncScheme:
             model_id: the model's name, and its dotted path in ``context``.
             context: a collector, or any object that has the model.
             model: the model; read again by each ``send()`` without arguments.
-            weights: the weights themselves, instead of a model; likewise read again by each ``send()``.
-            devices: one per worker; only their number is used (an argument of TorchRL's).
-            device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker; they may be on any
-                device. Called for each worker that an update is for, by the thread that calls ``send`` or ``connect``.
+            weights: the weights themselves, instead of a model; likewise read again.
+            devices: one per worker; only their number is used.
+            device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker, on any device. The
+                thread that calls ``send`` or ``connect`` calls it for each worker of the update.
             num_workers: by default the number of ``devices``, ``params_map``, ``pipes``, the context's workers, or
-                ``urls`` (of the backend ``http``); else 1.
+                what an option of the backend implies; else 1.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
-            pipes: one to each worker; for the older API, see ``wsync.legacy``.
+            pipes: one to each worker: see ``wsync.legacy``.
 
         Raises:
             RuntimeError: the scheme is initialised already.
@@ -295,13 +299,13 @@ class WeightSyncScheme:
 
         Args:
             model_id: the model's name, and its dotted path in ``context``.
-            context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
-                ``update_policy_weights_(weights=, model_id=)`` with a copy) is called after an update is installed and
-                before it is acknowledged (of several, for the newest): outside the gate, in a thread of its own.
+            context: an object that has the model. Its ``cascade_weights(model_id)``, or else
+                ``update_policy_weights_(weights=, model_id=)`` with a copy, is called when an update (of several, the
+                newest) is installed and not yet acknowledged: outside the gate, in a thread of its own.
             model: the model itself, or a mapping of tensors into which weights are copied. A module in memory shared
-                with another process is first given memory of its own: that process's model must not change.
-            load: for an inference engine: called inside the gate, by the thread that installs, with an iterator over
-                the ``(name, tensor)`` pairs of a version; they are valid during the call. ``model`` is then optional.
+                with another process is first given memory of its own.
+            load: for an inference engine: called inside the gate with an iterator over the ``(name, tensor)`` pairs of
+                a version, which are valid during the call. ``model`` is then optional.
             chunk_bytes: call ``load`` several times for one version, with at most so many bytes (or one tensor) each.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
@@ -476,12 +480,11 @@ class WeightSyncScheme:
 
         Returns:
             The model's weights, of one version, not copied: a later update may be written into the same memory. With
-            ``load=`` and no model, the version number. None after ``timeout`` seconds (by default there is no limit),
-            and when the sender has shut down (``finished`` is then true) or this end has.
+            ``load=`` and no model, the version number. None after ``timeout`` seconds, and when the sender has shut
+            down (``finished`` is then true) or this end has.
 
         Raises:
-            NotConnected: the sender died, ended without ``shutdown``, or has disconnected this worker; or an earlier
-                call has returned None because of a shutdown.
+            NotConnected: the sender died, or has disconnected this worker; or an earlier call has told a shutdown.
             WeightSyncError: the model may be mixed from two versions.
             RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
         """
@@ -490,12 +493,11 @@ class WeightSyncScheme:
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
-        It waits at most ``timeout`` seconds (None: no limit): with ``initiator="receiver"`` for that version, with
-        ``"sender"`` only if none has arrived yet. The wait for a running forward, or for a store, is not limited.
+        It waits at most ``timeout`` seconds: with ``initiator="receiver"`` for that version, with ``"sender"`` only if
+        none has arrived yet. The wait for a running forward, or for a store, is not limited.
 
         Raises:
-            NotConnected: before ``connect``; the connection ended before the first version; or is lost, and the last
-                version was returned already (by ``connect``, ``receive`` or ``pull``).
+            NotConnected: before ``connect``; or the connection is lost, and the last version was returned already.
             SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
             WeightSyncError: the newest version failed to install, or send_weights raised; or a store is unreadable.
             RuntimeError: called inside a forward, or ``wsync.gate()``.
@@ -608,19 +610,22 @@ class WeightSyncScheme:
 
     def _as_sender(self, call: str) -> Sender:
         self._require_not_forked()
-        if self._sender is not None:
-            return self._sender
-        if self._receiver is not None:
-            raise NotConnected(f"{call}() can only be called on the sender; this scheme is initialised on a receiver")
-        raise NotConnected(f"{call}() needs init_on_sender() first; after shutdown(), initialise the scheme again")
+        if self._sender is None:
+            raise self._wrong_end(call, "sender")
+        return self._sender
 
     def _as_receiver(self, call: str) -> Receiver:
         self._require_not_forked()
-        if self._sender is not None:
-            raise NotConnected(f"{call}() can only be called on a receiver; this scheme is initialised on the sender")
-        if self._receiver is not None:
-            return self._receiver
-        raise NotConnected(f"{call}() needs init_on_receiver() first; after shutdown(), initialise the scheme again")
+        if self._receiver is None or self._sender is not None:
+            raise self._wrong_end(call, "receiver")
+        return self._receiver
+
+    def _wrong_end(self, call: str, needed: str) -> NotConnected:
+        if self._model_id is not None:
+            return NotConnected(
+                f"{call}() can only be called on the {needed}; this scheme is initialised on the other end"
+            )
+        return NotConnected(f"{call}() needs init_on_{needed}() first; after shutdown(), initialise the scheme again")
 
     @property
     def strategy(self) -> WeightStrategy:
@@ -723,24 +728,6 @@ class WeightSyncScheme:
     def sender(self) -> Sender:
         """The send path; used by ``wsync.synchronize`` (``transaction.py``)."""
         return self._as_sender("sender")
-
-
-WeightSyncScheme.__signature__ = full_signature(WeightSyncScheme)
-
-
-def _method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a scheme's method without keeping the scheme, which is closed when it is dropped."""
-    if not inspect.ismethod(method):
-        return method
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        found = reference()
-        if found is None:
-            raise NotConnected("the sender's scheme is gone")
-        return found(*args)
-
-    return call
 
 
 def _pass_on_of(context: object, model_id: str, model: object, strategy: WeightStrategy) -> Callable[[], object] | None:

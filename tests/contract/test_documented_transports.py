@@ -13,7 +13,7 @@ from torch import nn
 
 import wsync
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import Small
+from wsync.testing.models import Small, fill
 
 TIMEOUT = 60.0
 """Seconds for what takes milliseconds."""
@@ -42,7 +42,7 @@ def test_a_transport_of_a_scheme_returns_none_at_its_timeout(backend: BuiltIn) -
             transport = session.scheme.shared_transport
             assert transport is not None
             transport.setup_connection_and_weights_on_sender()  # it is connected
-            transport.send_weights(session.scheme.prepare_weights({"weight": torch.full((4,), value)}, "policy"))
+            transport.send_weights(fill(Small(), value))
             assert session.workers[0].result() == (value, value, dict)
 
 
