@@ -45,23 +45,20 @@ class WeightSender:
             self._scheme.connect()
 
     def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
-        """Deliver an update, as ``WeightSyncScheme.send`` does. The first one waits for every worker.
+        """Deliver an update, as ``WeightSyncScheme.send`` does.
 
-        Raises:
-            NotConnected: ``init_on_sender`` has not been called.
-            SyncTimeout: names the workers that have not called ``init_on_worker`` within the scheme's ``timeout``; and
-                all that ``WeightSyncScheme.send`` raises.
+        The first one waits for every worker. SyncTimeout: names those that have not called ``init_on_worker`` in time.
         """
         self.connect()
         return self._scheme.send(weights, worker_ids)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Send without waiting for the update; the first one waits for every worker, as ``send`` does."""
+        """Send as ``send``, but do not wait for the update."""
         self.connect()
         self._scheme.send_async(weights, worker_ids)
 
     def wait_async(self) -> SyncReport | None:
-        """Wait until what ``send_async`` has sent is installed; raises as ``send``."""
+        """As ``WeightSyncScheme.wait_async``."""
         return self._scheme.wait_async()
 
 
@@ -75,10 +72,7 @@ class WeightReceiver:
         self._scheme = scheme
 
     def receive(self, timeout: float | None = None) -> bool:
-        """Wait for weights newer than those of the last call; return whether there are any.
-
-        Args:
-            timeout: seconds; None for no limit.
+        """Wait at most ``timeout`` seconds for weights newer than those of the last call; return whether there are any.
 
         Raises:
             NotConnected: ``init_on_worker`` has not been called; or the sender is gone.

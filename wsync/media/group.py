@@ -31,8 +31,7 @@ _MAX_KEYS = 100
 class LinkStore(TorchStore):
     """A ``torch.distributed`` store of two processes: a value that one sets, the other can get.
 
-    ``torch.distributed`` calls ``set``, ``get``, ``wait`` and ``check`` in the thread that forms a group; all else
-    runs in the control thread.
+    The thread that forms a group calls ``set``, ``get``, ``wait`` and ``check``; all else runs in the control thread.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class LinkStore(TorchStore):
         self._changed = asyncio.Event()
         self._abandoned = False
 
-    def begin(self, link: Link, deadline: float) -> None:
+    def begin(self, link: Link, deadline: float | None) -> None:
         """Send what is set from now on to the other process, and let every wait end at ``deadline``."""
         self._link, self._deadline = link, deadline
 
@@ -78,7 +77,7 @@ class LinkStore(TorchStore):
             raise RuntimeError("the connection has ended")
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a value here and in the other process."""
+        """Set a value, here and in the other process."""
         self._run(self._set(key, value.encode() if isinstance(value, str) else bytes(value)), f"take {key}")
 
     def get(self, key: str) -> bytes:
@@ -100,8 +99,7 @@ class GroupMedium(BlockingMedium):
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``.
-        inline_bytes: updates with at most this many bytes of weights and extra state follow their offer; nccl carries
-            all.
+        inline_bytes: updates with at most this many bytes follow their offer, unless nccl carries all.
         timeout: seconds to form a group; None for ten minutes.
     """
 
@@ -119,24 +117,24 @@ class GroupMedium(BlockingMedium):
             await super().send(link, offer, payload)
             return
         await link.send(msgspec.structs.replace(offer, medium=True))
-        pair = self._pair or await self._form(link, 0)
+        pair = await self._formed(link, 0)
         await self._call_group("transfer", pair.send, payload)
 
     async def receive(self, link: Link, offer: Offer, into: Buffer) -> None:
         """Receive a large update."""
-        pair = self._pair or await self._form(link, 1)
+        pair = await self._formed(link, 1)
         await self._call_group("transfer", pair.receive, into)
 
-    async def _form(self, link: Link, rank: int) -> Pair:
-        deadline = deadline_in(as_timeout(self._timeout) or _LONGEST)
-        assert deadline is not None
-        self._store.begin(link, deadline)
-        await self._call_group("transport-setup", self._form_pair, rank, link.host, deadline)
-        assert self._pair is not None
+    async def _formed(self, link: Link, rank: int) -> Pair:
+        if self._pair is None:
+            deadline = deadline_in(as_timeout(self._timeout) or _LONGEST)
+            self._store.begin(link, deadline)
+            await self._call_group("transport-setup", self._form, rank, link.host, deadline)
+        assert self._pair is not None, "it has been formed"
         return self._pair
 
-    def _form_pair(self, rank: int, host: str, deadline: float) -> None:
-        self._pair = form_pair(self._store, rank, backend=self._backend, host=host, deadline=deadline)
+    def _form(self, rank: int, host: str, deadline: float | None) -> None:
+        self._pair = form_pair(self._store, rank, self._backend, host, deadline)
         if self._closed.is_set():  # meanwhile: nobody else closes it
             self._pair.close()
 

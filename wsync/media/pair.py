@@ -57,20 +57,17 @@ def with_index(device: torch.device) -> torch.device:
 
 
 class Pair:
-    """One end of a way through a group to one other process. Its methods block.
+    """One end of a way through a group of two. Its methods block.
 
     Args:
-        group: of two.
+        group: the group.
         peer: the rank of the other process.
-        connections: gloo's to the other process.
-        aborts: whether ``close`` aborts the group (NCCL).
+        connections: gloo's to the other process; None with NCCL.
     """
 
-    def __init__(
-        self, group: Any, peer: int, connections: Sequence[socket.socket] = (), *, aborts: bool = False
-    ) -> None:
+    def __init__(self, group: Any, peer: int, connections: Sequence[socket.socket] | None) -> None:
         self.group = group
-        self._peer, self._connections, self._aborts = peer, connections, aborts
+        self._peer, self._connections = peer, connections
         _pairs.add(self)
 
     def send(self, buffer: Buffer) -> None:
@@ -92,13 +89,13 @@ class Pair:
         return self.group
 
     def close(self) -> None:
-        """End a group of two, with what waits in it."""
+        """End the group, with what waits in it."""
         group, self.group = self.group, None  # without references to it, gloo closes its port
-        for connection in self._connections:
+        for connection in self._connections or ():
             with suppress(OSError):  # the other end has closed it
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
-        if self._aborts and group is not None:
+        if self._connections is None and group is not None:
             group.abort()  # ends kernels of NCCL that wait for the other process
 
 
@@ -120,20 +117,13 @@ def _keep_inherited() -> None:
 os.register_at_fork(after_in_child=_keep_inherited)
 
 
-def form_pair(
-    store: TorchStore,
-    rank: int,
-    *,
-    backend: str = "gloo",
-    host: str = "127.0.0.1",
-    deadline: float | None = None,
-) -> Pair:
+def form_pair(store: TorchStore, rank: int, backend: str, host: str, deadline: float | None) -> Pair:
     """Form one end of a pair; the other process does the same meanwhile.
 
     Args:
         store: by which the two find each other; not used after this call.
         rank: 0 on the sender, 1 in the worker.
-        backend: of a group of two.
+        backend: ``"gloo"`` or ``"nccl"``.
         host: this process's address, by which the other one reaches it.
         deadline: on ``time.monotonic``'s clock; None for none.
 
@@ -142,7 +132,7 @@ def form_pair(
         RuntimeError: the group could not be formed.
     """
     if backend == "nccl":
-        return Pair(_nccl_group(store, rank, device_of(backend), deadline), 1 - rank, aborts=True)
+        return Pair(_nccl_group(store, rank, device_of(backend), deadline), 1 - rank, None)
     group, connections = _gloo_group(store, rank, host, deadline)
     return Pair(group, 1 - rank, connections)
 
@@ -209,13 +199,9 @@ def _tcp_sockets(wanted: Callable[[socket.socket], bool]) -> list[socket.socket]
 
 
 def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float | None) -> None:
-    """Send over a new group of two what the other end has put into the store, and check that it does so too.
+    """Send over a new group what the other end has put into the store, and check that it does so too.
 
     Each end puts its value into the store when its half of the group is formed, so the values travel at once.
-
-    Raises:
-        ConnectionError: the other end does not.
-        RuntimeError: it has not formed its half.
     """
     own, other = secrets.token_bytes(_PROOF_SIZE), 1 - rank
     store.set(_PROOF + str(rank), own)  # pyright: ignore[reportArgumentType]  bytes are taken as well
@@ -239,7 +225,7 @@ def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float |
 def _nccl_group(store: TorchStore, rank: int, device: torch.device, deadline: float | None) -> Any:
     """Return a group of two over NCCL, connected: later it could not be, without the store.
 
-    NCCL waits for the other process without a deadline. So it begins when both processes have come this far.
+    NCCL waits for the other process without a deadline, so it begins when both processes have come this far.
     """
     from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
 
