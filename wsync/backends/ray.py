@@ -101,10 +101,9 @@ class RayWeightSyncScheme(GroupScheme):
         """Connect, as ``WeightSyncScheme.connect`` does. Actors that have not joined are called to join.
 
         Raises:
-            NotConnected: as there; or ``ray.shutdown`` was called since.
+            NotConnected: ``ray.shutdown`` was called since; and all that is raised there.
             WorkerFailed: an actor could not join; with its own error.
             ValueError: ``processes``, with actors: Ray reports the end of one.
-            Exception: else as there.
         """
         if not self._actors:
             super().connect(worker_idx=worker_idx, weights=weights, processes=processes)

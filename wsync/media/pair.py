@@ -74,19 +74,23 @@ class Pair:
         """Send a version; RuntimeError if the group has broken."""
         if buffer.flat.is_cuda:
             torch.cuda.synchronize(buffer.flat.device)  # it has been packed
-        group = self._require_group()
-        _finish(group.send([buffer.flat], self._peer, 0), buffer)
+        self._finish(lambda group: group.send([buffer.flat], self._peer, 0), buffer)
 
     def receive(self, buffer: Buffer) -> None:
         """Receive a version; RuntimeError if the group has broken."""
-        group = self._require_group()
-        _finish(group.recv([buffer.flat], self._peer, 0), buffer)
+        self._finish(lambda group: group.recv([buffer.flat], self._peer, 0), buffer)
 
-    def _require_group(self) -> Any:
-        """Return the group, which the caller keeps until its transfer has ended."""
-        if self.group is None:
+    def _finish(self, begin: Callable[[Any], Any], buffer: Buffer) -> None:
+        group = self.group  # kept until the transfer has ended
+        if group is None:
             raise RuntimeError("this group was closed")
-        return self.group
+        transfer = begin(group)
+        try:
+            transfer.wait(as_timedelta(None))  # gloo gives the group up when a wait times out
+        finally:
+            del transfer, group  # the traceback of an error would keep them, and the port open
+        if buffer.flat.is_cuda:  # there the wait is one of this thread's stream
+            torch.cuda.current_stream(buffer.flat.device).synchronize()
 
     def close(self) -> None:
         """End the group, with what waits in it."""
@@ -97,12 +101,6 @@ class Pair:
             connection.close()
         if self._connections is None and group is not None:
             group.abort()  # ends kernels of NCCL that wait for the other process
-
-
-def _finish(transfer: Any, buffer: Buffer) -> None:
-    transfer.wait(as_timedelta(None))  # gloo gives the group up when a wait times out
-    if buffer.flat.is_cuda:  # there the wait is one of this thread's stream
-        torch.cuda.current_stream(buffer.flat.device).synchronize()
 
 
 _pairs: WeakSet[Pair] = WeakSet()
