@@ -63,10 +63,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Receives one model's weights in one worker; ``scheme`` is initialised on the worker before the first call.
-
-    They are installed as they arrive, between two forwards, whether ``receive`` is called or not.
-    """
+    """Receives one model's weights in one worker; ``scheme`` is initialised on the worker before the first call."""
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
@@ -74,9 +71,8 @@ class WeightReceiver:
     def receive(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds for weights newer than those of the last call; return whether there are any.
 
-        Raises:
-            NotConnected: ``init_on_worker`` has not been called; or the sender is gone.
-            WeightSyncError: the sender's weights do not fit this model, or it rejected this worker.
+        They are installed as they arrive, also without this call. Raises as ``WeightSyncScheme.receive``; NotConnected:
+        the sender has shut down.
         """
         if not self._scheme.sends_weights:
             return False

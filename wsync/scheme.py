@@ -68,6 +68,7 @@ class WeightSyncScheme:
             fetches the newest before its next forward; None for no limit.
 
     Attributes:
+        strategy: the format in which weights are returned, a ``WeightStrategy``.
         metrics: what each update has cost.
         send_transform, receive_transform: as given; may be assigned before init.
     """
@@ -108,7 +109,7 @@ class WeightSyncScheme:
             raise ValueError("max_staleness is a number of versions, 0 or more, and needs initiator='receiver'")
         self.initiator: Literal["sender", "receiver"] = initiator
         self.max_staleness = max_staleness
-        self._strategy = WeightStrategy(strategy)
+        self.strategy = WeightStrategy(strategy)
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         self._model_id: str | None = None
@@ -352,14 +353,11 @@ class WeightSyncScheme:
         )
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
-        """Set up and connect both ends in this process.
+        """Set up and connect both ends in this process: an update is installed before ``send`` returns.
 
-        An update is installed inside the gate before ``send`` returns. If ``source`` is given, its weights are
-        installed in ``model`` at once, and ``send()`` reads it again; else ``send`` has to be given weights.
-
-        Raises:
-            RuntimeError: the scheme is initialised already.
-            LayoutMismatch: the source does not fit the model.
+        If ``source`` is given, its weights are installed in ``model`` at once, and ``send()`` reads it again; else
+        ``send`` has to be given weights. RuntimeError: the scheme is initialised. LayoutMismatch: the source does not
+        fit the model.
         """
         self._require_uninitialised()
         receiver = self._make_receiver(model_id, model)
@@ -422,13 +420,12 @@ class WeightSyncScheme:
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: wait for the process that takes the place of a worker, and until it has the newest update.
 
-        A replacement may connect at any time once the former worker has ended. Where the former one is connected
-        still, it is disconnected. ``timeout``: seconds, None for the scheme's.
+        It may connect at any time once the former worker has ended; one that is connected still is disconnected.
+        ``timeout``: seconds, None for the scheme's.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
-            TypeError, ValueError: ``process`` has a wrong form, see ``connect``; or there is no worker ``worker_idx``.
-            NotConnected: this end is not initialised as a sender, or is a forked child of one.
+            TypeError, ValueError: ``process`` has a wrong form, see ``connect``; or there is no such worker.
         """
         self._as_sender("readmit").readmit(worker_idx, process, timeout)
 
@@ -470,8 +467,7 @@ class WeightSyncScheme:
     def wait_async(self) -> SyncReport | None:
         """Wait until all that was sent without waiting is installed; return the newest report, None if there is none.
 
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: errors of the oldest failed update; call again for the rest.
+        It raises the errors of the oldest update that has failed, as ``send``: call again for the rest.
         """
         return self._as_sender("wait_async").wait()
 
@@ -507,9 +503,7 @@ class WeightSyncScheme:
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply ``weights`` to this end's model, inside the gate, without sending anything.
 
-        Raises:
-            LayoutMismatch: they do not fit; nothing was applied.
-            NotConnected: this end has no model; or this is a forked child of the process that initialised it.
+        LayoutMismatch: they do not fit, nothing was applied. NotConnected: this end has no model.
         """
         self._require_not_forked()
         if self._model is None:
@@ -524,10 +518,8 @@ class WeightSyncScheme:
     ) -> Any:
         """Return ``weights`` in the strategy's format, before ``device_map_fn`` and ``send_transform`` are applied.
 
-        ``{worker: weights}`` where workers have different ones. Nothing is sent, and nothing is changed.
-
-        Raises:
-            NotConnected: no weights were given, and there is no model to take them from.
+        ``{worker: weights}`` where workers have different ones. Nothing is sent, and nothing is changed. NotConnected:
+        no weights were given, and there is no model to take them from.
         """
         if weights is None and context is not None:
             weights = find_model(context, model_id)
@@ -626,11 +618,6 @@ class WeightSyncScheme:
                 f"{call}() can only be called on the {needed}; this scheme is initialised on the other end"
             )
         return NotConnected(f"{call}() needs init_on_{needed}() first; after shutdown(), initialise the scheme again")
-
-    @property
-    def strategy(self) -> WeightStrategy:
-        """The format in which weights are returned; it cannot be assigned."""
-        return self._strategy
 
     @property
     def timeout(self) -> float | None:

@@ -9,10 +9,9 @@ the two set-up methods), and a scheme that returns it from ``create_transport``:
         def create_transport(self, worker_idx=None):
             return MyTransport(self.folder, worker_idx)
 
-The scheme handles versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates. A transport with
-resources to release has a method ``close()`` as well: it makes a call that blocks in another thread return or raise. A
-thread of its own calls it: when the worker has gone, at a deadline, at shutdown and after a set-up that failed, also
-while another method runs; not in a forked child.
+The scheme handles versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates. A transport may
+have a ``close()`` as well, which releases its resources, and makes a call that blocks in another thread end. It is
+called when the worker has gone, at a deadline, at shutdown, and after a set-up that failed.
 """
 
 from __future__ import annotations
@@ -36,18 +35,15 @@ class TransportBackend(Protocol):
     """Moves the weights of one model between a sender and one worker.
 
     ``scheme.create_transport(worker_idx)`` makes one at each end, for each connection of a worker that does not use
-    shared memory. Threads of the library call it, one call at a time.
-
-    A transport stores no model and no strategy: the receiver's methods are given those to use. Standalone (without a
-    scheme) a caller may give both. Under a scheme, ``model`` and the set-up's ``weights`` are always None.
+    shared memory. Threads of the library call it, one call at a time. It stores no model and no strategy: the
+    receiver's methods are given those to use. Under a scheme, ``model`` and the set-up's ``weights`` are always None.
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Set up the sender's end.
 
         Called once per connection, before the first ``send_weights``. May wait for the worker's end, which is set up at
-        the same time. After an Exception the worker is disconnected, and a call that waits for the update raises
-        ``WorkerFailed``.
+        the same time. After an error the worker is disconnected, and a call that waits for it raises ``WorkerFailed``.
         """
 
     def setup_connection_and_weights_on_receiver(
@@ -62,7 +58,7 @@ class TransportBackend(Protocol):
 
         Called once per connection, before the first ``receive_weights``. Under a scheme the result is ignored, and the
         first weights arrive by ``receive_weights`` like all others; standalone a transport may return them, applied as
-        there. After an Exception the worker is disconnected, and the trainer is told it.
+        there. After an error the worker is disconnected, and the trainer is told it.
         """
 
     @abstractmethod

@@ -71,16 +71,13 @@ class RayWeightSyncScheme(GroupScheme):
         actors: Sequence[ActorHandle] | None = None,
         **given: Any,
     ) -> None:
-        """Set up the trainer's end, as ``WeightSyncScheme.init_on_sender`` does.
+        """Set up the trainer's end, as ``WeightSyncScheme.init_on_sender`` does; NotConnected: Ray is not initialised.
 
         Args:
             model_id: the model's name, and its path in each actor.
             context: a collector; or an object with ``actors``.
             actors: those that the sender has join, by worker index.
             given: as there.
-
-        Raises:
-            NotConnected: Ray is not initialised.
         """
         self._require_uninitialised()
         self._ray = _connection()
@@ -117,12 +114,8 @@ class RayWeightSyncScheme(GroupScheme):
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """Accept a worker in the place of one that has died, as ``WeightSyncScheme.readmit`` does.
 
-        An actor that the sender was given, and that Ray has restarted (``max_restarts``), is called to join. An actor
-        that is alive joins again with the model that it has at the path now.
-
-        Raises:
-            WorkerFailed: it could not; with its own error.
-            ValueError: there is no such worker; or ``process``, with actors: Ray reports the end of one.
+        An actor that Ray has restarted (``max_restarts``), or that is alive, is called to join with the model that it
+        has at the path now. WorkerFailed: it could not; with its own error. ValueError: ``process``, with actors.
         """
         if not self._actors:
             super().readmit(worker_idx, process, timeout)
@@ -186,11 +179,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     sender_driven = True
 
     def init_on_sender(self, model_id: str = "module", context: Any = None, **given: Any) -> None:
-        """Set up the trainer's end, as ``RayWeightSyncScheme.init_on_sender`` does.
-
-        Raises:
-            ValueError: neither the transform nor its actors were given.
-        """
+        """As ``RayWeightSyncScheme.init_on_sender``; ValueError: neither the transform nor its actors were given."""
         if given.get("actors") is None and not hasattr(context, "actors"):  # the class is the user's
             raise ValueError("RayModuleTransformScheme needs context=<the RayModuleTransform>, or actors=[…]")
         super().init_on_sender(model_id, context, **given)
@@ -240,8 +229,7 @@ def _connection() -> tuple[str, str] | None:
 def _watched(calls: Mapping[int, ObjectRef]) -> Iterator[Mapping[int, int]]:
     """Yield, per worker, a descriptor that becomes readable if its call fails. At the end, raise the calls' own errors.
 
-    Raises:
-        WorkerFailed: calls have failed; also in place of an error in the block.
+    They are raised as ``WorkerFailed``, also in place of an error in the block.
     """
     ends, pairs = {worker: call.future() for worker, call in calls.items()}, {one: socket.socketpair() for one in calls}
     for worker, end in ends.items():  # a thread of Ray closes one end of the pair

@@ -92,8 +92,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         """Make ``weights`` the buffers of ``model_id``.
 
         A ``send()`` without arguments sends what is in them, if the sender has no model of its own. After each ``send``
-        their tensors lie in the memory that the workers were given: they show what was sent last. Do not keep
-        references to the memory that they had before.
+        their tensors lie in the memory that the workers were given, and what refers to their former memory does not.
 
         Raises:
             RuntimeError: the model has buffers already, or the scheme is initialised already.

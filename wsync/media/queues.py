@@ -21,9 +21,8 @@ class MPTransport(TransportBackend):
     """Weights through a queue, acknowledgements through another (a ``TransportBackend``).
 
     Each end makes one over the same two queues. It needs no scheme; a user's scheme may return one from
-    ``create_transport``, without an ``ack_queue``: schemes acknowledge by their own connection. Timeouts are measured
-    by the monotonic clock, with one exception: where several processes or threads read one ``multiprocessing.Queue``
-    at once, they wait for its lock, and ``multiprocessing`` does so by the wall clock.
+    ``create_transport``, without an ``ack_queue``: schemes acknowledge by their own connection. One process or thread
+    reads a ``multiprocessing.Queue``: several would wait for its lock by the wall clock.
 
     Args:
         weight_queue: carries ``(number, weights)`` to one worker.
@@ -62,11 +61,7 @@ class MPTransport(TransportBackend):
             raise WorkerFailed(f"the worker could not apply the weights:\n{error}")
 
     def receive_weights(self, timeout: float | None = None, **into: Any) -> Any | None:
-        """Return the next weights, applied to ``model`` and ``weights``; None if none came. As in ``TransportBackend``.
-
-        Raises:
-            ConnectionError: ``close`` was called.
-        """
+        """Return the next weights, as in ``TransportBackend``; ConnectionError: ``close`` was called."""
         try:
             number, received = self._get(self._weights, deadline_in(timeout))
         except queue.Empty:
@@ -93,12 +88,7 @@ class MPTransport(TransportBackend):
         self._closed = True
 
     def _get(self, of: WeightQueue, deadline: float | None) -> Any:
-        """Return the next item of a queue.
-
-        Raises:
-            queue.Empty: none came by the deadline.
-            ConnectionError: ``close`` was called.
-        """
+        """Return the next item of a queue; queue.Empty: none came in time. ConnectionError: ``close`` was called."""
         while not self._closed:
             left = remaining(deadline)
             try:

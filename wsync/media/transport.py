@@ -49,7 +49,7 @@ class TransportMedium(BlockingMedium):
     ) -> None:
         super().__init__()
         self._create = create
-        self._made: TransportBackend | None = None
+        self._transport: Any = None  # a ``TransportBackend``, once it is made
         self._strategy = strategy
         self._worker = worker
         self._timeout = timeout
@@ -155,11 +155,6 @@ class TransportMedium(BlockingMedium):
         return self._strategy.extract_weights(dict(zip(buffer.layout.names, buffer.views, strict=True)))
 
     @property
-    def _transport(self) -> TransportBackend:
-        assert self._made is not None, "it has been set up"
-        return self._made
-
-    @property
     def _name(self) -> str:
         return f"{type(self._transport).__name__}.receive_weights"
 
@@ -181,10 +176,10 @@ class TransportMedium(BlockingMedium):
             raise
 
     def _make_and_set_up(self, set_up: Callable[[TransportBackend], Any]) -> None:
-        self._made = self._create()
+        self._transport = self._create()
         if self._closed.is_set():  # meanwhile: nobody else closes it
             self._release()
-        set_up(self._made)
+        set_up(self._transport)
 
     def on_side(self, data: bytes) -> None:
         """The other end could not be set up: end the connection."""
@@ -201,12 +196,12 @@ class TransportMedium(BlockingMedium):
         self._news.set()
 
     def _release(self) -> None:
-        close = getattr(self._made, "close", None)
+        close = getattr(self._transport, "close", None)
         try:
             if close is not None:
                 close()
         except Exception:  # noqa: BLE001  of a user's transport: other connections have to end all the same
-            _log.exception("%s.close() raised an error, which has no other effect", type(self._made).__name__)
+            _log.exception("%s.close() raised an error, which has no other effect", type(self._transport).__name__)
 
 
 def _text(error: BaseException) -> str:
