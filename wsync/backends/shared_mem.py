@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Unpack
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
@@ -13,7 +13,7 @@ from wsync.shm.registered import RegisteredWeights
 from wsync.transport import SchemeTransport
 from wsync.weights.snapshot import snapshot
 from wsync.weights.source import DeviceMap, Source
-from wsync.weights.strategy import Format
+from wsync.weights.strategy import Format, WeightStrategy
 from wsync.workers import Workers
 
 
@@ -29,12 +29,9 @@ class SharedMemTransport(SchemeTransport):
         scheme: Any = self._scheme
         if scheme.model_id in (None, *scheme._registered):
             return [own for model_id, own in scheme._registered.items() if scheme.model_id in (None, model_id)]
-        return [
-            TensorDict({
-                tuple(name.split(".")): view for name, view in zip(one.layout.names, one.views, strict=True)
-            })
-            for one in (scheme.sender.outlet.published() if isinstance(scheme.sender.outlet, Workers) else ())
-        ]  # fmt: skip
+        buffers = scheme.sender.outlet.published() if isinstance(scheme.sender.outlet, Workers) else ()
+        weights: list[Any] = [dict(zip(one.layout.names, one.views, strict=True)) for one in buffers]
+        return [WeightStrategy("tensordict").extract_weights(one) for one in weights]  # pyright: ignore[reportReturnType]
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
