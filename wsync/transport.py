@@ -92,9 +92,9 @@ class TransportBackend(Protocol):
         """Return the next version, or None if none arrived within ``timeout`` seconds.
 
         Under a scheme it is first called when the sender announces an update, while ``send_weights`` may still run. If
-        it returns anything but that update, by its checksum, it is called again when ``send_weights`` has returned, and
-        as long as each call then returns other weights: a stream may have some of an update that failed. If such a
-        later call returns None or raises, or the deadline passes, the trainer raises ``WorkerFailed``.
+        it raises, or returns anything but that update, by its checksum, it is called again when ``send_weights`` has
+        returned, and as long as each call then returns other weights: a stream may have some of an update that failed.
+        If such a later call returns None or raises, or the deadline passes, the trainer raises ``WorkerFailed``.
 
         Args:
             timeout: seconds; None for no limit. Under a scheme with a timeout: what is left of 80 % of it.

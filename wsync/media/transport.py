@@ -101,7 +101,7 @@ class TransportMedium(BlockingMedium):
         own, last = self._formatted(into), 0
         while True:
             final = self._receiving is None and self._has_returned(offer)  # the update can be received by this call
-            received = await self._received(offer, into, own, deadline)
+            received = await self._received(offer, into, own, deadline, final)
             found = 0
             if received is not None:
                 if received is not own:
@@ -123,21 +123,29 @@ class TransportMedium(BlockingMedium):
         """Whether ``send_weights`` has returned for this update, or raised."""
         return self._sent.version >= offer.version
 
-    async def _received(self, offer: Offer, into: Buffer, own: Any, deadline: float | None) -> Any:
-        """Return what a call of ``receive_weights`` returns; raises if the sender says that it could not send."""
+    def _require_sent(self, offer: Offer) -> None:
+        if self._has_returned(offer) and self._sent.error:
+            raise WeightSyncError(f"the sender could not send it: {self._sent.error}")
+
+    async def _received(self, offer: Offer, into: Buffer, own: Any, deadline: float | None, final: bool) -> Any:
+        """Return what a call of ``receive_weights`` returns; None if it raises and is not ``final``."""
+        self._require_sent(offer)
         if self._receiving is None:
             self._receiving = self._start("transfer", self._receive, into, own, remaining(deadline))
             self._receiving.add_done_callback(lambda _: self._news.set())
         call = self._receiving
         await self._until(lambda: call.done() or (self._has_returned(offer) and bool(self._sent.error)))
-        if not call.done():  # its result may be the next update
-            raise WeightSyncError(f"the sender could not send it: {self._sent.error}")
+        self._require_sent(offer)  # else the call may return the next update
         self._receiving = None
         try:
             return call.result()
-        except ConnectionError as error:
+        except Exception as error:
             self._require_open()
-            raise WeightSyncError(f"{self._name} raised {error!r}") from error  # the connection goes on
+            if not final:
+                return None
+            if isinstance(error, ConnectionError):
+                raise WeightSyncError(f"{self._name} raised {error!r}") from error  # the connection goes on
+            raise
 
     def _receive(self, _buffer: Buffer, weights: Any, timeout: float | None) -> Any:
         """Call ``receive_weights``; the buffer is kept meanwhile."""
