@@ -2,15 +2,13 @@
 
 from wsync import transforms
 from wsync.backends.cuda import CudaWeightSyncScheme
-from wsync.backends.distributed import DistributedWeightSyncScheme
+from wsync.backends.distributed import DistributedTransport, DistributedWeightSyncScheme
 from wsync.backends.http import HTTPWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from wsync.backends.none import NoWeightSyncScheme
-from wsync.backends.ray import RayTransport, RayWeightSyncScheme
-from wsync.backends.ray_module_transform import RayModuleTransformScheme
+from wsync.backends.ray import RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
 from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
-from wsync.backends.shared_mem import SharedMemWeightSyncScheme
-from wsync.backends.shared_mem_transport import SharedMemTransport
+from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
 from wsync.backends.store import StoreTransport, StoreWeightSyncScheme
 from wsync.control.listen import listen_on
 from wsync.control.rendezvous import Rendezvous, SocketRendezvous, TorchStoreRendezvous
@@ -25,22 +23,20 @@ from wsync.errors import (
     missing_extra,
 )
 from wsync.gate import gate, gated
-from wsync.legacy.api import WeightReceiver, WeightSender
-from wsync.media.group import DistributedTransport
+from wsync.legacy import WeightReceiver, WeightSender
 from wsync.metrics import SyncMetrics
 from wsync.paths import CollectorContext, NoSuchPath, RemoteWorker, find_model, find_object
 from wsync.registry import register_backend, registered_backends
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import worker_list
 from wsync.transaction import synchronize
-from wsync.transport import Closable, TransportBackend
+from wsync.transport import TransportBackend
 from wsync.update import SyncReport
 from wsync.weights.source import per_worker
 from wsync.weights.strategy import WeightStrategy, bytes_of
 
 __version__ = "0.1.0"
 __all__ = [
-    "Closable",
     "CollectorContext",
     "CudaWeightSyncScheme",
     "DistributedTransport",

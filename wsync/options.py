@@ -1,12 +1,11 @@
-"""The options that every scheme has: they are described, and have their defaults, in ``WeightSyncScheme``."""
+"""The options that every scheme has, and the arguments that say how many workers there are."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict
 
 from wsync.transforms.chain import Transform
 from wsync.weights.source import per_worker
@@ -15,7 +14,7 @@ __all__ = ["SchemeOptions"]
 
 
 class SchemeOptions(TypedDict, total=False):
-    """What the ``__init__`` of a backend's scheme hands on: ``**options: Unpack[SchemeOptions]``."""
+    """What a scheme's ``__init__`` hands on to ``WeightSyncScheme``: ``**options: Unpack[SchemeOptions]``."""
 
     send_transform: Transform | Sequence[Transform] | None
     receive_transform: Transform | Sequence[Transform] | None
@@ -24,45 +23,21 @@ class SchemeOptions(TypedDict, total=False):
 
 
 def full_signature(scheme: type) -> inspect.Signature:
-    """Return the signature of ``scheme``, in which ``**options`` is replaced by what it stands for.
+    """Return the signature of ``scheme``, which ``help`` shows, and from which configs are made.
 
-    ``**options: Unpack[SchemeOptions]`` stands for those; with any other annotation, for all arguments of the class
-    that ``scheme`` derives from. The signature is what ``help`` shows, and what configs are made from.
+    In it ``**options: Unpack[SchemeOptions]`` is replaced by those, and ``**options`` with any other annotation by all
+    arguments of the next class in the order of bases.
     """
-    found: list[inspect.Parameter] = []
-    passed_on: Container[str] | None = None  # None: all
-    for one in scheme.__mro__:
-        if "__init__" not in vars(one):
-            continue
-        own, known = list(inspect.signature(one.__init__).parameters.values())[1:], [one.name for one in found]
-        options = [parameter for parameter in own if parameter.kind is parameter.VAR_KEYWORD]
-        for parameter in own:
-            if parameter.name in known or parameter in options or (passed_on and parameter.name not in passed_on):
-                continue
-            found.append(parameter.replace(kind=parameter.KEYWORD_ONLY) if known else parameter)
-        if not options:
-            break
-        if options[0].annotation in ("Unpack[SchemeOptions]", Unpack[SchemeOptions]):
-            passed_on = SchemeOptions.__annotations__
-    return inspect.Signature(found)
-
-
-def check_option_names(scheme: type, options: Iterable[str]) -> None:
-    """Raise TypeError if ``scheme`` lacks one of these arguments; names a similar one, or all of them."""
-    known = inspect.signature(scheme).parameters
-    unknown = [name for name in options if name not in known]
-    if unknown and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
-        similar = get_close_matches(unknown[0], known, 1)
-        hint = f"did you mean '{similar[0]}'?" if similar else f"there are {', '.join(known)}"
-        raise TypeError(f"{scheme.__name__} has no argument '{unknown[0]}': {hint}")
-
-
-def check_pull_options(initiator: str, max_staleness: int | None) -> None:
-    """Raise ValueError if ``initiator`` or ``max_staleness`` is wrong, or they do not go together."""
-    if initiator not in ("sender", "receiver"):
-        raise ValueError(f"initiator is 'sender' or 'receiver', not {initiator!r}")
-    if max_staleness is not None and (initiator == "sender" or max_staleness < 0):
-        raise ValueError("max_staleness is a number of versions, 0 or more, and needs initiator='receiver'")
+    classes = [one for one in scheme.__mro__ if "__init__" in vars(one)]
+    own = list(inspect.signature(classes[0].__init__).parameters.values())[1:]
+    if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return inspect.Signature(own)
+    options, known = own.pop(), {parameter.name for parameter in own}
+    for name, parameter in full_signature(classes[1]).parameters.items():
+        handed_on = "SchemeOptions" not in str(options.annotation) or name in SchemeOptions.__annotations__
+        if handed_on and name not in known:
+            own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    return inspect.Signature(own)
 
 
 def agreed_count(
@@ -91,23 +66,18 @@ def agreed_count(
         "the context's workers": len(workers) or None,
         **options,
     }
-    count = single_count(counts)
-    count = 1 if count is None else int(count)
+    given = {name: int(count) for name, count in counts.items() if count is not None}
+    if len(set(given.values())) > 1:
+        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in given.items()))
+    count = next(iter(given.values()), 1)
     if count < 1:
         raise ValueError(f"num_workers is at least 1, not {count}")
+    everyone = list(range(count))
     indices = sorted(worker.worker_idx for worker in workers)
-    if indices and indices != list(range(count)):
+    if indices and indices != everyone:
         raise ValueError(f"the context's workers have the indices 0 to {count - 1}, not {indices}")
-    if params_map is not None and set(per_worker(params_map) or ()) != set(range(count)):
+    if params_map is not None and sorted(per_worker(params_map) or ()) != everyone:
         raise ValueError(
             f"params_map is {{worker_idx: weights}} for workers 0 to {count - 1}, not for {list(params_map)}"
         )
     return count
-
-
-def single_count(counts: Mapping[str, int | None]) -> int | None:
-    """Return the number on which all of ``counts`` agree; None if all are None; ValueError: they do not."""
-    given = {name: count for name, count in counts.items() if count is not None}
-    if len(set(given.values())) > 1:
-        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in given.items()))
-    return next(iter(given.values()), None)

@@ -19,7 +19,7 @@ _BACKENDS = {
     "distributed": "wsync.backends.distributed:DistributedWeightSyncScheme",
     "rpc": "wsync.backends.rpc:RPCWeightSyncScheme",
     "ray": "wsync.backends.ray:RayWeightSyncScheme",
-    "ray_module_transform": "wsync.backends.ray_module_transform:RayModuleTransformScheme",
+    "ray_module_transform": "wsync.backends.ray:RayModuleTransformScheme",
     "store": "wsync.backends.store:StoreWeightSyncScheme",
     "http": "wsync.backends.http:HTTPWeightSyncScheme",
     "none": "wsync.backends.none:NoWeightSyncScheme",

@@ -15,13 +15,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import util
-from typing import Any, ClassVar, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 
-from wsync.cascade import pass_on_of
+from wsync import legacy
 from wsync.control.auth import Address
 from wsync.control.listen import Listener
 from wsync.control.processes import Process, Processes
@@ -31,18 +31,15 @@ from wsync.deadlines import as_timeout, deadline_in
 from wsync.errors import NotConnected, forked_child_error
 from wsync.gate import process_gate, without_forward
 from wsync.inbox import InProcess, WorkerConnection
-from wsync.legacy import api as older
-from wsync.legacy.pipes import invite_all, pipes_of
 from wsync.media.transport import TransportMedium
 from wsync.metrics import SyncMetrics
-from wsync.options import agreed_count, check_option_names, check_pull_options, full_signature
+from wsync.options import agreed_count, full_signature
 from wsync.paths import CollectorContext, find_model, find_or_none
 from wsync.receiver import Receiver
 from wsync.registry import load_backend
-from wsync.scheme_transports import ReceiverTransport, SenderTransport
 from wsync.sender import Sender
 from wsync.transforms.chain import Transform, compose, delta_of
-from wsync.transport import TransportBackend, require_transport
+from wsync.transport import SchemeTransport, TransportBackend, require_transport
 from wsync.update import Connection, Outlet, SyncReport
 from wsync.weights.source import DeviceMap, Source, extracted
 from wsync.weights.strategy import Format, WeightStrategy
@@ -56,7 +53,7 @@ class WeightSyncScheme:
     Args:
         strategy: the format of weights that ``receive`` and ``weights`` return and that a transport is given,
             ``"tensordict"`` or ``"state_dict"``. ``send`` takes both.
-        sync: whether ``send`` waits for the workers; otherwise, as after ``send_async``, ``wait_async`` does.
+        sync: whether ``send`` waits for the workers; otherwise ``wait_async`` does.
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
         bind: whether a worker's parameters may point directly into received, possibly shared memory. False for a worker
             that writes to its parameters, e.g. trains: it would corrupt the shared copy.
@@ -70,6 +67,7 @@ class WeightSyncScheme:
             fetches the newest before its next forward; None for no limit.
 
     Attributes:
+        strategy: the format in which weights are returned, a ``WeightStrategy``.
         metrics: what each update has cost.
         send_transform, receive_transform: as given; may be assigned before init.
     """
@@ -85,6 +83,8 @@ class WeightSyncScheme:
     """Whether ``connect`` of the sender also sets up the receivers, which are Ray actors of its ``context``."""
     delivers_at_connect: ClassVar[bool] = True
     """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
+    transport_class: ClassVar[type[SchemeTransport]] = SchemeTransport
+    """The class of ``sender_transports``, ``shared_transport`` and ``receiver_transport``."""
     arena: bool = False
     """Whether workers on the sender's machine take weights from the arena (``shm/arena.py``)."""
     binds: ClassVar[bool] = False
@@ -102,10 +102,13 @@ class WeightSyncScheme:
         initiator: Literal["sender", "receiver"] = "sender",
         max_staleness: int | None = None,
     ) -> None:
-        check_pull_options(initiator, max_staleness)
+        if initiator not in ("sender", "receiver"):
+            raise ValueError(f"initiator is 'sender' or 'receiver', not {initiator!r}")
+        if max_staleness is not None and (initiator == "sender" or max_staleness < 0):
+            raise ValueError("max_staleness is a number of versions, 0 or more, and needs initiator='receiver'")
         self.initiator: Literal["sender", "receiver"] = initiator
         self.max_staleness = max_staleness
-        self._strategy = WeightStrategy(strategy)
+        self.strategy = WeightStrategy(strategy)
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         self._model_id: str | None = None
@@ -130,33 +133,21 @@ class WeightSyncScheme:
         super().__init_subclass__(**options)
         cls.__signature__ = full_signature(cls)
 
-    def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """Raise TypeError for an unknown option: a base class would name itself instead of ``cls``."""
-        check_option_names(cls, options)
-        return super().__new__(cls)
-
-    def __repr__(self) -> str:
-        if self._model_id is None:
-            return f"<{type(self).__name__}: not initialised>"
-        worker = "worker" if self.worker_idx is None else f"worker {self.worker_idx}"
-        end = worker if not self.num_workers else f"sender to {self.num_workers} worker(s)"
-        return f"<{type(self).__name__}: {end}, model '{self._model_id}', version {self.version}>"
-
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, models and connections; for workers, no ``send_transform``."""
         none = dict.fromkeys(("_sender", "_receiver", "_model_id", "_context", "_model", "_index", "_listening"))
-        none["_sentinels"] = {}  # pyright: ignore[reportArgumentType]
-        state = {**self.__dict__, **none, "_pipes": [], "metrics": SyncMetrics(self.metrics.scheme)}
+        state = {**self.__dict__, **none, "_sentinels": {}, "_pipes": [], "metrics": SyncMetrics(self.metrics.scheme)}
         return state if self._sender_model_id is None else {**state, "send_transform": None}
 
     # --- what a backend overrides ---
 
-    def create_transport(self, worker_idx: int | None = None) -> TransportBackend:
+    def create_transport(self, worker_idx: Any = None) -> TransportBackend:
         """Return a new transport to (or in) worker ``worker_idx``. Called once per connection, at either end.
 
-        A backend of one's own overrides it. The base class has none: weights travel by the connection itself.
+        A backend of one's own overrides it. In the base class, whose weights need no transport, it returns the scheme's
+        own way to a worker, or (None) to all. The older API gives a pipe or a context: see ``wsync.legacy``.
         """
-        raise TypeError(f"{type(self).__name__} has no transport: weights travel by the connection itself")
+        return legacy.transport_to(self, worker_idx)
 
     def create_rendezvous(self) -> Rendezvous:
         """Return how workers find the sender; by default by the address in the pickled scheme, on one machine."""
@@ -166,19 +157,23 @@ class WeightSyncScheme:
         """Return what carries the weights of one connection, at either end, where the arena does not."""
         if type(self).create_transport is WeightSyncScheme.create_transport:
             return Medium()
-        create = _method(self.create_transport)
-        return TransportMedium(lambda: require_transport(create(worker_idx)), self.strategy, worker_idx, self.timeout)
+        scheme = weakref.proxy(self)  # a scheme that is dropped is closed
+
+        def create() -> TransportBackend:
+            return require_transport(scheme.create_transport(worker_idx))
+
+        return TransportMedium(create, self.strategy, worker_idx, self.timeout)
 
     def make_outlet(self, model_id: str, num_workers: int) -> Outlet:
         """Return what the sender publishes to: by default workers that connect."""
-        rendezvous = self.create_rendezvous()
+        rendezvous, scheme = self.create_rendezvous(), weakref.proxy(self)  # a scheme that is dropped is closed
         listener = Listener(rendezvous.key(), "weights", model_id, rendezvous.host)
         self._listening = listener.address
         self._address = rendezvous.pickled(listener.address)
         return Workers(
             listener,
             num_workers,
-            _method(self.make_medium),
+            lambda worker: scheme.make_medium(worker),
             arena=self.arena,
             checksum=self.checksum,
             on_request=self.initiator == "receiver",
@@ -238,14 +233,14 @@ class WeightSyncScheme:
             model_id: the model's name, and its dotted path in ``context``.
             context: a collector, or any object that has the model.
             model: the model; read again by each ``send()`` without arguments.
-            weights: the weights themselves, instead of a model; likewise read again by each ``send()``.
-            devices: one per worker; only their number is used (an argument of TorchRL's).
-            device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker; they may be on any
-                device. Called for each worker that an update is for, by the thread that calls ``send`` or ``connect``.
+            weights: the weights themselves, instead of a model; likewise read again.
+            devices: one per worker; only their number is used.
+            device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker, on any device. The
+                thread that calls ``send`` or ``connect`` calls it for each worker of the update.
             num_workers: by default the number of ``devices``, ``params_map``, ``pipes``, the context's workers, or
-                ``urls`` (of the backend ``http``); else 1.
+                what an option of the backend implies; else 1.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
-            pipes: one to each worker; for the older API, see ``wsync.legacy``.
+            pipes: one to each worker: see ``wsync.legacy``.
 
         Raises:
             RuntimeError: the scheme is initialised already.
@@ -258,7 +253,7 @@ class WeightSyncScheme:
             raise ValueError(f"give one of model, weights and params_map, not {' and '.join(given)}")
         if not given and context is not None:
             model = find_or_none(context, model_id)
-        pipes = pipes_of(context, pipes)
+        pipes = legacy.pipes_of(self, context, pipes)
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
         count_by_option = {**self.implied_worker_counts(), **({"pipes": len(pipes)} if pipes else {})}
         count = agreed_count(num_workers, devices, params_map, workers, count_by_option)
@@ -267,9 +262,12 @@ class WeightSyncScheme:
         self._begin_sending(model_id, outlet, source, count)
         self._sender_model_id, self._context, self._model = model_id, context, model
         self._sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
-        if pipes:
-            self._pipes[:] = pipes  # the same list object: transports of the older API refer to it
-        invite_all(self, pipes)  # send each worker the address through its pipe
+        self._pipes = pipes
+        try:
+            legacy.invite_all(self)  # send each worker the address through its pipe
+        except Exception:  # of any class: it is raised again
+            self.shutdown()
+            raise
 
     def _begin_sending(self, model_id: str, outlet: Outlet, source: Source, count: int) -> None:
         self._sender = Sender(
@@ -300,13 +298,13 @@ class WeightSyncScheme:
 
         Args:
             model_id: the model's name, and its dotted path in ``context``.
-            context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
-                ``update_policy_weights_``) is called after an update is installed and before it is acknowledged (of
-                several, for the newest): outside the gate, in a thread of its own.
+            context: an object that has the model. Its ``cascade_weights(model_id)``, or else
+                ``update_policy_weights_(weights=, model_id=)`` with a copy, is called when an update (of several, the
+                newest) is installed and not yet acknowledged: outside the gate, in a thread of its own.
             model: the model itself, or a mapping of tensors into which weights are copied. A module in memory shared
-                with another process is first given memory of its own: that process's model must not change.
-            load: for an inference engine: called inside the gate, by the thread that installs, with an iterator over
-                the ``(name, tensor)`` pairs of a version; they are valid during the call. ``model`` is then optional.
+                with another process is first given memory of its own.
+            load: for an inference engine: called inside the gate with an iterator over the ``(name, tensor)`` pairs of
+                a version, which are valid during the call. ``model`` is then optional.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
         Raises:
@@ -324,28 +322,24 @@ class WeightSyncScheme:
             if context is None:
                 raise ValueError(f"init_on_receiver('{model_id}') needs the model, a context that has it, or load=")
             model = find_model(context, model_id)
-        pass_on = pass_on_of(context, model_id, model, self.strategy)
+        pass_on = _pass_on_of(context, model_id, model, self.strategy)
         if pass_on is not None and not self.acknowledges:
             raise ValueError(
                 f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
                 "acknowledgements: use initiator='sender', with shared_mem also acknowledge='installed', not a store"
             )
-        receiver = self._make_receiver(model_id, model, load, pass_on)
+        receiver = self._make_receiver(model_id, model, pass_on, load=load)
         receiver.connection = self.make_connection(model_id, receiver)
         self._receiver, self._model_id, self._context, self._model = receiver, model_id, context, model
         self._index = worker_idx
 
     def _make_receiver(
-        self,
-        model_id: str,
-        model: Any,
-        load: Load | None,
-        pass_on: Callable[[], object] | None,
+        self, model_id: str, model: Any, pass_on: Callable[[], object] | None = None, **options: Any
     ) -> Receiver:
         transform = compose(self.receive_transform, "receive_transform")
         return Receiver(
             model_id,
-            Destination(model, load=load, transform=transform),
+            Destination(model, transform=transform, **options),
             self.strategy,
             bind=self.bind,
             on_request=self.initiator == "receiver",
@@ -356,26 +350,22 @@ class WeightSyncScheme:
         )
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
-        """Set up and connect both ends in this process.
+        """Set up and connect both ends in this process: an update is installed before ``send`` returns.
 
-        An update is installed inside the gate before ``send`` returns. If ``source`` is given, its weights are
-        installed in ``model`` at once, and ``send()`` reads it again; else ``send`` has to be given weights.
-
-        Raises:
-            RuntimeError: the scheme is initialised already.
-            LayoutMismatch: the source does not fit the model.
+        If ``source`` is given, its weights are installed in ``model`` at once, and ``send()`` reads it again; else
+        ``send`` has to be given weights. RuntimeError: the scheme is initialised. LayoutMismatch: the source does not
+        fit the model.
         """
         self._require_uninitialised()
-        receiver = self._make_receiver(model_id, model, None, None)
+        receiver = self._make_receiver(model_id, model)
         receiver.on_request = False
         outlet = InProcess(receiver)
         self._begin_sending(model_id, outlet, self.make_source(model_id, source, None), 1)
-        assert self._sender is not None
-        receiver.sender = self._sender.name
+        receiver.sender = outlet.name
         self._receiver, self._model = receiver, model
         try:
-            self._sender.connect(None, None)
-        except BaseException:
+            self.sender.connect(None, None)
+        except Exception:  # of any class: it is raised again
             self.shutdown()
             raise
 
@@ -404,13 +394,15 @@ class WeightSyncScheme:
         """
         self._require_not_forked()
         if self._sender is not None:
-            _reject("sender", worker_idx=worker_idx)
+            if worker_idx is not None:
+                raise ValueError("connect() takes no worker_idx= on the sender")
             if self._listening is not None and not self._sender.connected:
                 rendezvous = self.create_rendezvous()
                 rendezvous.announce(self._listening, str(self._model_id), deadline_in(self.timeout))
             self._sender.connect(weights, processes if processes is not None else self._sentinels or None)
         elif self._receiver is not None:
-            _reject("receiver", weights=weights, processes=processes)
+            if weights is not None or processes is not None:
+                raise ValueError("connect() takes no weights= and no processes= on the receiver")
             index = self._index if worker_idx is None else worker_idx
             if index is None:
                 raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
@@ -425,13 +417,12 @@ class WeightSyncScheme:
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: wait for the process that takes the place of a worker, and until it has the newest update.
 
-        A replacement may connect at any time once the former worker has ended. Where the former one is connected
-        still, it is disconnected. ``timeout``: seconds, None for the scheme's.
+        It may connect at any time once the former worker has ended; one that is connected still is disconnected.
+        ``timeout``: seconds, None for the scheme's.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
-            TypeError, ValueError: ``process`` has a wrong form, see ``connect``; or there is no worker ``worker_idx``.
-            NotConnected: this end is not initialised as a sender, or is a forked child of one.
+            TypeError, ValueError: ``process`` has a wrong form, see ``connect``; or there is no such worker.
         """
         self._as_sender("readmit").readmit(worker_idx, process, timeout)
 
@@ -446,13 +437,16 @@ class WeightSyncScheme:
     ) -> SyncReport | None:
         """Deliver an update. When this returns, every forward that starts later in a worker uses it, or a newer one.
 
-        It returns what the update has cost. With ``sync=False`` it is ``send_async``, and returns None. With
-        ``initiator="receiver"`` it only makes the version available; the backend ``store`` writes it to a file.
+        With ``sync=False`` it does not wait. With ``initiator="receiver"`` it only makes the version available; the
+        backend ``store`` writes it to a file.
 
         Args:
             weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads what was given at init.
             worker_ids: one, several, or (None) all workers.
             partial: whether ``weights`` are a part of the model; the rest keeps the values that were sent last.
+
+        Returns:
+            What the update has cost; None with ``sync=False``.
 
         Raises:
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
@@ -470,8 +464,7 @@ class WeightSyncScheme:
     def wait_async(self) -> SyncReport | None:
         """Wait until all that was sent without waiting is installed; return the newest report, None if there is none.
 
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: errors of the oldest failed update; call again for the rest.
+        It raises the errors of the oldest update that has failed, as ``send``: call again for the rest.
         """
         return self._as_sender("wait_async").wait()
 
@@ -480,12 +473,11 @@ class WeightSyncScheme:
 
         Returns:
             The model's weights, of one version, not copied: a later update may be written into the same memory. With
-            ``load=`` and no model, the version number. None after ``timeout`` seconds (by default there is no limit),
-            and when the sender has shut down (``finished`` is then true) or this end has.
+            ``load=`` and no model, the version number. None after ``timeout`` seconds, and when the sender has shut
+            down (``finished`` is then true) or this end has.
 
         Raises:
-            NotConnected: the sender died, ended without ``shutdown``, or has disconnected this worker; or an earlier
-                call has returned None because of a shutdown.
+            NotConnected: the sender died, or has disconnected this worker; or an earlier call has told a shutdown.
             WeightSyncError: the model may be mixed from two versions.
             RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
         """
@@ -494,12 +486,11 @@ class WeightSyncScheme:
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
-        It waits at most ``timeout`` seconds (None: no limit): with ``initiator="receiver"`` for that version, with
-        ``"sender"`` only if none has arrived yet. The wait for a running forward, or for a store, is not limited.
+        It waits at most ``timeout`` seconds: with ``initiator="receiver"`` for that version, with ``"sender"`` only if
+        none has arrived yet. The wait for a running forward, or for a store, is not limited.
 
         Raises:
-            NotConnected: before ``connect``; the connection ended before the first version; or is lost, and the last
-                version was returned already (by ``connect``, ``receive`` or ``pull``).
+            NotConnected: before ``connect``; or the connection is lost, and the last version was returned already.
             SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
             WeightSyncError: the newest version failed to install, or send_weights raised; or a store is unreadable.
             RuntimeError: called inside a forward, or ``wsync.gate()``.
@@ -509,9 +500,7 @@ class WeightSyncScheme:
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply ``weights`` to this end's model, inside the gate, without sending anything.
 
-        Raises:
-            LayoutMismatch: they do not fit; nothing was applied.
-            NotConnected: this end has no model; or this is a forked child of the process that initialised it.
+        LayoutMismatch: they do not fit, nothing was applied. NotConnected: this end has no model.
         """
         self._require_not_forked()
         if self._model is None:
@@ -526,10 +515,8 @@ class WeightSyncScheme:
     ) -> Any:
         """Return ``weights`` in the strategy's format, before ``device_map_fn`` and ``send_transform`` are applied.
 
-        ``{worker: weights}`` where workers have different ones. Nothing is sent, and nothing is changed.
-
-        Raises:
-            NotConnected: no weights were given, and there is no model to take them from.
+        ``{worker: weights}`` where workers have different ones. Nothing is sent, and nothing is changed. NotConnected:
+        no weights were given, and there is no model to take them from.
         """
         if weights is None and context is not None:
             weights = find_model(context, model_id)
@@ -543,10 +530,7 @@ class WeightSyncScheme:
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
 
         Updates sent without waiting may be lost: call ``wait_async`` first. A call in another thread ends with an
-        error; in a worker, ``receive`` returns None.
-
-        Raises:
-            RuntimeError: inside the gate, in a worker.
+        error; in a worker, ``receive`` returns None. RuntimeError: inside the gate, in a worker.
         """
         if self._receiver is not None and process_gate().held_here:
             raise RuntimeError("call shutdown() outside any forward and any wsync.gate() block")
@@ -556,12 +540,35 @@ class WeightSyncScheme:
         if self._receiver is not None:
             self._receiver.close()
         self._sender = self._receiver = self._model_id = self._context = self._model = self._listening = None
+        self._index, self._pipes = None, []
 
-    # --- the older API: functions of ``wsync.legacy.api`` as methods ---
+    # --- the older API: see ``wsync.legacy`` ---
 
-    init_on_worker, synchronize_weights = older.init_on_worker, older.synchronize_weights
-    get_sender, create_sender = older.get_sender, older.create_sender
-    get_receiver, create_receiver = older.get_receiver, older.create_receiver
+    init_on_worker = legacy.init_on_worker
+
+    def synchronize_weights(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+        """``connect``, under its older name."""
+        self.connect(worker_idx=worker_idx, weights=weights)
+
+    def create_sender(self) -> legacy.WeightSender:
+        """Return the scheme's sender; may come before ``init_on_sender``."""
+        return legacy.WeightSender(self)
+
+    def create_receiver(self) -> legacy.WeightReceiver:
+        """Return the scheme's receiver; may come before ``init_on_worker``."""
+        return legacy.WeightReceiver(self)
+
+    def get_sender(self) -> legacy.WeightSender:
+        """Return the scheme's sender; ``NotConnected`` before ``init_on_sender``."""
+        self._as_sender("get_sender")
+        return self.create_sender()
+
+    def get_receiver(self) -> legacy.WeightReceiver:
+        """Return the scheme's receiver; ``NotConnected`` before ``init_on_worker``."""
+        self._as_receiver("get_receiver")
+        return self.create_receiver()
+
+    # --- state ---
 
     def __enter__(self) -> Self:
         return self
@@ -573,8 +580,6 @@ class WeightSyncScheme:
     def from_backend(cls, name: str, **options: Any) -> WeightSyncScheme:
         """Return the scheme of the backend ``name`` (``wsync.registry``); ``ValueError`` lists those that there are."""
         return load_backend(name)(**options)
-
-    # --- state ---
 
     @property
     def _inherited(self) -> bool:
@@ -594,34 +599,27 @@ class WeightSyncScheme:
 
     def _as_sender(self, call: str) -> Sender:
         self._require_not_forked()
-        if self._sender is not None:
-            return self._sender
-        if self._receiver is not None:
-            raise NotConnected(f"{call}() can only be called on the sender; this scheme is initialised on a receiver")
-        raise NotConnected(f"{call}() needs init_on_sender() first; after shutdown(), initialise the scheme again")
+        if self._sender is None:
+            raise self._wrong_end(call, "sender")
+        return self._sender
 
     def _as_receiver(self, call: str) -> Receiver:
         self._require_not_forked()
-        if self._sender is not None:
-            raise NotConnected(f"{call}() can only be called on a receiver; this scheme is initialised on the sender")
-        if self._receiver is not None:
-            return self._receiver
-        raise NotConnected(f"{call}() needs init_on_receiver() first; after shutdown(), initialise the scheme again")
+        if self._receiver is None or self._sender is not None:
+            raise self._wrong_end(call, "receiver")
+        return self._receiver
 
-    @property
-    def strategy(self) -> WeightStrategy:
-        """The format in which weights are returned; it cannot be assigned."""
-        return self._strategy
-
-    @strategy.setter
-    def strategy(self, _: object) -> NoReturn:
-        raise AttributeError("strategy is fixed at construction; send_transform changes what is sent")
+    def _wrong_end(self, call: str, needed: str) -> NotConnected:
+        if self._model_id is not None:
+            return NotConnected(
+                f"{call}() can only be called on the {needed}; this scheme is initialised on the other end"
+            )
+        return NotConnected(f"{call}() needs init_on_{needed}() first; after shutdown(), initialise the scheme again")
 
     @property
     def timeout(self) -> float | None:
         """Seconds for ``connect`` and ``send``; None: no limit. One set after ``init_on_sender`` is not pickled."""
-        sender = self._sender
-        return self._timeout if sender is None else sender.timeout
+        return self._timeout if self._sender is None else self._sender.timeout
 
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
@@ -655,10 +653,10 @@ class WeightSyncScheme:
     @property
     def worker_idx(self) -> int | None:
         """This worker's index; None on the sender."""
-        receiver = self._receiver
-        if receiver is None or self._sender is not None:
+        if self._sender is not None:
             return None
-        return receiver.worker_idx if receiver.worker_idx >= 0 else self._index
+        receiver = self._receiver
+        return self._index if receiver is None or receiver.worker_idx < 0 else receiver.worker_idx
 
     @property
     def num_workers(self) -> int:
@@ -698,19 +696,17 @@ class WeightSyncScheme:
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
         """On the sender, ``{worker_idx: transport}``; a transport's ``send_weights`` calls ``send`` for its worker."""
-        return {worker: SenderTransport(self, [worker]) for worker in range(self.num_workers)}
+        return {worker: self.transport_class(self, [worker]) for worker in range(self.num_workers)}
 
     @property
     def shared_transport(self) -> TransportBackend | None:
         """On the sender, one transport to all workers: see ``sender_transports``; None on a receiver."""
-        return None if self._sender is None else SenderTransport(self)
+        return self.transport_class(self) if self.num_workers else None
 
     @property
     def receiver_transport(self) -> TransportBackend | None:
         """On a receiver, the transport from the sender; None on a sender."""
-        if self._receiver is None or self._sender is not None:
-            return None
-        return ReceiverTransport(self)
+        return None if self._model_id is None or self.num_workers else self.transport_class(self)
 
     @property
     def sender(self) -> Sender:
@@ -718,25 +714,24 @@ class WeightSyncScheme:
         return self._as_sender("sender")
 
 
-WeightSyncScheme.__signature__ = full_signature(WeightSyncScheme)
+def _pass_on_of(context: object, model_id: str, model: object, strategy: WeightStrategy) -> Callable[[], object] | None:
+    """Return what passes an update of ``model`` on to workers of ``context``; None if that has no method for it."""
+    cascade: Callable[[str], object] | None = getattr(context, "cascade_weights", None)
+    if cascade is not None:
+        return lambda: cascade(model_id)
+    update: Callable[..., object] | None = getattr(context, "update_policy_weights_", None)
+    if update is None:
+        return None
+    if model is None:
+        raise ValueError(
+            f"{type(context).__name__}.update_policy_weights_() needs the weights of '{model_id}', and with load= "
+            "alone there is no model to copy them from: give model= too, or a context with cascade_weights()"
+        )
 
+    def copy() -> Any:
+        weights = strategy.extract_weights(model)
+        if isinstance(weights, TensorDictBase):
+            return weights.clone()
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
 
-def _reject(end: str, **given: object) -> None:
-    """Raise ``ValueError`` if one of these arguments of ``connect``, which the other end takes, is not None."""
-    if names := [f"{name}=" for name, value in given.items() if value is not None]:
-        raise ValueError(f"connect() takes no {' and no '.join(names)} on the {end}")
-
-
-def _method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a scheme's method without keeping the scheme, which is closed when it is dropped."""
-    if not inspect.ismethod(method):
-        return method
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        found = reference()
-        if found is None:
-            raise NotConnected("the sender's scheme is gone")
-        return found(*args)
-
-    return call
+    return lambda: update(weights=process_gate().call_model(model, copy, (), {}), model_id=model_id)

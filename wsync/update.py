@@ -134,7 +134,10 @@ class Outlet(Protocol):
         """Define what a buffer contains. Called once, before the first ``reserve``."""
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        """Ask the workers, which have connected before there was a layout, whether weights of it would fit."""
+        """Ask the workers, which have connected before there was a layout, to use it; return why some cannot.
+
+        If one cannot, none uses it, and ``set_layout`` is not called.
+        """
         return {}
 
     def reserve(self, deadline: float | None) -> Buffer:

@@ -188,13 +188,15 @@ class Workers(Outlet):
 
     async def _fits(self, session: WorkerSession, layout: Layout | None) -> bool:
         """Wait for the worker's answer to the layout; return whether its model fits."""
-        await session.until(lambda: session.fits is not None or session.cause is not None)
+        await session.answered()
+        while not session.fits and session.cause is None and layout is not self._layout:  # it was defined meanwhile
+            layout = self._layout
+            assert layout is not None
+            await session.ask(NewLayout(layout.encode(), try_only=False))
         if session.fits:
             self._rejected[session.worker] = session.fits
             session.end("its model does not fit the weights")
             self._news.set()
-        elif layout is None and self._layout is not None:  # it was defined meanwhile
-            session.post(NewLayout(self._layout.encode(), try_only=False))
         return not session.fits and session.cause is None
 
     def _add(self, member: Member) -> None:
@@ -309,24 +311,18 @@ class Workers(Outlet):
         if self._arena is not None:
             self._arena.set_layout(layout)
         self._layout = layout
-        message = NewLayout(layout.encode(), try_only=False)
-        for member in self._members.values():
-            self._loop.post(member.session.post, message)
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        return self._loop.call(self._ask(layout, deadline))
+        """Ask all workers; if it fits everywhere, have all of them use it."""
+        causes = self._loop.call(self._ask(layout, deadline, try_only=True))
+        return causes or self._loop.call(self._ask(layout, deadline, try_only=False))
 
-    async def _ask(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
+    async def _ask(self, layout: Layout, deadline: float | None, *, try_only: bool) -> Mapping[int, Cause]:
         sessions = {worker: member.session for worker, member in self._members.items()}
-
-        async def ask(session: WorkerSession) -> None:
-            session.fits = None
-            session.post(NewLayout(layout.encode(), try_only=True))
-            await session.until(lambda: session.fits is not None or session.cause is not None)
-
+        answers = [session.ask(NewLayout(layout.encode(), try_only)) for session in sessions.values()]
         with suppress(TimeoutError):
             async with asyncio.timeout(remaining(deadline)):
-                await asyncio.gather(*map(ask, sessions.values()))
+                await asyncio.gather(*answers)
         causes = {}
         for worker, session in sessions.items():
             if session.fits:

@@ -1,106 +1,63 @@
-"""Transports without a scheme, as the reference documents describe them: see ``docs/api.md``."""
+"""Transports, as the reference documents describe them: see ``docs/api.md``."""
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from backends import BuiltIn
 from tensordict import TensorDict
 from torch import nn
-from torch.distributed import (
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-)
 
 import wsync
-from wsync.testing import WorkerPool
 from wsync.testing.commands import WorkerState
+from wsync.testing.models import Small, fill
 
 TIMEOUT = 60.0
 """Seconds for what takes milliseconds."""
 
 
-@pytest.fixture
-def store() -> Iterator[Any]:
-    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def receive_nothing(state: WorkerState) -> list[Any]:
+    """Receive by the scheme's transport, before anything is sent."""
+    transport = state.schemes["policy"].receiver_transport
+    assert isinstance(transport, wsync.TransportBackend)
+    return [transport.receive_weights(timeout=0.02, strategy=wsync.WeightStrategy()) for _ in range(3)]
 
 
-def follow_group(state: WorkerState, kind: type[Any], port: int) -> bool:
-    """Receive by a transport of ``kind`` without a scheme, before anything is sent; returns whether it timed out."""
-    model = nn.Linear(4, 2)
-    buffer: Any = TensorDict.from_module(model)
-    buffer = buffer.detach().clone()
-    strategy = wsync.WeightStrategy("tensordict")
-    transport = kind(store=TCPStore("127.0.0.1", port, is_master=False))
-    transport.setup_connection_and_weights_on_receiver(worker_idx=0, weights=buffer, model=model, strategy=strategy)
-    state.kept["transport"] = transport, buffer, model, strategy
-    return all(
-        transport.receive_weights(timeout=0.02, weights=buffer, model=model, strategy=strategy) is None
-        for _ in range(3)
-    )
+def receive(state: WorkerState) -> tuple[float, float, type[Any]]:
+    """Receive the next version, without a limit of time, into a model and a buffer of its own."""
+    transport, model, buffer = state.schemes["policy"].receiver_transport, Small(), TensorDict(weight=torch.zeros(4))
+    assert transport is not None
+    got = transport.receive_weights(None, weights=buffer, model=model, strategy=wsync.WeightStrategy("state_dict"))
+    return model.weight[0].item(), buffer["weight"][0].item(), type(got)
 
 
-def follow_on(state: WorkerState) -> tuple[list[float], list[float]]:
-    """Receive the next version, without a limit of time."""
-    transport, buffer, model, strategy = state.kept["transport"]
-    assert transport.receive_weights(timeout=None, weights=buffer, model=model, strategy=strategy) is not None
-    return model.bias.tolist(), buffer["bias"].tolist()
+def test_a_transport_of_a_scheme_returns_none_at_its_timeout(backend: BuiltIn) -> None:
+    with backend.connected(1) as session:
+        assert session.workers[0].call(receive_nothing) == [None] * 3
+        for value in (2, 3):
+            session.workers[0].start(receive)
+            transport = session.scheme.shared_transport
+            assert transport is not None
+            transport.setup_connection_and_weights_on_sender()  # it is connected
+            transport.send_weights(fill(Small(), value))
+            assert session.workers[0].result() == (value, value, dict)
 
 
-@pytest.mark.parametrize("kind", [wsync.DistributedTransport, wsync.RPCTransport, wsync.RayTransport])
-def test_a_transport_over_a_group_returns_none_at_its_timeout(kind: type[Any], pool: WorkerPool, store: Any) -> None:
-    model = nn.Linear(4, 2)
-    with pool.group(1) as workers:
-        workers[0].start(follow_group, kind, store.port)
-        transport = kind(weights_buffer=model, store=store)
-        transport.setup_connection_and_weights_on_sender()
-        assert workers[0].result()
-        nn.init.constant_(model.bias, 3.0)
-        transport.send_weights(model)  # the receive that has timed out takes it
-        assert workers[0].call(follow_on) == ([3.0, 3.0], [3.0, 3.0])
-        workers[0].start(follow_on)
-        nn.init.constant_(model.bias, 4.0)
-        transport.send_weights(model.state_dict())
-        assert workers[0].result() == ([4.0, 4.0], [4.0, 4.0])
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
-def test_received_weights_are_copies_and_each_end_has_an_address(host: str, store: Any) -> None:
-    model, received = nn.Linear(4, 2), []
-    client = TCPStore("127.0.0.1", store.port, is_master=False)
-    timeout = client.timeout
-    sender = wsync.DistributedTransport(weights_buffer=model, store=client, host=host)
-    worker = wsync.DistributedTransport(weights_buffer=nn.Linear(4, 2), store=store, host=host)
-    with ThreadPoolExecutor() as threads:
-        for value in (1.0, 2.0):
-            nn.init.constant_(model.bias, value)
-            sending = threads.submit(sender.send_weights, model)
-            received.append(worker.receive_weights(timeout=TIMEOUT))
-            sending.result()
-    assert [weights["bias"].tolist() for weights in received] == [[1.0, 1.0], [2.0, 2.0]]
-    assert client.timeout == timeout, "the store is the user's"
-
-
-def follow_shared(state: WorkerState, transport: wsync.SharedMemTransport) -> list[Any]:
-    """Receive the version that there is, then none, by a shared-memory transport without a scheme."""
-    model = nn.Linear(4, 2)
-    received = [transport.receive_weights(timeout=TIMEOUT, model=model), transport.receive_weights(timeout=0.02)]
-    return [value is not None for value in received] + [model.bias.tolist()]
-
-
-def test_a_shared_memory_transport_without_a_scheme() -> None:
-    model, own = nn.Linear(4, 2), WorkerState()
-    transport = wsync.SharedMemTransport()
-    with pytest.raises(wsync.NotConnected, match="register_weights"):
-        transport.send_weights(model)
-    transport.register_weights(model)
-    nn.init.constant_(model.bias, 2.0)
-    transport.send_weights(model)
-    assert follow_shared(own, transport) == [True, False, [2.0, 2.0]]
-    assert [list(weights["bias"]) for weights in transport.unique_weights] == [[2.0, 2.0]]
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("shared_mem", wsync.SharedMemTransport),
+        ("distributed", wsync.DistributedTransport),
+        ("rpc", wsync.RPCTransport),
+        ("ray", wsync.RayTransport),
+    ],
+)
+def test_transports_of_schemes_have_their_documented_classes(name: str, kind: type[Any]) -> None:
+    with wsync.WeightSyncScheme.from_backend(name) as scheme:
+        assert isinstance(scheme.create_transport(), kind)
 
 
 def test_a_transport_keeps_no_model_and_no_strategy() -> None:

@@ -134,11 +134,6 @@ def test_18_the_transport_of_shared_memory_is_one_object_with_the_registered_buf
         transport: Any = scheme.create_transport(None)
         assert scheme.create_transport(None) is transport
         assert [one["weight"].tolist() for one in transport.unique_weights] == [[1.0, 1.0]]
-    alone, model = wsync.SharedMemTransport(), nn.Linear(2, 2)
-    alone.register_weights(fill(nn.Linear(2, 2), 3))
-    alone.setup_connection_and_weights_on_sender()
-    alone.setup_connection_and_weights_on_receiver(worker_idx=0, model=model)
-    assert model.weight.unique().tolist() == [3.0]
 
 
 @issue("57.19")

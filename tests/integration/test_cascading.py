@@ -31,12 +31,7 @@ class Relay:
 
 
 class Newest(Relay):
-    def update_policy_weights_(self, policy_or_weights=None, /, *, model_id=None):
-        self._pass_on(policy_or_weights["weight"].item(), model_id)
-
-
-class Keywords(Relay):
-    def update_policy_weights_(self, *, weights, model_id):
+    def update_policy_weights_(self, policy_or_weights=None, /, *, weights=None, model_id=None):
         self._pass_on(weights["weight"].item(), model_id)
 
 
@@ -69,7 +64,6 @@ def started(kind, scheme, fails_at=None):
         (Newest, "shared_mem", {}),
         (Newest, "multiprocess", {"strategy": "state_dict"}),
         (Newest, "distributed", {}),
-        (Keywords, "shared_mem", {"strategy": "state_dict"}),
         (Cascade, "multiprocess", {}),
         (Cascade, "distributed", {"shared_memory": False}),
     ],

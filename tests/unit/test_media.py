@@ -287,8 +287,8 @@ def test_a_group_carries_updates_refuses_strangers_and_ends_with_its_connection(
     try:
         run(test)
         deadline = time.monotonic() + TIMEOUT
-        while own_threads() - before:
-            assert time.monotonic() < deadline, "a thread that waits in gloo does not end"
+        while own_threads() - before or listening_ports() - ports:
+            assert time.monotonic() < deadline, "a thread that waits in gloo does not end, or gloo's port is open"
             time.sleep(0.01)
     finally:
         worker.kill()

@@ -36,7 +36,7 @@ def test_a_receiver_keeps_its_weights_until_it_applies_others_itself() -> None:
     with wsync.NoWeightSyncScheme(strategy="state_dict") as scheme:
         scheme.init_on_receiver("policy", context)
         scheme.connect(worker_idx=3)
-        assert scheme.worker_idx == 3 and scheme.model is context.policy and scheme.receive(None) is None
+        assert scheme.worker_idx == 3 and scheme.model is context.policy and scheme.receive(None) is False
         assert isinstance(scheme.receiver_transport, wsync.TransportBackend) and scheme.shared_transport is None
         assert context.policy.weight.tolist() == [2.0] * 4
         scheme.apply_weights({"weight": torch.full((4,), 5.0)})

@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any, ClassVar, Unpack
 
 import torch
-from torch import distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.control.rendezvous import TorchStoreRendezvous
-from wsync.control.session import Medium
-from wsync.media.group import INLINE_BYTES, DistributedTransport, GroupMedium
+from wsync.media.group import INLINE_BYTES, GroupMedium
 from wsync.media.pair import check_backend, device_of
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
-from wsync.transport import TransportBackend
+from wsync.transport import SchemeTransport
 from wsync.weights.strategy import Format
+
+
+class DistributedTransport(SchemeTransport):
+    """The way of a ``DistributedWeightSyncScheme`` to its workers."""
 
 
 class GroupScheme(WeightSyncScheme):
@@ -25,8 +27,6 @@ class GroupScheme(WeightSyncScheme):
         backend, host, checksum, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
         strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
     """
-
-    transport_class: ClassVar[type[DistributedTransport]] = DistributedTransport
 
     def __init__(
         self,
@@ -48,33 +48,20 @@ class GroupScheme(WeightSyncScheme):
         self.checksum = checksum
         self.shared_memory = shared_memory
         self.inline_bytes = inline_bytes
-        self._group: dist.ProcessGroup | None = None
 
-    def create_transport(self, worker_idx: int | None = None) -> TransportBackend:
-        """Return a transport for use without a scheme: a process group of two, or the user's group."""
-        return self.transport_class(
-            backend=self.backend, group=self._group, worker=worker_idx or 0, inline_bytes=self.inline_bytes
-        )
-
-    def make_medium(self, worker_idx: int) -> Medium:
-        """Return what carries the weights of one connection; a transport, if a subclass makes one."""
-        if type(self).create_transport is not GroupScheme.create_transport:
-            return super().make_medium(worker_idx)
-        return GroupMedium(self.backend, self._group, worker_idx, self.inline_bytes, self.timeout)
+    def make_medium(self, worker_idx: int) -> GroupMedium:
+        """Return what carries the weights of one connection, where the arena does not."""
+        return GroupMedium(self.backend, self.inline_bytes, self.timeout)
 
     @property
     def arena(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether workers on the sender's machine take weights from its memory."""
-        return self.shared_memory and self.backend == "gloo" and self._group is None
+        return self.shared_memory and self.backend == "gloo"
 
     @property
     def device(self) -> torch.device:
         """Where weights are packed."""
         return device_of(self.backend)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the options and the sender's address; a group belongs to this process."""
-        return {**super().__getstate__(), "_group": None}
 
 
 class DistributedWeightSyncScheme(GroupScheme):
@@ -91,11 +78,9 @@ class DistributedWeightSyncScheme(GroupScheme):
         checksum: whether an update carries a checksum, which a worker checks before it prepares or installs it. None:
             where it crosses a network, not in shared memory.
         shared_memory: whether workers on the sender's machine take weights from its memory, in a fraction of the time.
-            False sends to all by messages and gloo, as over a network; nccl, and a user's group, always do.
+            False sends to all by messages and gloo, as over a network; nccl always does.
         inline_bytes: updates with at most this many bytes of weights and extra state travel in the announcing message;
-            larger ones by gloo. Without effect in shared memory, with nccl, and with a group of the user's.
-        group: a process group of the user's with the sender and all workers in it, to carry the weights: worker 0 is
-            its first rank that is not the sender's, and so on. By default each worker has a group of its own.
+            larger ones by gloo, each worker in a process group of its own. Without effect in shared memory and nccl.
         store: where the sender's address is looked up by processes without a pickled scheme. A worker takes the sender
             that its scheme was connected to last; else the oldest one that is still there and to which this process has
             not been connected.
@@ -103,6 +88,7 @@ class DistributedWeightSyncScheme(GroupScheme):
     """
 
     name = "distributed"
+    transport_class = DistributedTransport
     collectors: ClassVar[tuple[str, ...]] = (
         *("distributed", "distributed_async", "rpc", "rpc_async", "ray", "ray_async", "single"),
     )
@@ -114,12 +100,10 @@ class DistributedWeightSyncScheme(GroupScheme):
         timeout: float | None = 60.0,
         *,
         strategy: Format = "tensordict",
-        group: dist.ProcessGroup | None = None,
         store: Store | None = None,
         **options: Any,
     ) -> None:
         super().__init__(strategy, backend, sync=sync, timeout=timeout, **options)
-        self._group = group
         self._rendezvous = TorchStoreRendezvous(self.host, store)
 
     def create_rendezvous(self) -> TorchStoreRendezvous:

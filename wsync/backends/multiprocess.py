@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 from typing import Any, Unpack
 
 from wsync.control.session import Medium
-from wsync.legacy.pipes import older_transport
-from wsync.media.queues import MPTransport, QueueLike
+from wsync.media.queues import MPTransport, WeightQueue
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.transport import TransportBackend
@@ -45,23 +43,18 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         self,
         worker_idx: Any = None,
         *,
-        weight_queue: QueueLike | None = None,
-        ack_queue: QueueLike | None = None,
+        weight_queue: WeightQueue | None = None,
+        ack_queue: WeightQueue | None = None,
         timeout: float | None = None,
     ) -> TransportBackend:
-        """Return an ``MPTransport`` over queues, or the scheme's own way to a worker.
+        """Return the scheme's own way to a worker, as in ``WeightSyncScheme``; or an ``MPTransport`` over queues.
 
         Args:
-            worker_idx: the worker; None for all. The older API's ``pipe_or_context``: see ``wsync.legacy``.
-            weight_queue: to one worker; a new queue before ``init_on_sender``.
+            worker_idx: as in ``WeightSyncScheme``.
+            weight_queue: to one worker.
             ack_queue: back from it; None for no acknowledgements.
             timeout: seconds for an acknowledgement; None for the scheme's.
         """
-        older = older_transport(self, self._pipes, worker_idx)
-        if older is not None:
-            return older
-        own = self.shared_transport if worker_idx is None else self.sender_transports.get(worker_idx)
-        if weight_queue is None and own is not None:
-            return own
-        chosen = self.timeout if timeout is None else timeout
-        return MPTransport(queue.Queue() if weight_queue is None else weight_queue, ack_queue, chosen)
+        if weight_queue is None:
+            return super().create_transport(worker_idx)
+        return MPTransport(weight_queue, ack_queue, self.timeout if timeout is None else timeout)

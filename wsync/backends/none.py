@@ -8,27 +8,7 @@ from torch import nn
 
 from wsync.paths import CollectorContext, find_or_none
 from wsync.scheme import WeightSyncScheme
-from wsync.transport import TransportBackend
 from wsync.weights.strategy import Format
-
-
-class NoTransport(TransportBackend):
-    """Carries nothing (a ``TransportBackend``)."""
-
-    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
-        """Send nothing."""
-
-    send_weights_async = send_weights
-
-    def wait_ack(self) -> None:
-        """Return at once. Of the older API."""
-
-    def check_connection(self) -> bool:
-        """Return True: nothing has to be connected. Of the older API."""
-        return True
-
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> None:
-        """Return None at once: nothing ever arrives."""
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
@@ -52,7 +32,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self, strategy: Format = "tensordict", sync: bool = True, *, timeout: float | None = 60.0, bind: bool = True
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind)
-        self._workers = 0  # how many there are; 0 on a receiver
+        self._workers = 0  # 0 on a receiver
         self._source: Any = None  # what `weights` and `prepare_weights` read
 
     def init_on_sender(
@@ -66,8 +46,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
         **given: Any,
     ) -> None:
         """Keep the model or the weights, and the number of workers."""
-        workers = context.remote_workers if isinstance(context, CollectorContext) else ()
         self.init_on_receiver(model_id, context, model=model)
+        workers = context.remote_workers if isinstance(context, CollectorContext) else ()
         self._workers = num_workers or len(workers) or 1
         self._source = self._model if weights is None else weights
 
@@ -99,8 +79,11 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def _nothing(self, *_: Any, **__: Any) -> None:
         """Return at once."""
 
-    disconnect = readmit = continue_from = _nothing
-    send = send_async = wait_async = receive = _nothing
+    disconnect = readmit = continue_from = send = send_async = wait_async = _nothing
+
+    def receive(self, timeout: float | None = None) -> bool:
+        """Return False at once: nothing ever arrives."""
+        return False
 
     def pull(self, timeout: float | None = None) -> int:
         """Return 0 at once: there is never a version."""
@@ -113,11 +96,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def shutdown(self) -> None:
         """Forget the model."""
         super().shutdown()
-        self._workers, self._source, self._index = 0, None, None
-
-    def create_transport(self, worker_idx: Any = None) -> NoTransport:
-        """Return a transport that carries nothing."""
-        return NoTransport()
+        self._workers, self._source = 0, None
 
     get_sender, get_receiver = WeightSyncScheme.create_sender, WeightSyncScheme.create_receiver
 
@@ -132,26 +111,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return self._workers
 
     @property
-    def worker_idx(self) -> int | None:
-        """This worker's index; None on the sender."""
-        return self._index
-
-    @property
     def weights(self) -> Any:
         """This end's weights, live."""
         return None if self._source is None else self.strategy.extract_weights(self._source)
-
-    @property
-    def sender_transports(self) -> dict[int, TransportBackend]:
-        """On the sender, one for each worker."""
-        return {worker: NoTransport() for worker in range(self._workers)}
-
-    @property
-    def shared_transport(self) -> TransportBackend | None:
-        """On the sender, one for all."""
-        return NoTransport() if self._workers else None
-
-    @property
-    def receiver_transport(self) -> TransportBackend | None:
-        """On a receiver, one that carries nothing."""
-        return NoTransport() if self._model_id is not None and not self._workers else None

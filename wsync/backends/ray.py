@@ -7,22 +7,19 @@ queue behind a rollout, or need a concurrency group that the actor's class decla
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from wsync.backends.distributed import GroupScheme
 from wsync.control.processes import Process, Processes
 from wsync.control.rendezvous import SocketRendezvous
 from wsync.errors import NotConnected, WeightSyncError, WorkerFailed, missing_extra
-from wsync.media.group import DistributedTransport
-from wsync.options import single_count
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import one_worker
+from wsync.transport import SchemeTransport
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
     from ray import ObjectRef
@@ -32,20 +29,8 @@ _GRACE = 5.0  # seconds to wait for Ray to report the calls as finished; calls o
 _joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sender's address and the worker's index
 
 
-class RayTransport(DistributedTransport):
-    """Weights through ``torch.distributed``, to one actor.
-
-    Args:
-        remote_actor: the actor's handle, for reference.
-        worker_idx: its worker index.
-        options: as for ``DistributedTransport``.
-    """
-
-    def __init__(
-        self, *, remote_actor: ActorHandle | None = None, worker_idx: int | None = None, **options: Any
-    ) -> None:
-        super().__init__(**({} if worker_idx is None else {"worker": worker_idx}), **options)
-        self.remote_actor = remote_actor
+class RayTransport(SchemeTransport):
+    """The way of a ``RayWeightSyncScheme`` to its actors."""
 
 
 class RayWeightSyncScheme(GroupScheme):
@@ -66,7 +51,9 @@ class RayWeightSyncScheme(GroupScheme):
     collectors: ClassVar[tuple[str, ...]] = ("ray", "ray_async", "single")
     transport_class = RayTransport
 
-    _actors: Actors | None = None
+    _actors: Sequence[ActorHandle] = ()  # that the sender has join, by worker
+    _joins: Mapping[int, ObjectRef] = {}  # by worker, the last call to join
+    _ray: tuple[str, str] | None = None  # the connection to Ray that the actors belong to
 
     def create_rendezvous(self) -> SocketRendezvous:
         """Return how actors find the sender."""
@@ -84,30 +71,26 @@ class RayWeightSyncScheme(GroupScheme):
         actors: Sequence[ActorHandle] | None = None,
         **given: Any,
     ) -> None:
-        """Set up the trainer's end, as ``WeightSyncScheme.init_on_sender`` does.
+        """Set up the trainer's end, as ``WeightSyncScheme.init_on_sender`` does; NotConnected: Ray is not initialised.
 
         Args:
             model_id: the model's name, and its path in each actor.
             context: a collector; or an object with ``actors``.
             actors: those that the sender has join, by worker index.
             given: as there.
-
-        Raises:
-            NotConnected: Ray is not initialised.
         """
-        try:
-            import ray
-        except ModuleNotFoundError as error:
-            raise missing_extra(error, "ray") from error
-        if not ray.is_initialized():
+        self._require_uninitialised()
+        self._ray = _connection()
+        if self._ray is None:
             raise NotConnected(
                 "Ray is not initialised: call ray.init(), or ray.init(address=…), before init_on_sender()"
             )
-        actors = getattr(context, "actors", None) if actors is None else actors
-        if actors is not None:
-            given["num_workers"] = single_count({"num_workers": given.get("num_workers"), "actors": len(actors)})
+        self._actors, self._joins = [*(getattr(context, "actors", ()) if actors is None else actors)], {}
         super().init_on_sender(model_id, context, **given)
-        self._actors = Actors(actors) if actors else None
+
+    def implied_worker_counts(self) -> Mapping[str, int]:
+        """Return how many actors there are."""
+        return {"actors": len(self._actors)} if self._actors else {}
 
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
@@ -115,32 +98,26 @@ class RayWeightSyncScheme(GroupScheme):
         """Connect, as ``WeightSyncScheme.connect`` does. Actors that have not joined are called to join.
 
         Raises:
-            NotConnected: as there; or ``ray.shutdown`` was called since.
+            NotConnected: ``ray.shutdown`` was called since; and all that is raised there.
             WorkerFailed: an actor could not join; with its own error.
             ValueError: ``processes``, with actors: Ray reports the end of one.
-            Exception: else as there.
         """
-        if self._actors is None or self._sender is None:
+        if not self._actors:
             super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
             return
         if processes is not None:
             raise ValueError("Ray reports the end of its actors: leave processes= out")
         present = self.sender.outlet.workers
-        missing = [worker for worker in range(self.num_workers) if worker not in present]
-        with self._joining(missing) as sentinels:
+        with self._joining([worker for worker in range(self.num_workers) if worker not in present]) as sentinels:
             super().connect(worker_idx=worker_idx, weights=weights, processes=sentinels)
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """Accept a worker in the place of one that has died, as ``WeightSyncScheme.readmit`` does.
 
-        An actor that the sender was given, and that Ray has restarted (``max_restarts``), is called to join. An actor
-        that is alive joins again with the model that it has at the path now.
-
-        Raises:
-            WorkerFailed: it could not; with its own error.
-            ValueError: there is no such worker; or ``process``, with actors: Ray reports the end of one.
+        An actor that Ray has restarted (``max_restarts``), or that is alive, is called to join with the model that it
+        has at the path now. WorkerFailed: it could not; with its own error. ValueError: ``process``, with actors.
         """
-        if self._actors is None:
+        if not self._actors:
             super().readmit(worker_idx, process, timeout)
             return
         if process is not None:
@@ -150,32 +127,62 @@ class RayWeightSyncScheme(GroupScheme):
             super().readmit(worker_idx, sentinels[worker_idx], timeout)
 
     def _joining(self, workers: Sequence[int]) -> AbstractContextManager[Mapping[int, int]]:
-        """Call actors to join, as ``_watched``. Those that are not called for a second time are disconnected first.
+        """Call actors to join, as ``_watched``, unless Ray has not run their last call to join yet.
 
-        An actor's call ends its old connection, which must not be accepted as the new one.
+        An actor's call ends its old connection, which must not be accepted as the new one: it is disconnected first.
         """
-        sender, actors = self.sender, self._actors
-        assert actors is not None
+        import ray
 
-        def begin(worker: int) -> None:
+        sender = self.sender
+        if self._ray != _connection():  # a call would start another Ray
+            raise NotConnected(
+                f"ray.shutdown() was called, and has ended the connection to the {len(self._actors)} actor(s) of this "
+                "scheme: give new actors to a new scheme"
+            )
+        for worker in workers:
+            if worker in self._joins and not ray.wait([self._joins[worker]], timeout=0)[0]:
+                continue
             with sender.exclusive():  # another thread's send ends first
                 sender.disconnect(worker)
-
-        args = (self, self.model_id)
-        return _watched({one: actors.join(one, partial(begin, one), *args, one) for one in workers})
+            # With retries Ray takes the call also while it restarts the actor (``max_restarts``).
+            call = self._actors[worker].__ray_call__.options(max_task_retries=-1)
+            self._joins = {**self._joins, worker: call.remote(_join, self, self.model_id, worker)}
+        return _watched({worker: self._joins[worker] for worker in workers})
 
     def shutdown(self) -> None:
-        """Release everything, also in the actors that the sender had join."""
-        actors = None if self._inherited else self._actors  # they are the parent's
-        key = _key(self) if actors is not None and self._address is not None else ""
+        """Release everything, also in the actors that the sender had join: they leave, or Ray takes long to say so."""
+        actors = () if self._inherited else self._actors  # they are the parent's
+        key = _key(self) if actors and self._address is not None else ""
         super().shutdown()
-        if actors is not None:
-            actors.leave(key)
-        self._actors = None  # last: after Ctrl-C another call does the rest
+        if actors and self._ray == _connection():
+            import ray
+
+            calls: list[Any] = [one.__ray_call__.remote(_leave, key, worker) for worker, one in enumerate(actors)]
+            ray.wait(calls, num_returns=len(calls), timeout=_GRACE)
+        self._actors, self._joins = (), {}  # last: after Ctrl-C another call does the rest
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address."""
-        return {**super().__getstate__(), "_actors": None}
+        return {**super().__getstate__(), "_actors": (), "_joins": {}}
+
+
+class RayModuleTransformScheme(RayWeightSyncScheme):
+    """Weight synchronization to a module inside a ``RayModuleTransform``, an environment transform in a Ray actor.
+
+    The sender drives both ends: it is initialised with the transform (``context=transform``) or its actors, and
+    ``connect()`` is called on the sender alone. A collector that is given the scheme does both, for the transform at
+    the path: ``weight_sync_schemes={"env.transform[0].module": scheme}``.
+    """
+
+    name = "ray_module_transform"
+    collectors: ClassVar[tuple[str, ...]] = ()  # for a module in an environment, not for a policy
+    sender_driven = True
+
+    def init_on_sender(self, model_id: str = "module", context: Any = None, **given: Any) -> None:
+        """As ``RayWeightSyncScheme.init_on_sender``; ValueError: neither the transform nor its actors were given."""
+        if given.get("actors") is None and not hasattr(context, "actors"):  # the class is the user's
+            raise ValueError("RayModuleTransformScheme needs context=<the RayModuleTransform>, or actors=[…]")
+        super().init_on_sender(model_id, context, **given)
 
 
 # --- in an actor ---
@@ -203,53 +210,15 @@ def _key(scheme: RayWeightSyncScheme) -> str:
     return scheme._address.unix
 
 
-# --- calls to actors ---
-
-
-class Actors:
-    """Actors by worker index. A handle is valid only in the ``ray.init()`` session in which it was created."""
-
-    def __init__(self, handles: Sequence[ActorHandle]) -> None:
-        self._handles = list(handles)
-        self._connection = _connection()
-        self._joins: dict[int, ObjectRef] = {}  # by worker, the last call to join
-
-    def join(self, worker: int, begin: Callable[[], None], *args: Any) -> ObjectRef:
-        """Have an actor join, after ``begin()``; or return its last call to join, if Ray has not run that yet.
-
-        Raises:
-            NotConnected: Ray was shut down meanwhile. (A call would start another Ray.)
-        """
-        import ray
-
-        if self._connection != _connection():
-            raise NotConnected(
-                f"ray.shutdown() was called, and has ended the connection to the {len(self._handles)} actor(s) of this "
-                "scheme: give new actors to a new scheme"
-            )
-        last = self._joins.get(worker)
-        if last is None or ray.wait([last], timeout=0)[0]:
-            begin()
-            # With retries Ray takes the call also while it restarts the actor (``max_restarts``).
-            call = self._handles[worker].__ray_call__.options(max_task_retries=-1)
-            last = self._joins[worker] = call.remote(_join, *args)
-        return last
-
-    def leave(self, key: str) -> None:
-        """Have all actors leave, and wait until Ray reports that they have, or are dead, but not for long."""
-        import ray
-
-        if self._connection == _connection():
-            calls: list[Any] = [
-                one.__ray_call__.remote(_leave, key, worker) for worker, one in enumerate(self._handles)
-            ]
-            ray.wait(calls, num_returns=len(calls), timeout=_GRACE)
+# --- in the trainer ---
 
 
 def _connection() -> tuple[str, str] | None:
     """Return which connection to Ray this process has; None for none."""
-    import ray
-
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "ray") from error
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -257,40 +226,31 @@ def _connection() -> tuple[str, str] | None:
 
 
 @contextmanager
-def _watched(refs: Mapping[int, ObjectRef]) -> Iterator[Mapping[int, int]]:
+def _watched(calls: Mapping[int, ObjectRef]) -> Iterator[Mapping[int, int]]:
     """Yield, per worker, a descriptor that becomes readable if its call fails. At the end, raise the calls' own errors.
 
-    Raises:
-        WorkerFailed: calls have failed; also in place of an error in the block.
+    They are raised as ``WorkerFailed``, also in place of an error in the block.
     """
-    lock, ends = threading.Lock(), {worker: ref.future() for worker, ref in refs.items()}
-    sentinels = {worker: os.eventfd(0, os.EFD_CLOEXEC) for worker in refs}
-
-    def done(worker: int, end: Future[None]) -> None:  # called by a thread of Ray
-        with lock:
-            if end.exception() is not None and worker in sentinels:
-                os.eventfd_write(sentinels[worker], 1)
-
-    def raise_failures() -> None:
-        causes = {worker: end.exception() for worker, end in sorted(ends.items()) if end.done()}
-        errors = {worker: str(cause) for worker, cause in causes.items() if cause is not None}
-        if errors:
-            lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in errors.items())
-            raise WorkerFailed(f"{len(errors)} actor(s) could not join:\n{lines}", errors)
-
-    for worker, end in ends.items():
-        end.add_done_callback(partial(done, worker))
+    ends, pairs = {worker: call.future() for worker, call in calls.items()}, {one: socket.socketpair() for one in calls}
+    for worker, end in ends.items():  # a thread of Ray closes one end of the pair
+        end.add_done_callback(lambda end, writer=pairs[worker][1]: None if end.exception() is None else writer.close())
     try:
-        yield sentinels
+        yield {worker: reader.fileno() for worker, (reader, _) in pairs.items()}
         # Until Ray knows that they are finished: it repeats a call if the actor dies before.
         wait(ends.values(), _GRACE)
-        raise_failures()
+        _raise_failures(ends)
     except WeightSyncError:
-        raise_failures()
+        _raise_failures(ends)
         raise
     finally:
-        with lock:
-            descriptors = [*sentinels.values()]
-            sentinels.clear()
-        for descriptor in descriptors:
-            os.close(descriptor)
+        for pair in pairs.values():
+            for end in pair:
+                end.close()
+
+
+def _raise_failures(ends: Mapping[int, Any]) -> None:
+    causes = {worker: end.exception() for worker, end in sorted(ends.items()) if end.done()}
+    errors = {worker: str(cause) for worker, cause in causes.items() if cause is not None}
+    if errors:
+        lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in errors.items())
+        raise WorkerFailed(f"{len(errors)} actor(s) could not join:\n{lines}", errors)

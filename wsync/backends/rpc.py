@@ -14,11 +14,10 @@ from torch.distributed import rpc
 
 from wsync.backends.distributed import GroupScheme
 from wsync.control.auth import Address
-from wsync.control.processes import Processes
 from wsync.control.rendezvous import SocketRendezvous
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.media.group import DistributedTransport
+from wsync.transport import SchemeTransport
 from wsync.weights.strategy import Format
 
 _NO_TIMEOUT = 0.0  # in RPC's terms
@@ -31,16 +30,6 @@ def address_of(name: str) -> Address:
     if name not in _addresses:
         raise NotConnected("there is no such sender here")
     return _addresses[name]
-
-
-def own_name() -> str:
-    """Return this process's name in RPC; NotConnected: RPC is not initialised here."""
-    try:
-        return rpc.get_worker_info().name
-    except RuntimeError as error:
-        raise NotConnected(
-            "torch.distributed.rpc is not initialised in this process: call init_rpc(name, rank=…, world_size=…) first"
-        ) from error
 
 
 class RpcRendezvous(SocketRendezvous):
@@ -58,7 +47,6 @@ class RpcRendezvous(SocketRendezvous):
 
     def addresses(self, pickled: Any, model_id: str, worker: int, deadline: float | None) -> Iterator[Address]:
         """Ask the trainer for the address."""
-        own_name()
         left = remaining(deadline)
         timeout = _NO_TIMEOUT if left is None else max(left, 0.001)
         try:
@@ -67,33 +55,14 @@ class RpcRendezvous(SocketRendezvous):
             sender = f"worker {worker}: the sender '{self._trainer}'"
             if _TIMED_OUT in str(error):
                 raise SyncTimeout(f"{sender} did not answer in time: is it stopped, or busy?") from error
-            raise NotConnected(f"{sender} is gone, has been shut down, or has another name: {error}") from error
+            raise NotConnected(
+                f"{sender} is not in this process's RPC group, or has been shut down: {error}"
+            ) from error
         yield found
 
 
-class RPCTransport(DistributedTransport):
-    """Weights through ``torch.distributed``, to a worker in an RPC group.
-
-    Args:
-        collector_info: the worker's ``WorkerInfo``, for reference.
-        collector_rref: a remote reference to its collector, for reference.
-        collector_class: the class of that collector, for reference.
-        worker_rank: without a scheme, the worker's rank in the default group.
-        options: as for ``DistributedTransport``.
-    """
-
-    def __init__(
-        self,
-        collector_info: Any = None,
-        collector_rref: Any = None,
-        collector_class: Any = None,
-        worker_rank: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(**({} if worker_rank is None else {"rank": worker_rank}), **options)
-        self.collector_info = collector_info
-        self.collector_rref = collector_rref
-        self.collector_class = collector_class
+class RPCTransport(SchemeTransport):
+    """The way of an ``RPCWeightSyncScheme`` to its workers."""
 
 
 class RPCWeightSyncScheme(GroupScheme):
@@ -122,17 +91,3 @@ class RPCWeightSyncScheme(GroupScheme):
     def create_rendezvous(self) -> RpcRendezvous:
         """Return how workers find the sender."""
         return RpcRendezvous(self.host, self.trainer)
-
-    def connect(
-        self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
-    ) -> None:
-        """Connect, as ``WeightSyncScheme.connect`` does. Weights are delivered only if they are given here.
-
-        Raises:
-            NotConnected: RPC is not initialised here, or the trainer has another name there than ``trainer``.
-        """
-        if self.is_sender and own_name() != self.trainer:
-            raise NotConnected(
-                f"the trainer is '{own_name()}' in RPC, and workers call '{self.trainer}': give trainer="
-            )
-        super().connect(worker_idx=worker_idx, weights=weights, processes=processes)

@@ -5,30 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Unpack
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
-from wsync.backends.shared_mem_transport import SharedMemTransport
-from wsync.control.session import Medium
-from wsync.legacy.pipes import older_transport
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
-from wsync.scheme_transports import SenderTransport
 from wsync.shm.registered import RegisteredWeights
-from wsync.transport import TransportBackend
+from wsync.transport import SchemeTransport
 from wsync.weights.snapshot import snapshot
 from wsync.weights.source import DeviceMap, Source
-from wsync.weights.strategy import Format
+from wsync.weights.strategy import Format, WeightStrategy
 from wsync.workers import Workers
 
 
-class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
-    """The transport to all workers of an initialised scheme, with versions and acknowledgements."""
-
-    def register_weights(self, weights: Any) -> None:
-        """Raise RuntimeError: the buffers are the scheme's."""
-        raise RuntimeError("register the buffers of a scheme by its register_shared_weights(), before init_on_sender()")
-
-    registered: TensorDictBase | None = None
+class SharedMemTransport(SchemeTransport):
+    """The transport to all workers of a scheme, with versions and acknowledgements."""
 
     @property
     def unique_weights(self) -> list[TensorDictBase]:
@@ -36,15 +26,12 @@ class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
 
         A manual write into one is visible to bound parameters at once, without a version, at the user's own risk.
         """
-        if self.registered is not None:
-            return [self.registered]
-        outlet = self._scheme.sender.outlet
-        return [
-            TensorDict({
-                tuple(name.split(".")): view for name, view in zip(one.layout.names, one.views, strict=True)
-            })
-            for one in (outlet.published() if isinstance(outlet, Workers) else ())
-        ]  # fmt: skip
+        scheme: Any = self._scheme
+        if scheme.model_id in (None, *scheme._registered):
+            return [own for model_id, own in scheme._registered.items() if scheme.model_id in (None, model_id)]
+        buffers = scheme.sender.outlet.published() if isinstance(scheme.sender.outlet, Workers) else ()
+        weights: list[Any] = [dict(zip(one.layout.names, one.views, strict=True)) for one in buffers]
+        return [WeightStrategy("tensordict").extract_weights(one) for one in weights]  # pyright: ignore[reportReturnType]
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
@@ -69,6 +56,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     name = "shared_mem"
     arena = True
     binds = True
+    transport_class = SharedMemTransport
 
     def __init__(
         self,
@@ -101,8 +89,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         """Make ``weights`` the buffers of ``model_id``.
 
         A ``send()`` without arguments sends what is in them, if the sender has no model of its own. After each ``send``
-        their tensors lie in the memory that the workers were given: they show what was sent last. Do not keep
-        references to the memory that they had before.
+        their tensors lie in the memory that the workers were given, and what refers to their former memory does not.
 
         Raises:
             RuntimeError: the model has buffers already, or the scheme is initialised already.
@@ -140,10 +127,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             own = RegisteredWeights(snapshot(registered).tensors)
             self.sender.on_published = lambda update: own.repoint(update.buffer)
 
-    def make_medium(self, worker_idx: int) -> Medium:
-        """Return what carries weights without the C extension."""
-        return Medium()
-
     def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
         """Return what the sender reads: its model or weights, or the registered buffers."""
         registered = self._registered.get(model_id)
@@ -155,32 +138,14 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         weights = registered if weights is None else weights
         return super().make_source(model_id, weights, device_map_fn, own_buffers=self.per_worker_weights, **options)
 
-    def create_transport(self, worker_idx: Any = None) -> TransportBackend:
-        """Return the transport to all workers; before ``init_on_sender``, one without a scheme.
-
-        The older API gives a pipe or a context instead of an index: see ``wsync.legacy``.
-        """
-        older = older_transport(self, self._pipes, worker_idx)
-        return older or self.shared_transport or SharedMemTransport()
-
-    @property
-    def shared_transport(self) -> SharedMemSenderTransport | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The transport to all workers, on the sender; None in one process, where nothing is shared."""
-        sender = self._sender
-        if sender is None or not isinstance(sender.outlet, Workers):
-            return None
-        transport = SharedMemSenderTransport(self)
-        transport.registered = self._registered.get(str(self.model_id))
-        return transport
-
     @property
     def weights(self) -> Any:
         """This end's weights, live; on a sender that was given none, those that it has published.
 
         None where workers have different ones: ``shared_transport.unique_weights`` are all of them.
         """
-        own, transport = super().weights, self.shared_transport
-        published = transport.unique_weights if own is None and transport is not None else []
+        own = super().weights
+        published = SharedMemTransport(self).unique_weights if own is None and self.is_sender else []
         return self.strategy.extract_weights(published[0]) if len(published) == 1 else own
 
     @property

@@ -231,6 +231,16 @@ class WorkerSession:
         finally:
             self.unwatch(changed)
 
+    async def ask(self, message: NewLayout) -> None:
+        """Send a layout, and wait for the answer."""
+        self.fits = None
+        self.post(message)
+        await self.answered()
+
+    async def answered(self) -> None:
+        """Wait for the answer to the last layout, or the end."""
+        await self.until(lambda: self.fits is not None or self.cause is not None)
+
     def _changed(self) -> None:
         self._on_change()
         for event in self._changes:

@@ -1,0 +1,221 @@
+"""The older API: senders and receivers of their own, and pipes instead of a pickled scheme. A thin layer on schemes.
+
+trainer   init_on_sender(pipes=[…]) ─→ get_sender() ─→ send ─→ (the first one: connect) ─→ scheme.send
+worker    init_on_worker(pipe=…) ─→ (a thread: connect) ─→ get_receiver().receive ─→ scheme.receive
+
+One message through each pipe has the sender's address, as plain JSON: nothing is executed. The weights take the usual
+way. All else that goes through a pipe is the user's: what is sent before that message must be received before it.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from wsync.control.auth import Address
+from wsync.deadlines import deadline_in, milliseconds, remaining, wait_readable
+from wsync.errors import NotConnected, SyncTimeout
+from wsync.paths import RemoteWorker, find_or_none
+from wsync.transport import TransportBackend
+
+if TYPE_CHECKING:
+    from wsync.scheme import WeightSyncScheme
+    from wsync.update import SyncReport
+
+_MARK = "wsync invitation"
+
+
+class WeightSender:
+    """Sends one model's weights to its workers; ``scheme`` is initialised on the sender before the first call."""
+
+    def __init__(self, scheme: WeightSyncScheme) -> None:
+        self._scheme = scheme
+
+    def connect(self) -> None:
+        """Wait for all workers, if that has not been done; pipes given to ``create_transport`` define the scheme."""
+        if self._scheme.model_id is None and self._scheme._pipes:
+            self._scheme.init_on_sender(pipes=self._scheme._pipes)
+        sender = self._scheme._sender
+        if sender is None or not sender.connected:
+            self._scheme.connect()
+
+    def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
+        """Deliver an update, as ``WeightSyncScheme.send`` does.
+
+        The first one waits for every worker. SyncTimeout: names those that have not called ``init_on_worker`` in time.
+        """
+        self.connect()
+        return self._scheme.send(weights, worker_ids)
+
+    def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
+        """Send as ``send``, but do not wait for the update."""
+        self.connect()
+        self._scheme.send_async(weights, worker_ids)
+
+    def wait_async(self) -> SyncReport | None:
+        """As ``WeightSyncScheme.wait_async``."""
+        return self._scheme.wait_async()
+
+
+class WeightReceiver:
+    """Receives one model's weights in one worker; ``scheme`` is initialised on the worker before the first call."""
+
+    def __init__(self, scheme: WeightSyncScheme) -> None:
+        self._scheme = scheme
+
+    def receive(self, timeout: float | None = None) -> bool:
+        """Wait at most ``timeout`` seconds for weights newer than those of the last call; return whether there are any.
+
+        They are installed as they arrive, also without this call. Raises as ``WeightSyncScheme.receive``; NotConnected:
+        the sender has shut down.
+        """
+        if not self._scheme.sends_weights:
+            return False
+        deadline, receiver = deadline_in(timeout), self._scheme._as_receiver("receive")
+        try:
+            receiver.finish_connecting(remaining(deadline))
+        except SyncTimeout:
+            if receiver._connecting is not None:  # else it has failed
+                return False
+            raise
+        received = self._scheme.receive(remaining(deadline))
+        if received is None and self._scheme.finished:
+            raise NotConnected("the sender has shut down: there will be no more weights")
+        return received is not None
+
+
+# --- methods of a scheme ---
+
+
+def init_on_worker(
+    scheme: WeightSyncScheme,
+    model_id: str = "policy",
+    context: Any = None,
+    *,
+    pipe: Any = None,
+    model: nn.Module | None = None,
+    worker_idx: int | None = None,
+) -> None:
+    """Set up and begin to connect a worker, without waiting for the sender. ``connect`` need not be called.
+
+    Args:
+        scheme: a worker's own, if there is a pipe; else the sender's, pickled.
+        model_id: the model's name, and its path in ``context``.
+        context: an object that has the model (under that name, or as ``model``); it may have ``worker_idx`` and
+            ``pipe``.
+        pipe: the other end of one that ``init_on_sender`` was given. Its message, which is waited for until the
+            scheme's timeout, has the sender's address and this worker's index.
+        model: the model itself.
+        worker_idx: this worker's index, where there is no pipe.
+
+    Raises:
+        NotConnected: the sender is gone.
+        SyncTimeout: ``init_on_sender`` was not called in time.
+        ValueError: no index; or something else came through the pipe; and all that ``init_on_receiver`` raises.
+    """
+    pipe = getattr(context, "pipe", None) if pipe is None else pipe
+    if pipe is not None:
+        if not scheme._inherited:  # a forked worker has the trainer's end, too
+            scheme._require_uninitialised()
+        invited, scheme._address = _read_invitation(pipe, model_id, scheme.timeout)
+        if worker_idx not in (None, invited):
+            raise ValueError(f"which worker is this? worker_idx: {worker_idx}, pipe: {invited}")
+        worker_idx = invited
+    if worker_idx is None:
+        worker_idx = getattr(context, "worker_idx", None)
+    if worker_idx is None:
+        raise ValueError("which worker is this? give init_on_worker() a worker_idx, or a context that has it")
+    if model is None and context is not None:
+        model = find_or_none(context, model_id) or getattr(context, "model", None)
+    scheme.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
+    scheme._as_receiver("init_on_worker").begin_connect(worker_idx, scheme.timeout)
+
+
+def transport_to(scheme: WeightSyncScheme, given: object) -> TransportBackend:
+    """Return the scheme's own way to a worker, or to all of them.
+
+    Args:
+        scheme: the sender's.
+        given: the worker's index; a pipe to it, which before ``init_on_sender`` is added to the scheme's; the worker
+            (``RemoteWorker``); or None or a context, which mean all workers, as all do where they share one memory.
+
+    Raises:
+        ValueError: a pipe, but the scheme is initialised without it.
+    """
+    if isinstance(given, RemoteWorker):
+        given = given.worker_idx
+    elif isinstance(given, Connection):
+        if scheme.model_id is None and given not in scheme._pipes:
+            scheme._pipes.append(given)
+        if given not in scheme._pipes:
+            raise ValueError("this scheme was not given that pipe: give init_on_sender() all of them, pipes=[…]")
+        given = scheme._pipes.index(given)
+    return scheme.transport_class(scheme, [given] if isinstance(given, int) and not scheme.binds else None)
+
+
+# --- pipes ---
+
+
+def pipes_of(scheme: WeightSyncScheme, context: Any, given: Sequence[Connection] | None) -> list[Connection]:
+    """Return the pipes that ``init_on_sender`` was given, or that its context has as ``pipes``.
+
+    Raises:
+        ValueError: ``create_transport`` was given others, or in another order: it has numbered the workers by them.
+    """
+    found = getattr(context, "pipes", ()) if given is None else given
+    # an attribute of this name may be something else
+    pipes = [*found] if isinstance(found, Sequence) and all(hasattr(pipe, "fileno") for pipe in found) else []
+    if scheme._pipes and pipes != scheme._pipes:
+        raise ValueError("give init_on_sender() the pipes that create_transport() was given, in this order")
+    return pipes
+
+
+def invite_all(scheme: WeightSyncScheme) -> None:
+    """Tell every worker through its pipe where the sender is.
+
+    Raises:
+        NotConnected: a pipe is closed; names the worker.
+        SyncTimeout: a pipe is full and is not read.
+    """
+    for worker, pipe in enumerate(scheme._pipes):
+        poller = select.poll()
+        try:
+            poller.register(pipe.fileno(), select.POLLOUT)
+            ready = bool(poller.poll(milliseconds(deadline_in(scheme.timeout))))
+            if ready:
+                pipe.send_bytes(json.dumps([_MARK, scheme.model_id, worker, scheme._address.dump()]).encode())
+        except OSError as error:
+            raise NotConnected(f"worker {worker}: its pipe is closed, or cannot send ({error})") from error
+        if not ready:
+            raise SyncTimeout(f"worker {worker}: its pipe is full, and is not read", {worker: "does not read its pipe"})
+
+
+def _read_invitation(pipe: Connection, model_id: str, timeout: float | None) -> tuple[int, Address]:
+    """Return this worker's index and the sender's address, as the sender has sent them through ``pipe``."""
+    try:
+        ready = bool(wait_readable([pipe.fileno()], deadline_in(timeout)))
+        message = pipe.recv_bytes() if ready else b""
+    except (EOFError, OSError) as error:
+        raise NotConnected(f"'{model_id}': the sender has closed this pipe, or died ({error})") from error
+    if not ready:
+        raise SyncTimeout(f"'{model_id}': no invitation came within {timeout} s: call init_on_sender(pipes=[…]) first")
+    try:
+        mark, invited, worker, address = json.loads(message)
+        if mark != _MARK or type(worker) is not int:
+            raise ValueError("another message")
+        found = Address.load(address)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"'{model_id}': a message of {len(message)} bytes came through this pipe that is not init_on_sender()'s: "
+            "receive your own earlier messages before init_on_worker(), and send later ones after it"
+        ) from error
+    if invited != model_id:
+        raise ValueError(
+            f"the sender's message is about '{invited}', this worker about '{model_id}': use one order at both ends"
+        )
+    return worker, found
