@@ -13,8 +13,7 @@ from tensordict import TensorDict
 import wsync
 from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import Small, fill
-from wsync.testing.updates import TwoReads
+from wsync.testing.models import Small, TwoReads, fill
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -34,17 +32,6 @@ def test_every_version_arrives(pool: WorkerPool, pause: Any) -> None:
         assert workers.call(value) == [("7", [11.0] * 4)] * 2
 
 
-def count_bodies(app: Any, sizes: list[int]) -> Callable[..., Awaitable[None]]:
-    """Return the application, and note the sizes of bodies with weights."""
-
-    async def counted(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        if scope.get("path") == "/update_weights":
-            sizes.append(int(dict(scope["headers"])[b"content-length"]))
-        await app(scope, receive, send)
-
-    return counted
-
-
 class Extremes(Small):
     def forward(self) -> Tensor:
         return torch.stack([self.weight.min(), self.weight.max()])
@@ -69,19 +56,3 @@ def test_no_forward_is_torn() -> None:
             stop.set()
             thread.join()
     assert not odd and target()[0] == 29
-
-
-# --- a transfer beside HTTP, as vLLM's own trainer engines are ---
-
-
-def like_vllm(asked: list[tuple[str, Any]]) -> Callable[..., Awaitable[None]]:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        body = (await receive())["body"]
-        query = f"?{scope['query_string'].decode()}" if scope["query_string"] else ""
-        asked.append((f"{scope['method']} {scope['path']}{query}", json.loads(body) if body else None))
-        content = b'{"world_size": 2}' if scope["path"] == "/get_world_size" else b'{"message": "done"}'
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
-
-    return app

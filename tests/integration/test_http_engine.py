@@ -13,14 +13,13 @@ import torch
 import uvicorn
 
 import wsync
-from wsync.engine import protocol
 from wsync.testing.models import Small
 
 
 def test_nothing_is_read_before_the_token() -> None:
     """Also by an application of one's own, which is asked by ASGI."""
     app = wsync.engine_app(load=list, token="right")
-    for route in (protocol.INIT, protocol.UPDATE, protocol.WEIGHT_INFO, "/nowhere"):
+    for route in ("/init_weight_transfer_engine", "/update_weights", "/weight_info", "/nowhere"):
         sent = list[Any]()
 
         async def receive() -> Any:

@@ -12,7 +12,7 @@ from http_engines import engines, refuse_next, start_engine, stop_engine, traine
 import wsync
 from wsync.testing import WorkerPool
 from wsync.testing.asgi import serve
-from wsync.testing.models import Small, WithExtraState, fill, longer
+from wsync.testing.models import Small, WithExtraState, fill
 
 
 def test_a_killed_engine_is_an_error_at_once_and_another_takes_its_place(pool: WorkerPool) -> None:
@@ -81,7 +81,7 @@ def test_weights_that_do_not_fit_are_an_error_at_connect() -> None:
     with serve(wsync.engine_app(Small(), token=None)) as url:
         with (
             pytest.raises(wsync.WorkerFailed, match=r"phase init .*422: LayoutMismatch.*weight"),
-            trainer(url, longer()),
+            trainer(url, Small(7)),
         ):
             pass
         with pytest.raises(wsync.LayoutMismatch, match="extra state cannot be sent"), trainer(url, WithExtraState()):
@@ -90,7 +90,7 @@ def test_weights_that_do_not_fit_are_an_error_at_connect() -> None:
             scheme.init_on_sender("policy")
             scheme.connect()
             with pytest.raises(wsync.WorkerFailed, match=r"applied nowhere(?s:.)*LayoutMismatch"):
-                scheme.send(longer())
+                scheme.send(Small(7))
 
 
 def test_an_engine_that_never_comes() -> None:

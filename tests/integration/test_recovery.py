@@ -23,7 +23,7 @@ from torch import nn
 
 import wsync
 from collectors import GymEnv, MultiAsyncCollector, MultiSyncCollector
-from wsync.testing.shutdowns import shared_memory_files
+from wsync.testing.contract import shared_memory_files
 from wsync.testing.workers import stop_process
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}

@@ -20,8 +20,8 @@ from torch import nn
 import wsync
 from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import Small, WithExtraState, fill, longer
-from wsync.testing.pull import catch_up
+from wsync.testing.contract import catch_up
+from wsync.testing.models import Small, WithExtraState, fill
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,12 +159,6 @@ def publish_and_be_killed(url: Path) -> None:
     transport.send_weights(Small(100_000))
 
 
-def publish_many(state: WorkerState, url: str, count: int) -> None:
-    with trainer(url) as scheme:
-        for value in range(count):
-            scheme.send(fill(Small(), value))
-
-
 def test_a_full_disk(tmp_path: Path) -> None:
     with trainer(tmp_path, model=Small(100_000)) as scheme:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -219,7 +213,7 @@ def test_models_that_belong_together(tmp_path: Path) -> None:
 
 
 def test_other_weights_than_the_readers_model(tmp_path: Path) -> None:
-    with trainer(tmp_path, longer()), pytest.raises(wsync.LayoutMismatch, match="weight"):
+    with trainer(tmp_path, Small(7)), pytest.raises(wsync.LayoutMismatch, match="weight"):
         reader(tmp_path, timeout=0.2)
 
 
