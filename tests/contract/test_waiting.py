@@ -67,23 +67,6 @@ def test_a_send_without_waiting_raises_the_error_of_an_earlier_one(backend: Buil
         assert session.workers[1].call(commands.output)[0] == -2
 
 
-def test_updates_that_are_not_waited_for_are_in_the_metrics(backend: BuiltIn) -> None:
-    with backend.connected(sync=False) as session:
-        before = session.scheme.metrics.updates
-        session.workers[1].stop()
-        session.send(2)
-        session.send(3)
-        assert session.scheme.metrics.updates == before
-        session.workers[1].resume()
-        for value in count(4):
-            session.send(value)
-            if session.scheme.metrics.updates > before:
-                break
-        report = session.scheme.metrics.last
-        assert report is not None and set(report.workers) == {0, 1} and report.version < session.scheme.version
-        assert sum(report.phases.values()) == pytest.approx(report.seconds) and report.phases["acknowledge"] == 0.0
-
-
 def test_there_is_no_such_worker(backend: BuiltIn) -> None:
     with backend.connected() as session:
         for worker in (2, -1):
@@ -116,24 +99,6 @@ def test_a_worker_that_a_newer_send_leaves_out_is_waited_for(backend: BuiltIn) -
         session.workers[1].resume()
         assert session.scheme.wait_async() is None
         assert session.workers[0].call(commands.output)[0] == 3
-
-
-def test_a_disconnected_worker_connects_again_with_the_newest_weights(backend: BuiltIn) -> None:
-    with backend.connected(timeout=20.0) as session:
-        for value in (2, 4, 6):
-            session.send(value)
-            session.scheme.disconnect(1)
-            with pytest.raises(Exception, match="NotConnected"):
-                session.workers[1].call(commands.receive, 20.0)
-                session.workers[1].call(commands.receive, 20.0)  # the first call may return what was sent before
-            if value == 4:
-                session.send(value + 0.5)
-            session.workers[1].start(commands.connect)
-            session.scheme.readmit(1)
-            assert session.workers[1].result() == session.scheme.version
-            for later in (value + 1, value + 1.25, value + 1.5, value + 1.75):
-                session.send(later)
-                assert session.outputs() == [later, later]
 
 
 def test_replacements_may_connect_in_any_order_and_before_they_are_readmitted(backend: BuiltIn) -> None:

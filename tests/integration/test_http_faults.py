@@ -109,15 +109,6 @@ def test_a_redirect_is_not_followed() -> None:
         pass
 
 
-def test_models_cannot_be_switched_together() -> None:
-    with (
-        serve(wsync.engine_app(Small(), token=None)) as url,
-        trainer(url) as scheme,
-        pytest.raises(wsync.WeightSyncError, match="one by one"),
-    ):
-        wsync.synchronize({scheme: fill(Small(), 2)})
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -159,11 +150,3 @@ def test_a_transport_that_is_not_connected_is_an_error_at_once() -> None:
         transport.send_weights(fill(Small(), 5))
         assert target()[0] == 5
     transport.close()
-
-
-def test_the_number_of_workers_is_that_of_the_urls() -> None:
-    with wsync.HTTPWeightSyncScheme(["http://a", "http://b"]) as scheme:
-        for count in (1, 3):
-            with pytest.raises(ValueError, match="urls"):
-                scheme.init_on_sender("policy", model=Small(), num_workers=count)
-        scheme.init_on_sender("policy", model=Small(), num_workers=2)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from stores import reader, trainer
-from torch import nn
 
 import wsync
 from wsync.testing.models import Small, fill
@@ -118,39 +117,6 @@ def test_a_trainer_that_begins_again_in_an_emptied_folder(tmp_path: Path) -> Non
             assert pulling.pull() == 1 and pulling.model()[0] == 5
             while watching.model()[0] != 5:
                 assert watching.receive(0.05) is None  # that would be a newer version
-
-
-def test_a_later_trainer_with_another_layout(tmp_path: Path) -> None:
-    """A trainer with the names in another order, one with weights that do not fit, and one like the first."""
-    given = wsync.StoreTransport(f"{tmp_path}/policy")
-    model, copy = nn.Linear(4, 2), nn.Linear(4, 2)
-    given.setup_connection_and_weights_on_sender()
-    given.send_weights(model)
-    with wsync.StoreWeightSyncScheme(str(tmp_path), initiator="receiver") as receiver:
-        receiver.init_on_receiver("policy", model=copy, worker_idx=0)
-        receiver.connect()
-        for weights in (dict(reversed(model.state_dict().items())), nn.Linear(5, 2), model):
-            nn.init.normal_(model.weight)
-            later, before = wsync.StoreTransport(f"{tmp_path}/policy"), copy.weight.clone()
-            later.setup_connection_and_weights_on_sender()
-            later.send_weights(weights)
-            if isinstance(weights, nn.Linear) and weights.in_features == 5:
-                with pytest.raises(wsync.WeightSyncError, match="'weight'"):
-                    receiver.pull()
-                assert torch.equal(copy.weight, before)
-            else:
-                receiver.pull()
-                assert torch.equal(copy.weight, model.weight)
-        assert torch.equal(copy(torch.ones(4)), model(torch.ones(4)))
-
-
-@pytest.mark.parametrize("model_id", ["", ".", ".."])
-def test_a_model_id_that_is_no_folder(tmp_path: Path, model_id: str) -> None:
-    with (
-        wsync.StoreWeightSyncScheme(f"{tmp_path}/run") as scheme,
-        pytest.raises(ValueError, match="model_id is the name of a folder"),
-    ):
-        scheme.init_on_sender(model_id, model=Small(), num_workers=1)
 
 
 def test_a_relative_path_is_resolved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

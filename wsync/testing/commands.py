@@ -144,7 +144,7 @@ def version(state: WorkerState, model_id: str = "policy") -> int:
 
 def receive(state: WorkerState, timeout: float | None = None, model_id: str = "policy") -> tuple[str, list[str]] | None:
     """``scheme.receive``: the type and the sorted keys (those of a ``Loader``'s version: none) of what it returns."""
-    weights = state.schemes[model_id].receive(timeout)
+    weights: Any = state.schemes[model_id].receive(timeout)
     keys = sorted(map(str, weights.keys())) if hasattr(weights, "keys") else []
     return None if weights is None else (type(weights).__name__, keys)
 
