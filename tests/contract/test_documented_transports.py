@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -65,23 +64,6 @@ def test_a_transport_over_a_group_returns_none_at_its_timeout(kind: type[Any], p
         nn.init.constant_(model.bias, 4.0)
         transport.send_weights(model.state_dict())
         assert workers[0].result() == ([4.0, 4.0], [4.0, 4.0])
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
-def test_received_weights_are_copies_and_each_end_has_an_address(host: str, store: Any) -> None:
-    model, received = nn.Linear(4, 2), []
-    client = TCPStore("127.0.0.1", store.port, is_master=False)
-    timeout = client.timeout
-    sender = wsync.DistributedTransport(weights_buffer=model, store=client, host=host)
-    worker = wsync.DistributedTransport(weights_buffer=nn.Linear(4, 2), store=store, host=host)
-    with ThreadPoolExecutor() as threads:
-        for value in (1.0, 2.0):
-            nn.init.constant_(model.bias, value)
-            sending = threads.submit(sender.send_weights, model)
-            received.append(worker.receive_weights(timeout=TIMEOUT))
-            sending.result()
-    assert [weights["bias"].tolist() for weights in received] == [[1.0, 1.0], [2.0, 2.0]]
-    assert client.timeout == timeout, "the store is the user's"
 
 
 def follow_shared(state: WorkerState, transport: wsync.SharedMemTransport) -> list[Any]:

@@ -45,19 +45,6 @@ def test_workers_with_copies_may_train_them_in_place(pool: WorkerPool) -> None:
             assert session.outputs() == [value - 1, value]
 
 
-def share_model(state: WorkerState) -> None:
-    """As ``torch.multiprocessing`` does with a model that is sent to a process: the storage moves."""
-    state.models["policy"].share_memory()
-
-
-def test_a_worker_that_shares_its_model_is_updated(backend: BuiltIn) -> None:
-    with backend.connected(1) as session:
-        for value in range(2, 10):
-            session.workers[0].call(share_model)
-            session.send(value)
-            assert session.outputs() == [value]
-
-
 def model_given_by_torch(state: WorkerState, scheme: wsync.WeightSyncScheme, worker_idx: int, model: nn.Module) -> None:
     state.schemes["policy"], state.models["policy"] = scheme, model
     scheme.init_on_receiver("policy", model=model, worker_idx=worker_idx)

@@ -99,16 +99,6 @@ def test_an_engine_that_never_comes() -> None:
         pass
 
 
-def test_a_redirect_is_not_followed() -> None:
-    async def elsewhere(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"location", b"http://127.0.0.1:9/"), (b"content-length", b"0")]
-        await send({"type": "http.response.start", "status": 307, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
-    with serve(elsewhere) as url, pytest.raises(wsync.WorkerFailed, match="answered 307"), trainer(url):
-        pass
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -130,23 +120,3 @@ def test_wrong_options(options: dict[str, Any], said: str) -> None:
 def test_the_receiving_end_is_the_application() -> None:
     with pytest.raises(RuntimeError, match="engine_app"):
         wsync.HTTPWeightSyncScheme("http://a").init_on_receiver("policy", model=Small(), worker_idx=0)
-
-
-def test_a_transport_that_is_not_connected_is_an_error_at_once() -> None:
-    target = Small()
-    app = wsync.engine_app(target, token=None)
-    with serve(app) as url:
-        transport = wsync.HTTPWeightSyncScheme(url).create_transport()
-        with pytest.raises(wsync.NotConnected, match="set-up method"):
-            transport.send_weights(fill(Small(), 1))
-        transport.setup_connection_and_weights_on_sender()
-        transport.send_weights(fill(Small(), 2))
-    with pytest.raises(wsync.WorkerDied):
-        transport.send_weights(fill(Small(), 3))
-    with pytest.raises(wsync.NotConnected):
-        transport.send_weights(fill(Small(), 4))
-    with serve(app, port=int(url.rsplit(":", 1)[1])):
-        transport.setup_connection_and_weights_on_sender()
-        transport.send_weights(fill(Small(), 5))
-        assert target()[0] == 5
-    transport.close()

@@ -304,13 +304,3 @@ def test_many_kills_leave_nothing_and_versions_never_go_back(kind, events, caplo
             assert torch.equal(batch["told"][..., 0], batch["policy_version"].double())
         assert collector.failures.failed.total() == collector.failures.restarted.total() == 10
         assert count() == before
-
-
-def test_nonsense_is_refused(events):
-    for options, message in (
-        ({"failure": "ignore"}, "raise, drop, restart"),
-        ({"worker_timeout": 0}, "worker_timeout"),
-        ({"max_restarts": -1}, "max_restarts"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            collect("sync", events, **options)

@@ -119,19 +119,6 @@ def test_a_trainer_that_begins_again_in_an_emptied_folder(tmp_path: Path) -> Non
                 assert watching.receive(0.05) is None  # that would be a newer version
 
 
-def test_a_relative_path_is_resolved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    scheme, transport = wsync.StoreWeightSyncScheme("run"), wsync.StoreTransport(Path("run/policy"))
-    monkeypatch.chdir("/")
-    scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
-    scheme.connect()
-    assert (tmp_path / "run" / "policy" / "manifest.json").exists()
-    assert transport.receive_weights(0.0) is not None
-    scheme.shutdown()
-    with pytest.raises(ValueError, match="the path of a folder"):
-        wsync.StoreWeightSyncScheme("")
-
-
 @pytest.mark.parametrize("protocol", ["sftp", "smb"])
 def test_a_file_system_that_writes_in_place_is_refused(
     failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch, protocol: str

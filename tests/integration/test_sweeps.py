@@ -55,15 +55,6 @@ def test_a_used_folder_is_refused_before_anything_is_written(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_used_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "metrics.jsonl").write_text("{}\n")
-    done = run(tmp_path, "-m", f"hydra.sweep.dir={tmp_path}")  # between overrides
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"train.py: hydra.sweep.dir={tmp_path} has runs already: ")
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(400)  # each job imports everything anew
 @pytest.mark.parametrize(
     ("plugin", "package", "settings"),
