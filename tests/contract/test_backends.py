@@ -19,12 +19,10 @@ from rpc_workers import Rpc
 from wsync import registered_backends
 from wsync.testing import BackendContract
 
-MAIN_TRANSPORT_TESTS = (
+TRANSPORT_TESTS = (
     BackendContract.test_every_calling_form_delivers_every_kind_of_tensor,
     BackendContract.test_after_a_send_every_forward_uses_the_new_version,
     BackendContract.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,
-)
-OTHER_TRANSPORT_TESTS = (
     BackendContract.test_weights_can_differ_between_workers,
     BackendContract.test_an_update_that_arrives_in_a_forward_is_installed_when_that_ends,
     BackendContract.test_a_send_that_does_not_wait_copies_the_weights,
@@ -39,7 +37,7 @@ OTHER_TRANSPORT_TESTS = (
     BackendContract.test_close_ends_a_transfer_to_a_worker_that_does_not_read,
     BackendContract.test_close_ends_a_set_up_that_waits_for_a_worker,
 )
-"""With the main ones, the tests that depend on how weights travel."""
+"""The tests that depend on how weights travel: of a backend with ``QUICK``, ``make test`` runs no others."""
 
 
 class TestSharedMemory(SharedMemory, BackendContract):
@@ -47,7 +45,7 @@ class TestSharedMemory(SharedMemory, BackendContract):
 
 
 class TestSharedMemoryPublished(SharedMemoryPublished, BackendContract):
-    pass
+    QUICK: ClassVar = TRANSPORT_TESTS
 
 
 class TestMultiprocess(Multiprocess, BackendContract):
@@ -55,7 +53,9 @@ class TestMultiprocess(Multiprocess, BackendContract):
 
 
 class TestDistributed(Distributed, BackendContract):
-    pass
+    """Combines the parts of ``TestSharedMemory`` and ``TestDistributedGloo``."""
+
+    QUICK: ClassVar = TRANSPORT_TESTS
 
 
 class TestDistributedGloo(DistributedGloo, BackendContract):
@@ -63,14 +63,14 @@ class TestDistributedGloo(DistributedGloo, BackendContract):
 
 
 class TestDistributedInline(DistributedInline, BackendContract):
-    """The tests that depend on how weights travel. All else is as in ``TestDistributedGloo``."""
+    """All else is as in ``TestDistributedGloo``."""
 
-    QUICK: ClassVar = (*MAIN_TRANSPORT_TESTS, *OTHER_TRANSPORT_TESTS)
+    QUICK: ClassVar = TRANSPORT_TESTS
     SLOW: ClassVar = ()
 
 
 class TestRpc(Rpc, BackendContract):
-    pass
+    QUICK: ClassVar = TRANSPORT_TESTS
 
 
 class TestRay(Ray, BackendContract):

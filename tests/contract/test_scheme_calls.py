@@ -200,3 +200,34 @@ def test_forwards_in_one_autocast_context_use_the_new_version(backend: BuiltIn) 
         for value in range(2, 20):
             session.send(value)
             assert session.workers.call(output_in_autocast, value == 19) == [value]
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_receive_returns_the_format_of_the_strategy(backend: BuiltIn, strategy: str) -> None:
+    with backend.connected(1, strategy=strategy) as session:
+        worker = session.workers[0]
+        assert worker.call(commands.receive, 0.0) is None  # the first weights count as seen
+        worker.start(commands.receive, 20.0)
+        session.scheme.send()
+        assert worker.result() == ("dict" if strategy == "state_dict" else "TensorDict", ["weight"])
+        assert worker.call(commands.receive, 0.0) is None
+
+
+def test_a_report_accounts_for_every_worker_and_for_all_of_the_time(backend: BuiltIn) -> None:
+    with backend.connected() as session, backend.join(session.workers, model_id="critic") as critic:
+        reports: list[Any] = [session.send(2), session.send(3, worker_ids=1), session.update(4)]
+        assert [dict(report.workers) for report in reports] == [{0: 2, 1: 2}, {1: 3}, {0: 4, 1: 4}]
+        for report in [*reports, *wsync.synchronize({session.scheme: None, critic.scheme: None}).values()]:
+            assert report.bytes >= 16 and report.seconds > 0
+            assert sum(report.phases.values()) == pytest.approx(report.seconds, rel=0.0, abs=1e-9), report
+
+
+def test_a_successor_gets_the_weights_of_its_predecessor(backend: BuiltIn) -> None:
+    """Not those that another worker was sent since."""
+    with backend.connected(init={"params_map": {0: fill(Small(), 1), 1: fill(Small(), 2)}}) as session:
+        session.scheme.send({0: fill(Small(), 3), 1: fill(Small(), 4)})
+        session.outputs()
+        session.send(5, worker_ids=1)
+        session.workers[0].kill()
+        session.restart(0)
+        assert session.outputs() == [3, 5]

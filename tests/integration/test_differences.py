@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import Wide
 from torch import nn
 
 import wsync
 from wsync.testing import WorkerPool, commands
-from wsync.testing.models import Wide, digest, nudge
+from wsync.testing.models import digest, nudge
 from wsync.transforms import Delta
 
 pytest.importorskip("zstandard", reason="the extra [delta] is not installed")

@@ -44,10 +44,7 @@ class TestBytes(_TestFiles):
     def make_scheme(self, **options):
         return BytesScheme(self.folder, **options)
 """
-SOME = (
-    "every_calling_form or apply_that_raises or successor_joins or forked_child or without_room or ends_a or "
-    "never_connected"
-)
+SOME = "every_calling_form or apply_that_raises or successor_joins or forked_child or without_room or ends_a"
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ importable there. ``BackendHooks`` lists what else can be overridden.
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import re
@@ -46,7 +45,6 @@ from wsync.testing.models import (
     Small,
     Trained,
     TwoReads,
-    Wide,
     WithExtraState,
     digest,
     fill,
@@ -55,7 +53,7 @@ from wsync.testing.models import (
     scramble,
 )
 from wsync.testing.workers import WorkerError
-from wsync.transforms import Cast, Delta, Dequantize, Fuse, QuantizeInt8, Rename, Select
+from wsync.transforms import Cast, Fuse, Rename, Select
 
 GROWTH = 8 << 20
 """Bytes by which the resident memory may grow in three rounds: an allocator keeps some."""
@@ -285,16 +283,6 @@ class BackendContract(BackendHooks):
             session.scheme.send(fill(Small(), 6).state_dict())
             assert session.outputs() == [6, 6]
 
-    @BOTH_FORMATS
-    def test_receive_returns_the_format_of_the_strategy(self, strategy: str) -> None:
-        with self.connected(1, strategy=strategy) as session:
-            worker = session.workers[0]
-            assert worker.call(commands.receive, 0.0) is None  # the first weights count as seen
-            worker.start(commands.receive, 20.0)
-            session.scheme.send()
-            assert worker.result() == ("dict" if strategy == "state_dict" else "TensorDict", ["weight"])
-            assert worker.call(commands.receive, 0.0) is None
-
     def test_worker_ids_select_workers(self) -> None:
         with self.connected(3) as session:
             session.send(2, worker_ids=1)
@@ -352,14 +340,6 @@ class BackendContract(BackendHooks):
                 session.workers.call(_leave_gate)
                 session.scheme.wait_async()
                 assert session.workers.call(commands.plain_digest) == [digest(session.model)]
-
-    def test_a_report_accounts_for_every_worker_and_for_all_of_the_time(self) -> None:
-        with self.connected() as session, self.join(session.workers, model_id="critic") as critic:
-            reports: list[Any] = [session.send(2), session.send(3, worker_ids=1), session.update(4)]
-            assert [dict(report.workers) for report in reports] == [{0: 2, 1: 2}, {1: 3}, {0: 4, 1: 4}]
-            for report in [*reports, *wsync.synchronize({session.scheme: None, critic.scheme: None}).values()]:
-                assert report.bytes >= 16 and report.seconds > 0
-                assert sum(report.phases.values()) == pytest.approx(report.seconds, rel=0.0, abs=1e-9), report
 
     @pytest.mark.parametrize("sync", [True, False])
     def test_a_send_that_does_not_wait_copies_the_weights(self, sync: bool) -> None:
@@ -524,16 +504,6 @@ class BackendContract(BackendHooks):
             session.send(4)
             assert session.outputs() == [4, 4] and session.versions() == [4, 4]
 
-    def test_a_successor_gets_the_weights_of_its_predecessor(self) -> None:
-        """Not those that another worker was sent since."""
-        with self.connected(init={"params_map": {0: fill(Small(), 1), 1: fill(Small(), 2)}}) as session:
-            session.scheme.send({0: fill(Small(), 3), 1: fill(Small(), 4)})
-            session.outputs()
-            session.send(5, worker_ids=1)
-            session.workers[0].kill()
-            session.restart(0)
-            assert session.outputs() == [3, 5]
-
     # --- several models at once: every worker gets all of them, or none gets any ---
 
     def test_both_models_arrive_together(self) -> None:
@@ -649,56 +619,6 @@ class BackendContract(BackendHooks):
                 else:
                     session.scheme.send()
                     assert session.digests() == [digest(in_engine(session.model))]
-
-    def test_quantised_weights_are_off_by_half_a_step_at_most(self) -> None:
-        transforms = {"send_transform": QuantizeInt8(), "receive_transform": Dequantize()}
-        with self.connected(1, Wide, **transforms) as session:
-            nudge(session.model)
-            report = session.scheme.send()
-            ((weight, bias),) = [found.values() for found in session.workers.call(commands.tensors)]
-            expected = session.model.weight.detach()
-            assert ((weight - expected).abs() <= 0.5001 * expected.abs().amax(1, keepdim=True) / 127).all()
-            assert torch.equal(bias, session.model.bias.detach())
-            assert report is not None and report.bytes < 0.3 * _bytes_of(session.model)
-
-    def test_a_partial_update(self) -> None:
-        """The rest keeps the values that were sent last, not the trainer's newest; it is one version."""
-        with self.connected(make=Trained) as session:
-            scheme, model, reference = session.scheme, session.model, Trained()
-            reference.load_state_dict(model.state_dict())
-            for _ in range(3):
-                nudge(model)
-                reference.k.load_state_dict(model.k.state_dict())
-                version = scheme.version
-                scheme.send({f"k.{name}": tensor for name, tensor in model.k.state_dict().items()}, partial=True)
-                assert session.versions() == [version + 1] * 2
-                assert session.digests() == [digest(reference)] * 2
-            scheme.send()
-            assert session.digests() == [digest(model)] * 2
-
-    def test_differences_are_exact_and_a_missed_base_gets_the_full_weights(self) -> None:
-        pytest.importorskip("zstandard", reason="the extra [delta] is not installed")
-        with self.connected(make=Wide, send_transform=Delta()) as session:
-            scheme, model = session.scheme, session.model
-            for count in (10, 10, None, 10):  # None: a difference would not be smaller
-                nudge(model, count)
-                scheme.send()
-                assert session.digests() == [digest(model)] * 2
-            nudge(model, 10)
-            scheme.send(worker_ids=0)
-            nudge(model, 10)
-            scheme.send()  # worker 1 has another base
-            assert session.digests() == [digest(model)] * 2
-            nudge(model, 10)
-            wsync.synchronize({scheme: model})
-            assert session.digests() == [digest(model)] * 2
-            other = copy.deepcopy(model)
-            nudge(other, 10)
-            scheme.send({0: model, 1: other})  # two bases of one version
-            assert session.digests() == [digest(model), digest(other)]
-            nudge(model, 10)
-            scheme.send(model)
-            assert session.digests() == [digest(model)] * 2
 
     # --- a scheme takes away what it has made ---
 

@@ -139,18 +139,6 @@ class LoaderOfChunks(Loader):
     chunk_bytes = 64
 
 
-class Wide(nn.Linear):
-    """A model that is large enough for a difference to be smaller, and for int8 to have a quarter of the bytes."""
-
-    def __init__(self) -> None:
-        super().__init__(256, 64)
-
-
-def longer() -> Small:
-    """``Small`` with another shape: ``[7]``."""
-    return Small(7)
-
-
 def named_tensors(model: Any) -> dict[str, Tensor]:
     """Every parameter and buffer of a module by name; a tied tensor under each of its names."""
     if not isinstance(model, nn.Module):
