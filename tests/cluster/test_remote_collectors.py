@@ -292,24 +292,6 @@ def test_workers_that_others_start_join(caplog, monkeypatch):
         assert "key" in starter.refused.communicate(timeout=60)[1] and starter.refused.returncode
 
 
-@pytest.mark.parametrize("family", ["tcp", "rpc"])
-@pytest.mark.parametrize(
-    ("host", "said"),
-    [
-        ("192.0.2.1", r"cannot listen on host=192\.0\.2\.1"),
-        ("", "host is empty"),
-        ("0.0.0.0", r"host=0\.0\.0\.0 is every interface"),
-        ("::", "host=:: is every interface"),
-    ],
-)
-def test_listening_on_every_interface_or_a_missing_one_is_refused(family, host, said):
-    with pytest.raises(wsync.NotConnected, match=said):
-        collect_with(family, host=host, timeout=20.0, weight_sync_schemes={})  # no scheme to refuse it
-
-
-# --- RPC ---
-
-
 # --- Ray ---
 
 

@@ -28,15 +28,6 @@ def test_an_error_is_raised_by_a_later_wait(backend: BuiltIn) -> None:
         assert report is not None and dict(report.workers) == {1: 5}
 
 
-def test_there_is_no_such_worker(backend: BuiltIn) -> None:
-    with backend.connected() as session:
-        for worker in (2, -1):
-            for method in (session.scheme.disconnect, session.scheme.readmit):
-                with pytest.raises(ValueError, match="there are workers 0 to 1"):
-                    method(worker)
-        session.send(2)
-
-
 def test_a_worker_that_a_newer_send_leaves_out_is_waited_for(backend: BuiltIn) -> None:
     with backend.connected() as session:
         session.scheme.timeout = 0.5

@@ -88,30 +88,3 @@ def test_pause_and_resume_of_the_engine_itself() -> None:
         assert called == ["keep", "resume"]
     with pytest.raises(ValueError, match="go together"):
         wsync.engine_app(Small(), token=None, pause=pause)
-
-
-def test_an_engine_whose_load_has_failed_half_way_serves_no_step_until_a_version_is_loaded() -> None:
-    fails = False
-
-    def load(pairs: Any) -> None:
-        for _ in pairs:
-            if fails:
-                raise ArithmeticError("no memory")
-
-    app, go_on = wsync.engine_app(load=load, token=None), threading.Event()
-    go_on.set()
-    with serve(app) as url, wsync.HTTPWeightSyncScheme(url, pause="keep") as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 1))
-        scheme.connect()
-        fails = True
-        for _ in range(2):
-            with pytest.raises(wsync.WorkerFailed, match="no memory"):
-                scheme.send(fill(Small(), 2))
-            with pytest.raises(wsync.WeightSyncError, match="this engine may have weights of two versions"):
-                generate(app, go_on, go_on)
-            assert "two versions" in ask(url, "GET", "/health")["error"]
-            assert ask(url, "GET", "/is_paused") == {"is_paused": False}
-        fails = False
-        scheme.send(fill(Small(), 3))
-        assert generate(app, go_on, go_on) == [(str(scheme.version), 0, 4)]
-        assert ask(url, "GET", "/health") == {}

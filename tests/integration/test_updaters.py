@@ -143,21 +143,3 @@ def test_ray_leaves_workers_out_for_max_interval_pushes():
         assert seen == [1, 1, 2, 2, 2, 3] and chosen(next(collector)) == 0.0
     with pytest.raises(ValueError, match="max_interval is at least 0"):
         RayWeightUpdater(max_interval=-1)
-
-
-@pytest.mark.parametrize(
-    ("updater", "scheme", "said"),
-    [
-        (VanillaWeightUpdater, "none", "contradict each other: .* a NoWeightSyncScheme"),
-        (WeightUpdaterBase, "none", "contradict each other: that scheme carries nothing"),
-        (MultiProcessedWeightUpdater, "distributed", "multiprocess or shared_mem, .* a DistributedWeightSyncScheme"),
-        (RayWeightUpdater, "shared_mem", "distributed or ray, .* a SharedMemWeightSyncScheme"),
-        (RPCWeightUpdater, "multiprocess", "distributed or rpc, .* a MultiProcessWeightSyncScheme"),
-        (DistributedWeightUpdater, "rpc", "by distributed, .* a RPCWeightSyncScheme"),
-        (lambda: DistributedWeightUpdater(num_workers=3), "distributed", r"for 3 worker\(s\); the collector has 1"),
-        (lambda: RayWeightUpdater(None, [1, 2]), "distributed", r"for 2 worker\(s\); the collector has 1"),
-    ],
-)
-def test_an_updater_that_the_scheme_contradicts_is_an_error(updater, scheme, said):
-    with pytest.raises(ValueError, match=said):
-        single(updater, scheme=scheme)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gymnasium.envs.classic_control import CartPoleEnv
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
@@ -18,7 +17,7 @@ import learning.config
 import learning.validation
 import wsync
 from collectors.config import MultiSyncConfig
-from collectors.env_config import EnvConfig, env_factory, sample, solved_at
+from collectors.env_config import EnvConfig, sample
 from collectors.errors import ConfigError
 from collectors.targets import instantiate_setting
 from learning import CNN, MLP, PPO, RNN
@@ -207,16 +206,6 @@ def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str
     assert str(caught.value) == said
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "needing.py").write_text(
-        "import wsync\ntry:\n    import absent_package\nexcept ModuleNotFoundError as error:\n"
-        "    raise wsync.missing_extra(error, 'ray') from error\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"absent_package is not installed: pip install '\.\[ray\]'"):
-        instantiate_setting("collector", {"_target_": "needing.Collector"})
-
-
 def test_what_cannot_be_made_is_named_by_its_setting() -> None:
     with pytest.raises(ConfigError, match=r"^callbacks\[1\]: Reporter\(\) takes no arguments$"):
         instantiate_setting("callbacks[1]", {"_target_": "learning.reporting.Reporter", "path": 3})
@@ -295,41 +284,6 @@ def test_an_environment_that_there_is_not_is_refused() -> None:
         sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
     with pytest.raises(ConfigError, match=r"env\.wrappers\[0\] has no _target_: name the class of the wrapper"):
         sample(config("env.wrappers=[{target: gymnasium.wrappers.TimeLimit}]").env)
-
-
-class Unready(CartPoleEnv):
-    def reset(self, **_: Any) -> Any:
-        raise ValueError("the pole is not mounted")
-
-
-def test_an_environment_that_cannot_be_used_is_refused_before_workers_are_started() -> None:
-    def refused(target: str, *wrappers: str, **arguments: Any) -> ConfigError:
-        env = EnvConfig(
-            "mine", make={"_target_": target, **arguments}, wrappers=[{"_target_": one} for one in wrappers]
-        )
-        with pytest.raises(ConfigError, match=r"^env=mine \(mine\): ") as raised:
-            sample(env, "mine")
-        return raised.value
-
-    vector = refused("gymnasium.make_vec", id="CartPole-v1", num_envs=2)
-    assert "is a vector environment: return one environment; num_envs says how many" in str(vector)
-    unready = refused(f"{__name__}.Unready")
-    assert str(unready).endswith("the pole is not mounted") and "in reset: raise ValueError" in unready.__notes__[-1]
-    without_mask = refused("gymnasium.make", "collectors.ActionMask", id="CartPole-v1")
-    assert "has no 'action_mask' in its info" in str(without_mask)
-
-
-def test_the_threshold_is_the_configs_else_that_of_the_id() -> None:
-    assert solved_at(config().env) == 475
-    assert solved_at(config("env=acrobot").env) == -100
-    assert solved_at(config("env=pendulum").env) == -200
-    assert solved_at(config("env.id=Pendulum-v1").env) == -200
-    assert solved_at(config("env=pendulum", "env.id=MountainCar-v0").env) == -110
-    unversioned = config("env.id=CartPole").env
-    assert solved_at(unversioned) == 475 and solved_at(config("env.id=Pendulum").env) == -200
-    assert env_factory(unversioned, 2)().batch_size == (2,)
-    assert solved_at(config("env.id=GymV21Environment-v0").env) is None
-    assert solved_at(config("env.id=MountainCar-v0", "env.solved_at=30").env) == 30
 
 
 def resumed(folder: Path, earlier: list[str], *argv: str, config_folder: str | None = None) -> TrainConfig:

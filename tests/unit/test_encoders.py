@@ -10,7 +10,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from collectors import ActionMask, GymEnv, PartialObservation
+from collectors import ActionMask, GymEnv
 from collectors.environments.actions import action_codec
 from collectors.environments.specs import observation_codec
 from collectors.environments.stepper import sample_allowed
@@ -181,12 +181,3 @@ def test_a_mask_belongs_to_choices_and_has_to_be_there() -> None:
         ActionMask(gym.make("Pendulum-v1"))
     with pytest.raises(ValueError, match="no 'action_mask' in its info"):
         ActionMask(gym.make("CartPole-v1")).reset()
-
-
-def test_a_part_of_an_observation_may_be_hidden() -> None:
-    env = PartialObservation(gym.make("CartPole-v1"), keep=[0, 2])
-    whole, _ = gym.make("CartPole-v1").reset(seed=3)
-    assert env.reset(seed=3)[0].tolist() == [whole[0], whole[2]]
-    assert env.observation_space.contains(env.reset()[0])
-    with pytest.raises(TypeError, match="vector observations"):
-        PartialObservation(gym.make("FrozenLake-v1"), keep=[0])

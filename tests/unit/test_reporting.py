@@ -18,7 +18,7 @@ from learning.progress import Progress, Row, SyncRow
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import FolderError, RunFiles, read_rows, replace_file, to_json
-from learning.reporting.plots import sweep_latency, sweep_setting
+from learning.reporting.plots import sweep_latency
 from learning.reporting.sweep import groups, read_runs, report, table_rows
 from learning.reporting.wandb_logger import WandbLogger, flat
 from learning.summary import summarise
@@ -140,14 +140,6 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
         assert part in out.getvalue()
 
 
-def test_a_live_display_in_a_terminal(tmp_path: Path) -> None:
-    out = io.StringIO()
-    console = Console(file=out, width=120, force_terminal=True, _environ={"TERM": "xterm"})
-    told(ConsoleReporter("CartPole", 4096, console), tmp_path, [row(1), row(2)], summary())
-    for part in ("2048/4096", "frames/s", "sync p50", "version", "staleness"):
-        assert part in out.getvalue()
-
-
 @pytest.mark.parametrize("sync", [True, False])
 def test_the_pictures_are_drawn(tmp_path: Path, sync: bool) -> None:
     told(RunFiles(), tmp_path, [row(n, sync) for n in range(1, 30)], summary(sync))
@@ -223,26 +215,6 @@ def test_medians_are_of_runs_that_were_not_cut_off(tmp_path: Path) -> None:
     sweep_latency({"all": runs}).savefig(tmp_path / "all.png")
     sweep_latency({"all": [run for run in runs if run.complete]}).savefig(tmp_path / "complete.png")
     assert (tmp_path / "all.png").read_bytes() == (tmp_path / "complete.png").read_bytes()
-
-
-def test_a_sweep_over_numbers_is_drawn_over_them_a_curve_for_each_other_setting(tmp_path: Path) -> None:
-    for algorithm in ("ppo", "impala"):
-        for staleness in (16, 0, 1):
-            for seed in (0, 1, 2):
-                status = "failed" if (algorithm, staleness, seed) == ("ppo", 16, 2) else "finished"
-                settings = ("num_workers=2", f"seed={seed}", f"algorithm={algorithm}", f"staleness={staleness}")
-                swept(tmp_path, *settings, rows=[row(1 + staleness + seed)], status=status)
-    runs, _ = read_runs(tmp_path)
-    for each in runs:
-        each.summary["episode_return_mean_100"] = each.rows[-1]["episode_return_mean_100"]
-    ended = [run for run in runs if run.complete]
-    final, whole = sweep_setting(groups(ended, "staleness"), "staleness", "").axes
-    means = {"algorithm=impala": [[0, 40], [1, 60], [16, 360]], "algorithm=ppo": [[0, 40], [1, 60], [16, 350]]}
-    for ax in (final, whole):  # of one row, they are the same
-        points = {str(line.get_label()): line.get_xydata().tolist() for line in ax.get_lines()}
-        assert means.items() <= points.items() and ax.get_xlabel() == "staleness"
-    report(tmp_path, Console(file=io.StringIO()))
-    assert (tmp_path / "sweep.html").read_text().count("<img ") == 3
 
 
 def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:

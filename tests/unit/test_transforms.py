@@ -127,14 +127,3 @@ def test_a_reward_model_reads_the_step_and_the_episode_counts_the_environments_o
     assert torch.equal(given[1], nn.functional.one_hot(rows(batch, "action"), 3).float())
     assert torch.equal(given[2], rows(batch, "next", "observation"))
     assert torch.equal(given[3][..., 0], own)
-
-
-def test_transforms_are_applied_in_their_order() -> None:
-    judge, late = Judge(), Function(lambda reward, successor: reward + 1000 * successor[:, 2:])
-    env = GymEnv(Counter, 2)
-    env.append_transform(ModuleTransform(judge, ALL, REWARD))
-    env.append_transform(ModuleTransform(Sum(), OBSERVATION, OBSERVATION))
-    env.append_transform(ModuleTransform(late, [*REWARD, ("next", "observation")], REWARD))
-    reward = env.rollout(3)["next", "reward"][0, :, 0]
-    assert judge.calls[-1][0].shape == (2, 2)  # it came before the encoder
-    assert reward.tolist() == [1011.0, 2021.0, 3031.0]
