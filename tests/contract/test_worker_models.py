@@ -161,6 +161,3 @@ def test_an_update_without_extra_state_leaves_each_worker_its_own(backend: Built
         report = session.scheme.send(fill(models[1], 5.0))
         assert report is not None and dict(report.workers) == dict.fromkeys(range(3), report.version)
         assert session.digests() == [digest(models[1])] * 3
-
-
-# --- workers with a dict of tensors or a TensorDict as the model ---

@@ -79,9 +79,6 @@ def test_weights_for_some_workers_go_to_these(scheme, on_worker_failure):
         assert next(collector)["policy_version"][:, 0, 0].tolist() == [4, 5]
 
 
-# --- schemes that were initialised already ---
-
-
 # --- updaters of the older API ---
 
 

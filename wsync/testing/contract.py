@@ -41,7 +41,6 @@ from wsync.testing.models import (
     EveryTensorKind,
     Large,
     Loader,
-    LoaderOfChunks,
     Small,
     Trained,
     TwoReads,
@@ -55,8 +54,6 @@ from wsync.testing.models import (
 from wsync.testing.workers import WorkerError
 from wsync.transforms import Cast, Fuse, Rename, Select
 
-GROWTH = 8 << 20
-"""Bytes by which the resident memory may grow in three rounds: an allocator keeps some."""
 STILL_OPEN = "shutdown() has left something of the trainer's end open or running"
 BOTH_FORMATS = pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
 PULL: dict[str, Any] = {"initiator": "receiver"}
@@ -103,15 +100,6 @@ def shared_memory_files() -> set[str]:
     """The names in /dev/shm that contain ``wsync``, or this process's id as torch puts it there."""
     names = os.listdir("/dev/shm")  # other programs of the machine, such as Ray, have files there
     return {name for name in names if "wsync" in name or name.startswith(f"torch_{os.getpid()}_")}
-
-
-def resident_bytes() -> int:
-    """The resident memory of this process, shared memory included."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _bytes_of(model: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 # --- commands ---
@@ -603,11 +591,14 @@ class BackendContract(BackendHooks):
                 report = session.scheme.send()
                 assert session.digests() == [digest(in_engine(session.model))]
                 if end == "send_transform":
-                    assert report is not None and report.bytes < 0.6 * _bytes_of(session.model)
+                    assert report is not None and report.bytes < 0.6 * sum(
+                        one.nbytes for one in session.model.parameters()
+                    )
 
-    @pytest.mark.parametrize("receiver", [Loader, LoaderOfChunks])
-    def test_an_engine_with_a_function_that_loads(self, receiver: type[Loader]) -> None:
+    @pytest.mark.parametrize("chunk_bytes", [None, 64])
+    def test_an_engine_with_a_function_that_loads(self, chunk_bytes: int | None) -> None:
         """It gets every version whole; what it raises reaches the trainer, and the next version arrives."""
+        receiver = partial(Loader, chunk_bytes)
         with self.connected(1, Trained, receiver=receiver, send_transform=TO_ENGINE) as session:
             for refuses in (False, True, False):
                 session.workers.call(_refuse, refuses)
@@ -653,11 +644,8 @@ class BackendContract(BackendHooks):
                 session.scheme.shutdown()
                 in_workers.append(sorted(map(str, session.workers.call(_resources_here))))
 
-        attempt()  # what libraries make once, they keep
-        size = resident_bytes()
-        self._leaves_nothing(attempt, rounds=2)
-        assert in_workers[-1] == in_workers[0]
-        assert resident_bytes() - size < GROWTH
+        self._leaves_nothing(attempt)
+        assert in_workers[-1] == in_workers[1]
 
     def test_a_scheme_that_is_dropped_without_shutdown_leaves_nothing(self) -> None:
         def attempt() -> None:

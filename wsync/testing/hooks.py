@@ -105,8 +105,7 @@ class BackendHooks:
         """Make a scheme of the backend. The only hook that has to be overridden.
 
         Args:
-            options: the options of ``WeightSyncScheme``: ``timeout``, ``strategy``, ``sync``, ``initiator`` and others.
-                Tests of workers that fetch are skipped where ``initiator`` is not taken.
+            options: options of ``WeightSyncScheme``: ``timeout``, ``strategy``, ``sync``, ``initiator`` and others.
         """
         raise NotImplementedError
 

@@ -119,11 +119,14 @@ class Engine(nn.Module):
 
 
 class Loader:
-    """An engine without a module: it keeps copies of the weights that ``load`` is given, and raises when told to."""
+    """An engine without a module: it keeps copies of the weights that ``load`` is given, and raises when told to.
 
-    chunk_bytes: int | None = None
+    Args:
+        chunk_bytes: for ``init_on_receiver``.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_bytes: int | None = None) -> None:
+        self.chunk_bytes = chunk_bytes
         self.loaded = dict[str, Tensor]()
         self.refuses = False
 
@@ -131,12 +134,6 @@ class Loader:
         if self.refuses:
             raise ArithmeticError("the engine refuses")
         self.loaded.update((name, tensor.clone()) for name, tensor in pairs)
-
-
-class LoaderOfChunks(Loader):
-    """The same, in calls of 64 bytes."""
-
-    chunk_bytes = 64
 
 
 def named_tensors(model: Any) -> dict[str, Tensor]:

@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from select import select
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import wsync.testing.commands as commands
-from wsync.testing.commands import Command, Outcome, WorkerState
+from wsync.testing.commands import Command, Outcome
 
 ANSWER_TIMEOUT = 60.0
 """Seconds for the outcome of a command. None takes as long; a test that needs it all has failed."""
@@ -24,7 +24,6 @@ ANSWER_TIMEOUT = 60.0
 PRELOADED_MODULES = ["wsync.testing"]
 """What the fork server imports once, before it starts workers. To be extended before the first worker is started."""
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -77,7 +76,7 @@ class Worker(ABC):
         """Whether another test may use it: it was neither killed nor stopped, and has no command to answer."""
         return self.alive and not self._stopped and not self._pending
 
-    def start(self, command: Callable[Concatenate[WorkerState, P], object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def start(self, command: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Send a command; ``result`` waits for its outcome."""
         self._pending += 1
         self.post(Command(command, args, kwargs))
@@ -95,7 +94,7 @@ class Worker(ABC):
             raise WorkerError(outcome.error, outcome.message)
         return outcome.value
 
-    def call(self, command: Callable[Concatenate[WorkerState, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self, command: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """``start`` and ``result``."""
         self.start(command, *args, **kwargs)
         return self.result()
@@ -204,7 +203,7 @@ class WorkerGroup:
         """Give ``worker`` the index of another one."""
         self._members[index] = worker
 
-    def start(self, command: Callable[Concatenate[WorkerState, P], object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def start(self, command: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Send a command to each."""
         for worker in self:
             worker.start(command, *args, **kwargs)
@@ -213,7 +212,7 @@ class WorkerGroup:
         """Wait for the outcome of the oldest command of each."""
         return [worker.result() for worker in self]
 
-    def call(self, command: Callable[Concatenate[WorkerState, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    def call(self, command: Callable[..., R], *args: Any, **kwargs: Any) -> list[R]:
         """``start`` and ``results``: they run side by side."""
         self.start(command, *args, **kwargs)
         return self.results()
