@@ -98,7 +98,9 @@ def test_the_page_names_the_private_attributes_of_a_scheme() -> None:
     assert set(re.findall(r"`(\w+)`", named)) == taken
 
 
-@pytest.mark.parametrize("tests", [SOME, pytest.param("test", marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "tests", [SOME, pytest.param("test", marks=[pytest.mark.slow, pytest.mark.timeout(700)])], ids=["some", "all"]
+)
 def test_the_backends_of_the_page_and_the_example_pass_the_contract_outside_the_repository(
     folder: Path, tests: str
 ) -> None:
