@@ -110,7 +110,7 @@ def test_other_schemes_that_it_carries(family, scheme, first):
     assert after["policy_version"].unique().tolist() == [first + updated] and chosen(after) == float(not updated)
 
 
-@every_family
+@every_family_ray_slow
 def test_asynchronous_collection_until_a_worker_is_killed(family):
     """No version goes back, no batch is written again, and the death ends a wait."""
     with collect_with(family, sync=False, frames_per_batch=64, env=Pids) as collector:

@@ -38,6 +38,7 @@ def without_the_last_version(channel: Connection, worker: int, url: str, mib: fl
     channel.send((time.time(), Tally(), last - 1))
 
 
+@pytest.mark.slow
 def test_a_reader_of_a_store_without_the_last_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     check_store.main(readers=1, versions=2, kib=1)
     monkeypatch.setattr(check_store, "read_store", without_the_last_version)

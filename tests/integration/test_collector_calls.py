@@ -85,6 +85,7 @@ class OfOneSize(MultiSyncCollector):
         super().__init__(create_env_fn, frames_per_batch=16)
 
 
+@pytest.mark.slow
 def test_subclasses_of_users() -> None:
     with Own([make_env], frames_per_batch=16, colour="blue") as collector:
         assert collector.colour == "blue"

@@ -40,6 +40,7 @@ def test_the_objective_is_an_entry_of_the_summary() -> None:
         objective_of(summary_without_frames(), name)
 
 
+@pytest.mark.slow
 def test_a_run_in_its_default_folder_prints_no_warning(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

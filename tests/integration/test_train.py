@@ -153,7 +153,7 @@ def test_a_learner_on_a_gpu(options: list[str], tmp_path: Path) -> None:
         assert summary(tmp_path / device)["frames"] >= 3072
 
 
-@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+@pytest.mark.parametrize("device", ["nonsense", pytest.param("cuda:99", marks=pytest.mark.slow)])
 def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
     refused = run(tmp_path, f"device={device}")
     assert refused.returncode == 1 and refused.stderr.startswith(f"train.py: device={device}: ")

@@ -87,7 +87,9 @@ def saved(state):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("cls", [*EVERY, DistributedCollector, RPCCollector])
+@pytest.mark.parametrize(
+    "cls", [*EVERY, *(pytest.param(cls, marks=pytest.mark.slow) for cls in (DistributedCollector, RPCCollector))]
+)
 def test_versions_and_weights_go_on_after_a_resume(cls):
     with collect_with(cls, policy(1.0)) as first:
         for value in (2.0, 3.0, 4.0):
