@@ -111,7 +111,6 @@ class Ray(InSharedMemory):
 
     name = "ray"
     pool_type = RayWorkerPool
-    can_fork = False  # the threads of Ray's client would be missing in the child
 
     def trainer_resources(self) -> dict[str, Any]:
         """Without descriptors: Ray's client opens and closes its own at any time."""

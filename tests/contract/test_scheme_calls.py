@@ -231,3 +231,16 @@ def test_a_successor_gets_the_weights_of_its_predecessor(backend: BuiltIn) -> No
         session.workers[0].kill()
         session.restart(0)
         assert session.outputs() == [3, 5]
+
+
+def test_without_a_model_the_first_weights_sent_define_the_layout(backend: BuiltIn) -> None:
+    with backend.connected(init={}) as session:
+        assert session.versions() == [0, 0]
+        session.workers.start(commands.receive, 20.0)
+        session.send(5)
+        assert all(session.workers.results())
+        assert session.outputs() == [5, 5]
+        with pytest.raises(wsync.LayoutMismatch, match=r"weight.*7"):
+            session.scheme.send(Small(7))
+        session.scheme.send(fill(Small(), 6).state_dict())
+        assert session.outputs() == [6, 6]

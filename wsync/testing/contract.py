@@ -55,10 +55,7 @@ from wsync.testing.workers import WorkerError
 from wsync.transforms import Cast, Fuse, Rename, Select
 
 STILL_OPEN = "shutdown() has left something of the trainer's end open or running"
-BOTH_FORMATS = pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
 PULL: dict[str, Any] = {"initiator": "receiver"}
-
-
 TO_ENGINE = (
     Fuse({"qkv.weight": ["q.weight", "k.weight", "v.weight"], "qkv.bias": ["q.bias", "k.bias", "v.bias"]}),
     Select("qkv.*", "embed.weight"),
@@ -204,19 +201,6 @@ def _die_in_the_set_up(state: WorkerState, scheme: Any) -> None:
     commands.join(state, scheme, Small, 0, "policy")
 
 
-def _is_refused_in_a_forked_child(function: Callable[[], object]) -> bool:
-    """Fork this process, and call ``function`` in the child; return whether it raised NotConnected."""
-    child = os.fork()
-    if child == 0:
-        try:
-            function()
-        except wsync.NotConnected:
-            os._exit(7)
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
 def _send_both(actor: Session, critic: Session, value: float) -> None:
     wsync.synchronize({actor.scheme: fill(actor.model, value), critic.scheme: fill(critic.model, -value)})
 
@@ -232,7 +216,7 @@ class BackendContract(BackendHooks):
             assert session.versions() == [1, 1]
             assert session.outputs() == [1, 1]
 
-    @BOTH_FORMATS
+    @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
     def test_every_calling_form_delivers_every_kind_of_tensor(self, strategy: str) -> None:
         """Bit for bit, with strides, ties and extra state, buffers included."""
         with self.connected(make=EveryTensorKind, strategy=strategy) as session:
@@ -258,18 +242,6 @@ class BackendContract(BackendHooks):
             scheme.send(scheme.strategy.extract_weights(other))
             assert session.digests() == [digest(other)] * 2
             assert session.workers.call(_structure) == [_structure_of(model)] * 2
-
-    def test_without_a_model_the_first_weights_sent_define_the_layout(self) -> None:
-        with self.connected(init={}) as session:
-            assert session.versions() == [0, 0]
-            session.workers.start(commands.receive, 20.0)
-            session.send(5)
-            assert all(session.workers.results())
-            assert session.outputs() == [5, 5]
-            with pytest.raises(wsync.LayoutMismatch, match=r"weight.*7"):
-                session.scheme.send(Small(7))
-            session.scheme.send(fill(Small(), 6).state_dict())
-            assert session.outputs() == [6, 6]
 
     def test_worker_ids_select_workers(self) -> None:
         with self.connected(3) as session:
@@ -443,16 +415,6 @@ class BackendContract(BackendHooks):
             for value in (4, 5):
                 session.send(value)
                 assert session.outputs() == [value, value]
-
-    def test_a_forked_child_of_the_trainer_cannot_send(self) -> None:
-        if not self.can_fork:
-            pytest.skip("this process cannot be forked while the backend is in use")
-        with self.connected() as session:
-            for call in (session.send, session.post):
-                assert _is_refused_in_a_forked_child(partial(call, 7))
-            assert session.outputs() == [1, 1]
-            session.send(2)
-            assert session.outputs() == [2, 2]
 
     def test_a_damaged_update_is_refused(self) -> None:
         with self.connected(**self.checksum_options) as session:

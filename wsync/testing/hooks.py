@@ -89,7 +89,6 @@ class BackendHooks:
         acknowledged: whether a finished ``send`` means that every worker has installed the update; else that every
             forward that starts from then on uses it.
         connects_within: seconds in which a worker that is there is connected.
-        can_fork: whether this process may be forked while the backend is in use.
         checksum_options: for ``make_scheme``, where ``corrupt`` is overridden: they turn checksums on.
     """
 
@@ -97,7 +96,6 @@ class BackendHooks:
     first_weights_at_connect: ClassVar[bool] = True
     acknowledged: ClassVar[bool] = True
     connects_within: ClassVar[float] = SHORT
-    can_fork: ClassVar[bool] = True
     checksum_options: ClassVar[Mapping[str, Any]] = {}
     pool: ClassVar[WorkerPool]
 
