@@ -16,6 +16,13 @@ class TwoWeights(Small):
         self.other = nn.Parameter(torch.zeros(4))
 
 
+class Wide(nn.Linear):
+    """Large enough for a difference to be smaller, and for int8 to have a quarter of the bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(256, 64)
+
+
 class Refusing(nn.Linear):
     """Refuses every extra state but zero."""
 

@@ -33,7 +33,7 @@ def two_models(backend: BuiltIn) -> Iterator[tuple[Session, Session]]:
     """Two models of the same two workers."""
     with (
         backend.connected(make=EndsItsProcess, model_id="actor") as actor,
-        backend.second_model(actor, EndsItsProcess, "critic") as critic,
+        backend.join(actor.workers, EndsItsProcess, "critic") as critic,
     ):
         yield actor, critic
 

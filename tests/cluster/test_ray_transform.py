@@ -116,8 +116,8 @@ def rewards_of(collector: Any) -> list[float]:
         (Collector, "env.transform[0].module"),
         (Collector, "transform[0].module"),
         (MultiSyncCollector, "env.transform[0].module"),
-        (MultiAsyncCollector, "env.transform[0].module"),
-        (DistributedCollector, "env.transform[0].module"),
+        pytest.param(MultiAsyncCollector, "env.transform[0].module", marks=pytest.mark.slow),
+        pytest.param(DistributedCollector, "env.transform[0].module", marks=pytest.mark.slow),
     ],
 )
 def test_a_collector_connects_and_updates_the_module(rewards: RayModuleTransform, cls: Any, path: str) -> None:

@@ -110,7 +110,7 @@ def test_other_schemes_that_it_carries(family, scheme, first):
     assert after["policy_version"].unique().tolist() == [first + updated] and chosen(after) == float(not updated)
 
 
-@every_family
+@every_family_ray_slow
 def test_asynchronous_collection_until_a_worker_is_killed(family):
     """No version goes back, no batch is written again, and the death ends a wait."""
     with collect_with(family, sync=False, frames_per_batch=64, env=Pids) as collector:
@@ -290,24 +290,6 @@ def test_workers_that_others_start_join(caplog, monkeypatch):
             assert chosen(batch) == 0.0 and batch["policy_version"].unique().tolist() == [2]
         assert [worker.wait(10) for worker in starter.workers] == [0, 0]
         assert "key" in starter.refused.communicate(timeout=60)[1] and starter.refused.returncode
-
-
-@pytest.mark.parametrize("family", ["tcp", "rpc"])
-@pytest.mark.parametrize(
-    ("host", "said"),
-    [
-        ("192.0.2.1", r"cannot listen on host=192\.0\.2\.1"),
-        ("", "host is empty"),
-        ("0.0.0.0", r"host=0\.0\.0\.0 is every interface"),
-        ("::", "host=:: is every interface"),
-    ],
-)
-def test_listening_on_every_interface_or_a_missing_one_is_refused(family, host, said):
-    with pytest.raises(wsync.NotConnected, match=said):
-        collect_with(family, host=host, timeout=20.0, weight_sync_schemes={})  # no scheme to refuse it
-
-
-# --- RPC ---
 
 
 # --- Ray ---

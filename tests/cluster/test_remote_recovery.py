@@ -80,7 +80,7 @@ def until_both(collector: Any, gone: int) -> list[int]:
     raise AssertionError("the worker did not come back")
 
 
-@pytest.mark.parametrize(("family", "victims"), [("tcp", (1, 0)), ("ray", (1,))])
+@pytest.mark.parametrize(("family", "victims"), [("tcp", (1, 0)), pytest.param("ray", (1,), marks=pytest.mark.slow)])
 def test_a_worker_comes_back_with_the_newest_weights(family, victims):
     with collect(family, "restart") as collector:
         first = pids(next(collector))

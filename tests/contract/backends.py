@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 
 import wsync
+from wsync.testing import Session
+from wsync.testing.contract import resources
 from wsync.testing.hooks import BackendHooks
-from wsync.testing.session import Session
-from wsync.testing.shutdowns import resources
 from wsync.testing.workers import Worker, WorkerPool
 
 MIB = 2**20

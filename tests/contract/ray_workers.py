@@ -15,7 +15,7 @@ from backends import InSharedMemory
 
 from wsync.testing import Worker, WorkerPool, commands
 from wsync.testing.commands import Command, Outcome, WorkerState
-from wsync.testing.shutdowns import resources
+from wsync.testing.contract import resources
 from wsync.testing.workers import ANSWER_TIMEOUT
 
 START_TIMEOUT = 110.0
@@ -61,17 +61,12 @@ class RayWorker(Worker):
         super().__init__()
         self.actor = ray.remote(Actor).options(num_cpus=0).remote()
         self._refs: list[Any] = []
-        self._sentinel = -1
+        self.sentinel = -1
 
     def wait_until_started(self) -> None:
         """Wait for the actor's process."""
         self.pid: int = ray.get(self.actor.pid.remote(), timeout=START_TIMEOUT)
-        self._sentinel = os.pidfd_open(self.pid)
-
-    @property
-    def sentinel(self) -> int:
-        """A descriptor that is readable when the process has ended."""
-        return self._sentinel
+        self.sentinel = os.pidfd_open(self.pid)
 
     def post(self, command: Command) -> None:
         self._refs.append(self.actor.execute.remote(command))
@@ -79,18 +74,15 @@ class RayWorker(Worker):
     def outcome(self) -> Outcome:
         return ray.get(self._refs.pop(0), timeout=ANSWER_TIMEOUT)
 
-    def wait_for_end(self) -> None:
-        select.select([self._sentinel], [], [], ANSWER_TIMEOUT)
-
     def close(self) -> None:
         """End the actor; the cluster that it was in may have ended before."""
-        if self._sentinel < 0:
+        if self.sentinel < 0:
             return
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._sentinel, signal.SIGKILL)
-        self.wait_for_end()
-        os.close(self._sentinel)
-        self._sentinel = -1
+            signal.pidfd_send_signal(self.sentinel, signal.SIGKILL)
+        select.select([self.sentinel], [], [], ANSWER_TIMEOUT)
+        os.close(self.sentinel)
+        self.sentinel = -1
 
 
 class RayWorkerPool(WorkerPool):
@@ -119,7 +111,6 @@ class Ray(InSharedMemory):
 
     name = "ray"
     pool_type = RayWorkerPool
-    can_fork = False  # the threads of Ray's client would be missing in the child
 
     def trainer_resources(self) -> dict[str, Any]:
         """Without descriptors: Ray's client opens and closes its own at any time."""

@@ -111,8 +111,8 @@ class RpcWorkerPool(WorkerPool):
             if self._lost_member:
                 self.close()
 
-    def _discard(self, worker: Worker) -> None:
-        super()._discard(worker)
+    def discard(self, worker: Worker) -> None:
+        super().discard(worker)
         self._lost_member = True
 
     def close(self) -> None:

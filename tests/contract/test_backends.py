@@ -18,41 +18,26 @@ from rpc_workers import Rpc
 
 from wsync import registered_backends
 from wsync.testing import BackendContract
-from wsync.testing.delivery import Delivery
-from wsync.testing.faults import Faults
-from wsync.testing.restarts import Restarts
-from wsync.testing.shutdowns import Shutdowns
-from wsync.testing.transactions import Transactions
-from wsync.testing.transports import Transports
-from wsync.testing.updates import Updates
 
-MAIN_TRANSPORT_TESTS = (
-    Delivery.test_every_calling_form_delivers_every_kind_of_tensor,
-    Updates.test_after_a_send_every_forward_uses_the_new_version,
-    Transactions.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,
+TRANSPORT_TESTS = (
+    BackendContract.test_every_calling_form_delivers_every_kind_of_tensor,
+    BackendContract.test_after_a_send_every_forward_uses_the_new_version,
+    BackendContract.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,
+    BackendContract.test_weights_can_differ_between_workers,
+    BackendContract.test_an_update_that_arrives_in_a_forward_is_installed_when_that_ends,
+    BackendContract.test_a_send_that_does_not_wait_copies_the_weights,
+    BackendContract.test_acknowledgements_that_are_not_waited_for_do_not_block_a_worker,
+    BackendContract.test_no_forward_is_torn_while_the_trainer_sends,
+    BackendContract.test_a_killed_worker_is_named_and_the_others_have_the_update,
+    BackendContract.test_a_death_wakes_a_send_that_waits,
+    BackendContract.test_a_stopped_worker_times_out_and_catches_up_later,
+    BackendContract.test_an_apply_that_raises_leaves_the_model_as_it_was,
+    BackendContract.test_a_worker_that_cannot_prepare_aborts_the_update,
+    BackendContract.test_a_receive_ends_at_its_timeout,
+    BackendContract.test_close_ends_a_transfer_to_a_worker_that_does_not_read,
+    BackendContract.test_close_ends_a_set_up_that_waits_for_a_worker,
 )
-OTHER_TRANSPORT_TESTS = (
-    Delivery.test_the_first_weights_arrive,
-    Delivery.test_worker_ids_select_workers,
-    Delivery.test_weights_can_differ_between_workers,
-    Delivery.test_training_does_not_reach_workers_before_a_send,
-    Updates.test_an_update_that_arrives_in_a_forward_is_installed_when_that_ends,
-    Updates.test_a_send_waits_for_the_acknowledgement,
-    Updates.test_send_async_copies_the_weights_and_wait_async_waits,
-    Updates.test_acknowledgements_that_are_not_waited_for_do_not_block_a_worker,
-    Updates.test_no_forward_is_torn_under_continuous_sends,
-    Updates.test_forwards_in_one_autocast_context_use_the_new_version,
-    Faults.test_a_killed_worker_is_named_and_the_others_have_the_update,
-    Faults.test_a_death_wakes_a_send_that_waits,
-    Faults.test_a_stopped_worker_times_out_and_catches_up_later,
-    Faults.test_an_apply_that_raises_leaves_the_model_as_it_was,
-    Faults.test_an_update_without_room_changes_nothing,
-    Transactions.test_a_death_aborts_the_update_and_the_survivors_get_the_next,
-    Transports.test_a_receive_ends_at_its_timeout,
-    Transports.test_close_ends_a_transfer_to_a_worker_that_does_not_read,
-    Transports.test_close_ends_a_set_up_that_waits_for_a_worker,
-)
-"""With the main ones, the tests that depend on how weights travel."""
+"""The tests that depend on how weights travel: of a backend with ``QUICK``, ``make test`` runs no others."""
 
 
 class TestSharedMemory(SharedMemory, BackendContract):
@@ -60,7 +45,7 @@ class TestSharedMemory(SharedMemory, BackendContract):
 
 
 class TestSharedMemoryPublished(SharedMemoryPublished, BackendContract):
-    pass
+    QUICK: ClassVar = TRANSPORT_TESTS
 
 
 class TestMultiprocess(Multiprocess, BackendContract):
@@ -68,7 +53,9 @@ class TestMultiprocess(Multiprocess, BackendContract):
 
 
 class TestDistributed(Distributed, BackendContract):
-    pass
+    """Combines the parts of ``TestSharedMemory`` and ``TestDistributedGloo``."""
+
+    QUICK: ClassVar = TRANSPORT_TESTS
 
 
 class TestDistributedGloo(DistributedGloo, BackendContract):
@@ -76,29 +63,29 @@ class TestDistributedGloo(DistributedGloo, BackendContract):
 
 
 class TestDistributedInline(DistributedInline, BackendContract):
-    """The tests that depend on how weights travel. All else is as in ``TestDistributedGloo``."""
+    """All else is as in ``TestDistributedGloo``."""
 
-    QUICK: ClassVar = (*MAIN_TRANSPORT_TESTS, *OTHER_TRANSPORT_TESTS)
+    QUICK: ClassVar = TRANSPORT_TESTS
     SLOW: ClassVar = ()
 
 
 class TestRpc(Rpc, BackendContract):
-    pass
+    QUICK: ClassVar = TRANSPORT_TESTS
 
 
 class TestRay(Ray, BackendContract):
     """In ``make test`` only what ``QUICK`` names: the tests that kill actors take seconds each."""
 
     QUICK: ClassVar = (
-        Delivery.test_every_calling_form_delivers_every_kind_of_tensor,
-        Delivery.test_worker_ids_select_workers,
-        Delivery.test_weights_can_differ_between_workers,
-        Updates.test_after_a_send_every_forward_uses_the_new_version,
-        Updates.test_no_forward_is_torn_under_continuous_sends,
-        Faults.test_an_apply_that_raises_leaves_the_model_as_it_was,
-        Restarts.test_a_successor_joins_with_the_newest_version,
-        Transactions.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,
-        Shutdowns.test_nothing_is_left_after_shutdown,
+        BackendContract.test_every_calling_form_delivers_every_kind_of_tensor,
+        BackendContract.test_worker_ids_select_workers,
+        BackendContract.test_weights_can_differ_between_workers,
+        BackendContract.test_after_a_send_every_forward_uses_the_new_version,
+        BackendContract.test_no_forward_is_torn_while_the_trainer_sends,
+        BackendContract.test_an_apply_that_raises_leaves_the_model_as_it_was,
+        BackendContract.test_a_successor_joins_with_the_newest_version,
+        BackendContract.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,
+        BackendContract.test_nothing_is_left_after_shutdown,
     )
 
 

@@ -100,21 +100,6 @@ def test_an_interrupted_receive_ends_with_the_exception_of_the_handler(backend: 
         assert session.workers[0].call(commands.receive, 20.0) is not None and session.outputs() == [2]
 
 
-def test_a_shutdown_by_a_signal_handler_ends_the_call_that_it_interrupts(backend: BuiltIn) -> None:
-    with backend.connected(1) as session:
-        session.workers[0].stop()
-        before = signal.signal(signal.SIGUSR1, lambda *_: session.scheme.shutdown())
-        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
-        timer.start()
-        try:
-            with pytest.raises(wsync.WeightSyncError):
-                session.update(2)
-        finally:
-            timer.join()
-            signal.signal(signal.SIGUSR1, before)
-            session.workers[0].resume()
-
-
 # --- fork ---
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from backends import BuiltIn
 import wsync
 from wsync.testing import ProcessWorker, WorkerPool, commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import EveryTensorKind, Small, digest, fill, scramble
+from wsync.testing.models import EveryTensorKind, digest, scramble
 
 
 class ForkedPool(WorkerPool):
@@ -41,73 +40,6 @@ def test_forked_workers(backend: BuiltIn) -> None:
 
 
 _inherited: Any = None
-
-
-def use_inherited_scheme(state: WorkerState) -> None:
-    """Take the worker's role in the scheme as the fork has copied it."""
-    state.models["policy"], state.schemes["policy"] = Small(), _inherited
-    _inherited.init_on_receiver("policy", model=state.models["policy"], worker_idx=0)
-    _inherited.connect()
-
-
-def test_a_forked_worker_can_use_the_scheme_that_it_inherits(backend: BuiltIn) -> None:
-    global _inherited
-    pool = ForkedPool()
-    with backend.make_scheme(timeout=30.0) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 3), num_workers=1)
-        _inherited = scheme
-        try:
-            with pool.group(1) as workers:
-                workers[0].start(use_inherited_scheme)
-                scheme.connect()
-                workers[0].result()
-                assert workers[0].call(commands.output)[0] == 3
-                scheme.send(fill(Small(), 4))
-                assert workers[0].call(commands.output)[0] == 4
-        finally:
-            _inherited = None
-    pool.close()
-
-
-def fork_a_worker(state: WorkerState, scheme: wsync.WeightSyncScheme) -> None:
-    """Have a child of this worker join as worker 1."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        try:
-            scheme.init_on_receiver("policy", model=(model := Small()), worker_idx=1)
-            scheme.connect()
-            while scheme.receive() is not None:
-                pass
-            os.write(writing, b"%d" % int(model()[0].item()))
-        finally:
-            os._exit(0)
-    os.close(writing)
-    state.kept["output"] = os.fdopen(reading)
-
-
-def last_output_of_the_child(state: WorkerState) -> str:
-    with state.kept["output"] as output:
-        return output.read()
-
-
-def test_a_worker_that_is_forked_from_a_worker(backend: BuiltIn) -> None:
-    with backend.workers(1) as workers, backend.make_scheme(timeout=30.0) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=2)
-        workers[0].start(commands.join, scheme, Small, 0, "policy")
-        connecting = threading.Thread(target=scheme.connect)
-        connecting.start()
-        workers[0].result()
-        workers[0].call(fork_a_worker, scheme)
-        connecting.join()
-        for value in (2, 3):
-            scheme.send_async(fill(Small(), value))
-            report = scheme.wait_async()
-            assert report is not None and set(report.workers) == {0, 1}
-            assert workers[0].call(commands.output)[0] == value
-        scheme.shutdown()
-        assert workers[0].call(last_output_of_the_child) == "3"
 
 
 @contextmanager
@@ -138,7 +70,6 @@ def test_a_childs_shutdown_ends_no_connection_of_the_trainer_and_the_trainers_en
             session.workers[0].start(commands.receive, 20.0)
             session.scheme.shutdown()
             assert session.workers[0].result() is None
-            assert session.workers[0].call(commands.finished)
 
 
 def shut_down_in_child(state: WorkerState) -> None:

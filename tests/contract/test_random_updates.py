@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import PROCESS_BACKENDS, BuiltIn
+from backends import PROCESS_BACKENDS
 from tensordict import TensorDict
 from torch import nn
 
@@ -159,26 +159,3 @@ def test_updates_of_every_kind_in_random_order_arrive(pool: WorkerPool, name: st
             if chance.random() < 0.7:  # else updates pile up
                 assert session.digests() == trainer.expected, step.__name__
                 assert session.scheme.version == version
-
-
-@pytest.mark.parametrize("given_at_init", ["model", "weights"])
-def test_calling_forms_in_alternation(backend: BuiltIn, given_at_init: str) -> None:
-    model, other = scramble(TensorsOnly(), 0), scramble(TensorsOnly(), 1)
-    same: Any = TensorDict.from_module(model).data  # pyright: ignore[reportAttributeAccessIssue]
-    forms: list[Callable[[], Any]] = [
-        lambda: None,
-        lambda: model,
-        lambda: same,
-        lambda: TensorDict.from_module(model).data,  # pyright: ignore[reportAttributeAccessIssue]
-        model.state_dict,
-        lambda: other,
-    ]
-    with backend.connected(
-        2, TensorsOnly, init={given_at_init: model if given_at_init == "model" else same}
-    ) as session:
-        for seed, make in enumerate((*forms, *forms, *reversed(forms)), 2):
-            scramble(model, seed)
-            scramble(other, -seed)
-            weights = make()
-            session.scheme.send(weights)
-            assert session.digests() == [digest(other if weights is other else model)] * 2

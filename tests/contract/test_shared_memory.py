@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from itertools import count
-
 import pytest
-import torch
 from backends import SharedMemory, SharedMemoryPublished
-from tensordict import TensorDict
 
 import wsync
 from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
-from wsync.testing.updates import TwoReads
 
 
 @pytest.fixture
@@ -38,23 +32,6 @@ def test_without_auto_register_buffers_have_to_be_registered(shared: SharedMemor
         pytest.raises(wsync.NotConnected, match="register_shared_weights"),
     ):
         session.send(2)
-
-
-def test_registered_buffers_are_read_and_written(shared: SharedMemory) -> None:
-    buffers = TensorDict({"weight": torch.ones(4)})
-    with shared.workers(1) as workers, shared.make_scheme(auto_register=False, timeout=30.0) as scheme:
-        assert isinstance(scheme, wsync.SharedMemWeightSyncScheme)
-        scheme.register_shared_weights("policy", buffers)
-        scheme.init_on_sender("policy", num_workers=1)
-        workers[0].start(commands.join, scheme, Small, 0, "policy")
-        scheme.connect()
-        workers[0].result()
-        assert workers[0].call(commands.output)[0] == 1
-        buffers["weight"].fill_(2)
-        scheme.send()
-        assert workers[0].call(commands.output)[0] == 2
-        scheme.send(fill(Small(), 3))
-        assert workers[0].call(commands.output)[0] == 3 and buffers["weight"][0] == 3
 
 
 def test_the_weights_of_a_sender_without_a_model_are_those_it_has_published(shared: SharedMemory) -> None:
@@ -109,39 +86,6 @@ def test_a_byte_changed_in_shared_memory_is_noticed_with_a_checksum(shared: Shar
 # --- forwards and slots ---
 
 
-def begin_forward_in_thread(state: WorkerState) -> None:
-    """A thread reads the weights inside the gate, now and when it is told to end."""
-    state.kept["end"], begun = threading.Event(), threading.Event()
-    seen = state.kept["seen"] = []
-
-    def forward() -> None:
-        with wsync.gate():
-            seen.append(state.models["policy"].weight.tolist())
-            begun.set()
-            state.kept["end"].wait()
-            seen.append(state.models["policy"].weight.tolist())
-
-    state.kept["thread"] = threading.Thread(target=forward, daemon=True)
-    state.kept["thread"].start()
-    begun.wait()
-
-
-def end_forward_in_thread(state: WorkerState) -> list[list[float]]:
-    state.kept["end"].set()
-    state.kept["thread"].join()
-    return state.kept["seen"]
-
-
-def test_receive_ends_in_time_while_a_forward_runs(published: SharedMemoryPublished) -> None:
-    with published.connected(1) as session:
-        session.workers[0].call(begin_forward_in_thread)
-        session.send(2)
-        assert session.workers[0].call(commands.receive, 0.1) is None
-        assert session.workers[0].call(end_forward_in_thread) == [[1.0] * 4] * 2
-        assert session.workers[0].call(commands.receive, 20.0) is not None
-        assert session.outputs() == [2]
-
-
 @pytest.mark.parametrize("action", ["shutdown", "receive", "connect"])
 def test_a_call_that_would_wait_for_its_own_forward_is_an_error(shared: SharedMemory, action: str) -> None:
     with shared.connected(1) as session:
@@ -155,33 +99,3 @@ def call_inside_the_gate(state: WorkerState, action: str) -> str:
     with wsync.gate(), pytest.raises(RuntimeError) as raised:
         getattr(scheme, action)()
     return str(raised.value)
-
-
-def test_no_forward_is_torn_by_sends_while_buffers_are_registered(published: SharedMemoryPublished) -> None:
-    weights = TensorDict.from_module(fill(TwoReads(), 1)).data.share_memory_()
-    with published.connected(1, TwoReads, init={}, policy_weights={"policy": weights}) as session:
-        session.workers[0].start(count_torn, 100)
-        done = threading.Event()
-
-        def send() -> None:
-            for value in count(2):
-                session.send(value)
-                if done.is_set():
-                    return
-
-        trainer = threading.Thread(target=send)
-        trainer.start()
-        torn = session.workers[0].result()
-        done.set()
-        trainer.join()
-        assert torn == 0
-
-
-def count_torn(state: WorkerState, versions: int) -> int:
-    """Forward until so many versions have acted; return how many forwards were torn."""
-    torn, seen = 0, set[float]()
-    while len(seen) < versions:
-        low, high = state.models["policy"]().tolist()
-        torn += low != high
-        seen.add(low)
-    return torn

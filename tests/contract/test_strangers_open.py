@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from backends import BuiltIn, SharedMemoryPublished
 from tensordict import TensorDict
+from test_strangers import act, joined
 from torch import nn
 from workers_here import connect, make_worker, model_of
 
 import wsync
-from wsync.testing import Worker, WorkerError, WorkerPool, commands
+from wsync.testing import WorkerError, WorkerPool
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import fill
-
-ROOT = Path(__file__).parents[2]
 
 
 def issue(number: str) -> pytest.MarkDecorator:
     """An expected failure, until the rebuilt core takes it."""
     return pytest.mark.xfail(strict=False, reason=f"issue {number}")
-
-
-@contextmanager
-def joined(
-    backend: BuiltIn, source: nn.Module, make: Callable[[], nn.Module], count: int = 1, **options: Any
-) -> Iterator[tuple[wsync.WeightSyncScheme, list[Worker]]]:
-    """A sender of ``source``, and workers whose models are made otherwise."""
-    with backend.workers(count) as workers, backend.make_scheme(**{"timeout": 20.0, **options}) as scheme:
-        scheme.init_on_sender("policy", model=source, num_workers=count)
-        for index, worker in enumerate(workers):
-            worker.start(commands.join, scheme, make, index, "policy")
-        scheme.connect()
-        workers.results()
-        yield scheme, list(workers)
 
 
 class Agent(nn.Module):
@@ -87,11 +69,6 @@ def test_1_every_public_method_of_a_model_enters_the_gate(backend: BuiltIn) -> N
         finally:
             over.set()
             trainer.join()
-
-
-def act(state: WorkerState) -> list[float]:
-    with torch.inference_mode():
-        return state.models["policy"](torch.ones(2)).tolist()
 
 
 def export_while_pending(state: WorkerState) -> list[float]:
@@ -154,9 +131,6 @@ def test_20_the_newest_pages_order_and_what_exists_before_init() -> None:
         wsync.NoWeightSyncScheme().get_sender()
 
 
-JOIN = (sys.executable, "-c", "from collectors import distributed as d; raise SystemExit(d.join_trainer())")
-
-
 def receive_under_signals(state: WorkerState, last: int) -> int:
     """Receive until version ``last``, while a handler raises every two milliseconds; how often it did."""
     struck = 0
@@ -203,25 +177,6 @@ def test_9_a_send_inside_the_gate_of_its_own_worker_says_so() -> None:
             with wsync.gate(), pytest.raises(RuntimeError, match="forward"):
                 sender.send(model_of(2))
             assert time.monotonic() - started < 5.0
-
-
-FORKING = """
-import os, sys, threading, pickle, torch.nn as nn, wsync
-sender = wsync.DistributedWeightSyncScheme(shared_memory=False, inline_bytes=0, timeout=30.0)
-sender.init_on_sender("policy", model=nn.Linear(64, 64), num_workers=1)
-worker = pickle.loads(pickle.dumps(sender))
-worker.init_on_receiver("policy", model=nn.Linear(64, 64), worker_idx=0)
-joining = threading.Thread(target=worker.connect)
-joining.start()
-sender.connect()
-joining.join()
-sender.send()
-if os.fork() == 0:
-    sys.exit(7)
-print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-worker.shutdown()
-sender.shutdown()
-"""
 
 
 class Overlapping(nn.Module):

@@ -1,17 +1,21 @@
-"""Many sends of one model through transforms, while the model changes under them."""
+"""Sends through transforms: while the model changes under them, in parts, as differences, in int8."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from backends import BuiltIn
+from small_models import Wide
 from torch import nn
 
 import wsync
 from wsync.testing import WorkerPool, commands
-from wsync.transforms import Cast
+from wsync.testing.models import Trained, digest, nudge
+from wsync.transforms import Cast, Delta, Dequantize, QuantizeInt8
 
 
 class Tied(nn.Module):
@@ -78,3 +82,60 @@ def test_every_version_is_that_of_the_model_as_it_is(pool: WorkerPool, backend: 
         model.two = nn.Linear(6, 6)
         scheme.send()
         assert workers.call(commands.digest) == [expected()] * 2
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_quantised_weights_are_off_by_half_a_step_at_most(backend: BuiltIn) -> None:
+    transforms = {"send_transform": QuantizeInt8(), "receive_transform": Dequantize()}
+    with backend.connected(1, Wide, **transforms) as session:
+        nudge(session.model)
+        report = session.scheme.send()
+        ((weight, bias),) = [found.values() for found in session.workers.call(commands.tensors)]
+        expected = session.model.weight.detach()
+        assert ((weight - expected).abs() <= 0.5001 * expected.abs().amax(1, keepdim=True) / 127).all()
+        assert torch.equal(bias, session.model.bias.detach())
+        assert report is not None and report.bytes < 0.3 * bytes_of(session.model)
+
+
+def test_a_partial_update(backend: BuiltIn) -> None:
+    """The rest keeps the values that were sent last, not the trainer's newest; it is one version."""
+    with backend.connected(make=Trained) as session:
+        scheme, model, reference = session.scheme, session.model, Trained()
+        reference.load_state_dict(model.state_dict())
+        for _ in range(3):
+            nudge(model)
+            reference.k.load_state_dict(model.k.state_dict())
+            version = scheme.version
+            scheme.send({f"k.{name}": tensor for name, tensor in model.k.state_dict().items()}, partial=True)
+            assert session.versions() == [version + 1] * 2
+            assert session.digests() == [digest(reference)] * 2
+        scheme.send()
+        assert session.digests() == [digest(model)] * 2
+
+
+def test_differences_are_exact_and_a_missed_base_gets_the_full_weights(backend: BuiltIn) -> None:
+    pytest.importorskip("zstandard", reason="the extra [delta] is not installed")
+    with backend.connected(make=Wide, send_transform=Delta()) as session:
+        scheme, model = session.scheme, session.model
+        for count in (10, 10, None, 10):  # None: a difference would not be smaller
+            nudge(model, count)
+            scheme.send()
+            assert session.digests() == [digest(model)] * 2
+        nudge(model, 10)
+        scheme.send(worker_ids=0)
+        nudge(model, 10)
+        scheme.send()  # worker 1 has another base
+        assert session.digests() == [digest(model)] * 2
+        nudge(model, 10)
+        wsync.synchronize({scheme: model})
+        assert session.digests() == [digest(model)] * 2
+        other = copy.deepcopy(model)
+        nudge(other, 10)
+        scheme.send({0: model, 1: other})  # two bases of one version
+        assert session.digests() == [digest(model), digest(other)]
+        nudge(model, 10)
+        scheme.send(model)
+        assert session.digests() == [digest(model)] * 2

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
-from contextlib import suppress
-from itertools import count
-
 import pytest
 from backends import BuiltIn
 
 import wsync
 from wsync.testing import commands
-from wsync.testing.models import Small, WithExtraState, digest, scramble
+from wsync.testing.models import WithExtraState, digest
 
 
 def test_an_error_is_raised_by_a_later_wait(backend: BuiltIn) -> None:
@@ -32,78 +28,6 @@ def test_an_error_is_raised_by_a_later_wait(backend: BuiltIn) -> None:
         assert report is not None and dict(report.workers) == {1: 5}
 
 
-def test_a_send_without_waiting_raises_the_error_of_an_earlier_one(backend: BuiltIn) -> None:
-    """It sends its own update first, and does not wait for a worker that has not answered."""
-    with backend.connected(make=WithExtraState, sync=False) as session:
-        session.workers[1].stop()
-        session.model.state = "refuse 0"
-        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 0.*ArithmeticError") as failed:
-            for value in count(2):
-                assert session.send(value) is None
-        assert set(failed.value.workers) == {0} and failed.value.version is not None
-        assert 2 <= failed.value.version < session.scheme.version
-        session.model.state = "accepted"
-        session.workers[1].resume()
-        with suppress(wsync.WorkerFailed):
-            session.send(-1)
-        while True:  # the last of the others may be refused as well, each with an error of its own
-            try:
-                session.scheme.wait_async()
-                break
-            except wsync.WorkerFailed as later:
-                assert set(later.workers) == {0}
-        assert session.outputs() == [-1, -1]
-        session.workers[0].kill()
-        with pytest.raises(wsync.WorkerDied) as died:
-            for _ in count():
-                assert session.send(-2) is None
-        assert set(died.value.workers) == {0}
-        while True:  # updates that were sent before the death was seen: each has an error of its own
-            try:
-                session.scheme.wait_async()
-                break
-            except wsync.WorkerDied as later:
-                assert set(later.workers) == {0}
-        assert session.workers[1].call(commands.output)[0] == -2
-
-
-def test_updates_that_are_not_waited_for_are_in_the_metrics(backend: BuiltIn) -> None:
-    with backend.connected(sync=False) as session:
-        before = session.scheme.metrics.updates
-        session.workers[1].stop()
-        session.send(2)
-        session.send(3)
-        assert session.scheme.metrics.updates == before
-        session.workers[1].resume()
-        for value in count(4):
-            session.send(value)
-            if session.scheme.metrics.updates > before:
-                break
-        report = session.scheme.metrics.last
-        assert report is not None and set(report.workers) == {0, 1} and report.version < session.scheme.version
-        assert sum(report.phases.values()) == pytest.approx(report.seconds) and report.phases["acknowledge"] == 0.0
-
-
-def test_there_is_no_such_worker(backend: BuiltIn) -> None:
-    with backend.connected() as session:
-        for worker in (2, -1):
-            for method in (session.scheme.disconnect, session.scheme.readmit):
-                with pytest.raises(ValueError, match="there are workers 0 to 1"):
-                    method(worker)
-        session.send(2)
-
-
-def test_nothing_is_received_before_connect() -> None:
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_on_sender("policy", model=Small(), num_workers=1)
-        worker = pickle.loads(pickle.dumps(scheme))
-        worker.init_on_receiver("policy", model=Small(), worker_idx=0)
-        for method in (worker.receive, worker.pull):
-            with pytest.raises(wsync.NotConnected, match="call connect"):
-                method()
-        worker.shutdown()
-
-
 def test_a_worker_that_a_newer_send_leaves_out_is_waited_for(backend: BuiltIn) -> None:
     with backend.connected() as session:
         session.scheme.timeout = 0.5
@@ -116,24 +40,6 @@ def test_a_worker_that_a_newer_send_leaves_out_is_waited_for(backend: BuiltIn) -
         session.workers[1].resume()
         assert session.scheme.wait_async() is None
         assert session.workers[0].call(commands.output)[0] == 3
-
-
-def test_a_disconnected_worker_connects_again_with_the_newest_weights(backend: BuiltIn) -> None:
-    with backend.connected(timeout=20.0) as session:
-        for value in (2, 4, 6):
-            session.send(value)
-            session.scheme.disconnect(1)
-            with pytest.raises(Exception, match="NotConnected"):
-                session.workers[1].call(commands.receive, 20.0)
-                session.workers[1].call(commands.receive, 20.0)  # the first call may return what was sent before
-            if value == 4:
-                session.send(value + 0.5)
-            session.workers[1].start(commands.connect)
-            session.scheme.readmit(1)
-            assert session.workers[1].result() == session.scheme.version
-            for later in (value + 1, value + 1.25, value + 1.5, value + 1.75):
-                session.send(later)
-                assert session.outputs() == [later, later]
 
 
 def test_replacements_may_connect_in_any_order_and_before_they_are_readmitted(backend: BuiltIn) -> None:
@@ -149,20 +55,6 @@ def test_replacements_may_connect_in_any_order_and_before_they_are_readmitted(ba
             successor.result()
         session.send(3)
         assert session.outputs() == [3, 3]
-
-
-def test_a_slow_worker_installs_its_version_whole_after_newer_ones_to_others(backend: BuiltIn) -> None:
-    with backend.connected() as session:
-        session.workers[1].stop()
-        scramble(session.model, 1)
-        session.scheme.send_async()
-        first = digest(session.model)
-        for seed in range(2, 7):
-            session.scheme.send(scramble(session.model, seed), worker_ids=0)
-            assert session.workers[0].call(commands.digest) == digest(session.model)
-        session.workers[1].resume()
-        session.scheme.wait_async()
-        assert session.workers[1].call(commands.digest) == first
 
 
 def test_a_large_message_to_a_stopped_worker_does_not_delay_the_others(backend: BuiltIn) -> None:

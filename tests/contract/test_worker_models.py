@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -45,19 +43,6 @@ def test_workers_with_copies_may_train_them_in_place(pool: WorkerPool) -> None:
             session.send(value)
             session.workers[0].call(train_in_place)
             assert session.outputs() == [value - 1, value]
-
-
-def share_model(state: WorkerState) -> None:
-    """As ``torch.multiprocessing`` does with a model that is sent to a process: the storage moves."""
-    state.models["policy"].share_memory()
-
-
-def test_a_worker_that_shares_its_model_is_updated(backend: BuiltIn) -> None:
-    with backend.connected(1) as session:
-        for value in range(2, 10):
-            session.workers[0].call(share_model)
-            session.send(value)
-            assert session.outputs() == [value]
 
 
 def model_given_by_torch(state: WorkerState, scheme: wsync.WeightSyncScheme, worker_idx: int, model: nn.Module) -> None:
@@ -106,14 +91,6 @@ def functional_call(state: WorkerState, value: float) -> tuple[float, float]:
     return output, weights["weight"][0].item()
 
 
-def test_a_functional_call_uses_its_own_weights_and_leaves_them_alone(backend: BuiltIn) -> None:
-    with backend.connected(1) as session:
-        for value in range(2, 6):
-            session.send(value)
-            assert session.workers[0].call(functional_call, 9.0) == (9, 9)
-            assert session.outputs() == [value]
-
-
 def convert_to_half(state: WorkerState) -> None:
     with wsync.gate():
         state.models["policy"].half()
@@ -133,27 +110,6 @@ def test_a_model_that_a_worker_has_converted_refuses_updates_and_stays_converted
         assert set(failed.value.workers) == {1} and failed.value.version == 4 and "Cast" in str(failed.value)
         assert session.workers[1].call(dtype_of_weight) == "torch.float16"
         assert session.workers[0].call(commands.output)[0] == 4
-
-
-def test_a_model_of_two_schemes_is_gated_until_both_have_shut_down() -> None:
-    model = Small()
-    with ExitStack() as senders:
-        receivers = []
-        for name in ("one", "other"):
-            sender = senders.enter_context(wsync.SharedMemWeightSyncScheme())
-            sender.init_on_sender(name, model=fill(Small(), 1), num_workers=1)
-            receiver = pickle.loads(pickle.dumps(sender))
-            receiver.init_on_receiver(name, model=model, worker_idx=0)
-            connecting = threading.Thread(target=sender.connect)
-            connecting.start()
-            receiver.connect()
-            connecting.join()
-            receivers.append(receiver)
-        for receiver in receivers:
-            assert type(model) is not Small
-            receiver.shutdown()
-        assert type(model) is Small
-        assert model().tolist() == [1.0] * 4
 
 
 def many_values() -> Small:
@@ -205,6 +161,3 @@ def test_an_update_without_extra_state_leaves_each_worker_its_own(backend: Built
         report = session.scheme.send(fill(models[1], 5.0))
         assert report is not None and dict(report.workers) == dict.fromkeys(range(3), report.version)
         assert session.digests() == [digest(models[1])] * 3
-
-
-# --- workers with a dict of tensors or a TensorDict as the model ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -12,10 +11,7 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
-import gymnasium
-import numpy as np
 import pytest
 import typer
 from programs import run_program
@@ -25,9 +21,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench_sync
 import check_store
 import compare_editions
-import figures
-from bench_sync import BenchConfig, BenchError
-from harness.bare_loop import BareLoop
 from harness.models import RevealingModel, fill, revealing_policy
 from harness.sides import Case, Side
 from harness.torn import Tally
@@ -40,63 +33,17 @@ def options(folder: Path, *overrides: str) -> list[str]:
     return [f"out={folder}", *TINY, *overrides]
 
 
-@pytest.mark.parametrize(
-    "nothing",
-    ["check_torn.py --forwards=0", "check_kills.py --kills=0", "check_kills.py --pause=0",
-     "bench_collect.py --seconds=0", "bench_transforms.py --rounds=0"],
-)  # fmt: skip
-def test_a_script_refuses_to_measure_nothing(
-    nothing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, option = nothing.split()
-    monkeypatch.setattr(sys, "argv", [name, option])
-    with pytest.raises(SystemExit) as refused:
-        runpy.run_path(str(SCRIPT.with_name(name)), run_name="__main__")
-    printed = capsys.readouterr().err
-    assert refused.value.code == 2 and f"'{option.partition('=')[0]}'" in printed, printed
-
-
 def without_the_last_version(channel: Connection, worker: int, url: str, mib: float, last: int) -> None:
     channel.send("ready")
     channel.send((time.time(), Tally(), last - 1))
 
 
+@pytest.mark.slow
 def test_a_reader_of_a_store_without_the_last_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     check_store.main(readers=1, versions=2, kib=1)
     monkeypatch.setattr(check_store, "read_store", without_the_last_version)
     with pytest.raises(typer.Exit):
         check_store.main(readers=1, versions=2, kib=1)
-
-
-def test_a_benchmark_that_failed_is_the_exit_status_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing = figures.Benchmark("none", "None", "", "-c raise(SystemExit(3))")
-    monkeypatch.setattr(figures, "BENCHMARKS", (failing,))
-    monkeypatch.setattr(figures, "PAGE", tmp_path / "figures.md")
-    monkeypatch.setattr(figures, "ROOT", tmp_path)
-    with pytest.raises(typer.Exit):
-        figures.main()
-    assert "exit status 3" in (tmp_path / "figures.md").read_text()
-
-
-class EndingEnvs(gymnasium.vector.VectorEnv):
-    """Two environments: the first ends an episode in every other step, and is reset in the steps between."""
-
-    steps = 0
-
-    def step(self, actions: Any) -> Any:
-        self.steps += 1
-        ended, never = np.array([self.steps % 2 == 1, False]), np.zeros(2, dtype=bool)
-        return np.zeros((2, 4), dtype=np.float32), np.zeros(2), ended, never, {}
-
-
-def test_the_bare_loop_counts_no_step_that_only_resets() -> None:
-    loop = BareLoop("CartPole-v1", 2)
-    loop.env.close()
-    loop.env = envs = EndingEnvs()
-    frames, _ = loop.run(0.1)
-    assert frames == 1.5 * envs.steps > 0
 
 
 @pytest.mark.slow
@@ -146,20 +93,6 @@ def test_an_edition_that_is_slower_is_found():
     old, new = {"a": [1.0, 2.0, 3.0], "b": [2.0]}, {"a": [9.0, 3.0, 3.0], "b": [2.0]}
     _, ratios = compare_editions.table_of(old, new, 1.25)
     assert ratios == {"a": 1.5, "b": 1.0}
-
-
-def test_invalid_settings_are_refused(monkeypatch):
-    for wrong in (
-        BenchConfig(backends=["unknown"]),
-        BenchConfig(kind="receive"),
-        BenchConfig(tensors="many"),
-        BenchConfig(rounds=0),
-    ):
-        with pytest.raises(BenchError):
-            bench_sync.check(wrong)
-    monkeypatch.setattr(bench_sync, "find_spec", lambda name: None)
-    with pytest.raises(BenchError, match=r"pip install -e '\.\[bench\]'"):
-        bench_sync.check(BenchConfig(peer="torchrl"))
 
 
 @pytest.mark.parametrize(("mib", "tensors"), [(0.018, 6), (1.0, 20)])

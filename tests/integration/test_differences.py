@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import Wide
 from torch import nn
 
 import wsync
 from wsync.testing import WorkerPool, commands
-from wsync.testing.models import digest
-from wsync.testing.unlike import Wide, nudge
+from wsync.testing.models import digest, nudge
 from wsync.transforms import Delta
 
 pytest.importorskip("zstandard", reason="the extra [delta] is not installed")
@@ -31,7 +31,7 @@ def test_over_a_process_group_few_bytes_travel(pool: WorkerPool, checksum: bool 
         workers[0].result()
         for small in (True, True, False, True, True):
             if small:
-                nudge(model)
+                nudge(model, 10)
             else:
                 nn.init.normal_(model.weight)
             report = scheme.send()
@@ -60,11 +60,11 @@ def test_a_reader_of_a_store_reads_the_difference_alone(tmp_path: Path, bind: bo
     model, copy = Wide(), Wide()
     trainer, reader = opened(tmp_path, model, copy, bind=bind)
     with trainer, reader:
-        nudge(model)
+        nudge(model, 10)
         trainer.send()
         assert reader.pull() == 2  # a reader that does not bind keeps a base from here on
         for version in range(3, 6):
-            nudge(model)
+            nudge(model, 10)
             assert trainer.send().bytes < 0.1 * WHOLE
             remove_full_versions(tmp_path)
             assert reader.pull() == version and torch.equal(copy.weight, model.weight)
@@ -75,11 +75,11 @@ def test_a_reader_without_the_base_or_with_a_damaged_difference_reads_the_full_v
     trainer, reader = opened(tmp_path, model, copy)
     with trainer, reader:
         for _ in range(2):
-            nudge(model)
+            nudge(model, 10)
             trainer.send()
         assert reader.pull() == 3 and torch.equal(copy.weight, model.weight)  # version 2 was missed
         for damage in (lambda path: path.write_bytes(path.read_bytes()[:-3]), flip, Path.unlink):
-            nudge(model)
+            nudge(model, 10)
             version = trainer.send().version
             (newest,) = (tmp_path / "policy").glob(f"v{version:08d}-*.delta")
             damage(newest)

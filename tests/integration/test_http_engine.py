@@ -13,7 +13,6 @@ import torch
 import uvicorn
 
 import wsync
-from wsync.engine import protocol
 from wsync.testing.models import Small
 
 

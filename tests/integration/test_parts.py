@@ -88,7 +88,11 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], wsync.WeightSyncScheme],
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = {"published", "multiprocess, views", "tcp"}
+"""The others combine what these have otherwise."""
+
+
+@pytest.mark.parametrize("case", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in CASES])
 def test_every_step_is_of_the_version_that_it_is_said_to_be_of(case: str) -> None:
     kind, make_scheme, make_policy = CASES[case]
     scheme, over, versions = make_scheme(), threading.Event(), set()

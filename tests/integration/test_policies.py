@@ -79,9 +79,6 @@ def test_weights_for_some_workers_go_to_these(scheme, on_worker_failure):
         assert next(collector)["policy_version"][:, 0, 0].tolist() == [4, 5]
 
 
-# --- schemes that were initialised already ---
-
-
 # --- updaters of the older API ---
 
 
@@ -109,26 +106,6 @@ def test_a_bare_module_acts(cls, bare):
 
 
 # --- what is no policy ---
-
-
-class OfTwo(Scores):
-    def forward(self, observation, goal):
-        return super().forward(observation)
-
-
-@pytest.mark.parametrize("cls", [*EVERY, DistributedCollector])
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (3, "a policy is a module, or a function of a TensorDict, not a int"),
-        ("policy", "not a str"),
-        (OfTwo(), r"OfTwo\(observation, goal\) cannot be called with one argument"),
-        (lambda observation, goal: observation, "cannot be called with one argument"),
-    ],
-)
-def test_what_cannot_be_called_with_an_observation_is_a_type_error_at_construction(cls, wrong, said):
-    with pytest.raises(TypeError, match=said):
-        collect_with(cls, wrong)
 
 
 def test_a_lazy_module_is_initialised_before_its_weights_are_synchronised():

@@ -23,7 +23,7 @@ from torch import nn
 
 import wsync
 from collectors import GymEnv, MultiAsyncCollector, MultiSyncCollector
-from wsync.testing.shutdowns import shared_memory_files
+from wsync.testing.contract import shared_memory_files
 from wsync.testing.workers import stop_process
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
@@ -304,13 +304,3 @@ def test_many_kills_leave_nothing_and_versions_never_go_back(kind, events, caplo
             assert torch.equal(batch["told"][..., 0], batch["policy_version"].double())
         assert collector.failures.failed.total() == collector.failures.restarted.total() == 10
         assert count() == before
-
-
-def test_nonsense_is_refused(events):
-    for options, message in (
-        ({"failure": "ignore"}, "raise, drop, restart"),
-        ({"worker_timeout": 0}, "worker_timeout"),
-        ({"max_restarts": -1}, "max_restarts"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            collect("sync", events, **options)

@@ -7,7 +7,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from stepping import STEPS, Counted, Held, more_come, policy, wait_for
 
-from collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.config import MultiAsyncConfig
 from collectors.distributed import DistributedCollector, RayCollector, RPCCollector
 
@@ -72,11 +72,3 @@ def test_new_weights_are_used_within_a_batch_and_each_frame_says_so(steps, gate)
 def test_a_synchronous_collector_never_runs_ahead(cls, options):
     with pytest.raises(ValueError, match="run_ahead=0 is for asynchronous collection"):
         cls([lambda: None], policy(), frames_per_batch=STEPS, run_ahead=0, **options)
-
-
-@pytest.mark.parametrize(("wrong", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("1", TypeError)])
-def test_a_wrong_number_is_refused_before_anything_is_started(wrong, error):
-    with pytest.raises(error, match="run_ahead is"):
-        MultiAsyncCollector([lambda: None], policy(), frames_per_batch=STEPS, run_ahead=wrong)
-    with pytest.raises(TypeError, match="run_ahead"):
-        Collector([lambda: None], policy(), frames_per_batch=STEPS, run_ahead=1)

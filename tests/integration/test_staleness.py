@@ -50,10 +50,3 @@ def test_a_batch_that_became_too_old_while_it_was_collected_is_collected_anew(cl
         os.write(passes, b"*" * (STEPS - 3 + STEPS))
         assert (first.result()["policy_version"] == 3).all()
         assert (collector.staleness.dropped_batches, collector.staleness.dropped_frames) == (1, STEPS)
-
-
-@pytest.mark.parametrize(("wrong", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
-@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector, DistributedCollector])
-def test_a_wrong_number_is_refused_before_anything_is_started(cls, wrong, error):
-    with pytest.raises(error, match="max_staleness is"):
-        cls([lambda: None], policy(), frames_per_batch=STEPS, max_staleness=wrong)

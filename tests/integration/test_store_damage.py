@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,54 @@ def test_a_trainer_does_not_overwrite_a_manifest_that_it_cannot_read(tmp_path: P
         manifest_of(tmp_path).write_bytes(b"{")
         with pytest.raises(wsync.WeightSyncError, match=r"manifest\.json .* is damaged"):
             scheme.send()
+
+
+def changed(**fields: Any) -> Callable[[bytes], bytes]:
+    return lambda content: json.dumps({**json.loads(content), **fields}).encode()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        *((changed(version=value), "version") for value in (0, -1, "1", True, 1 << 40, 1 << 70)),
+        *((changed(writer=value), "writer") for value in ("", "../x", "a" * 65, None)),
+        *((changed(checksum=value), "checksum") for value in (1, "0", "x" * 16)),
+        *((changed(base=value), "base") for value in (-1, 1, 2, "1")),
+        *((changed(layout=value), "layout") for value in ("", "AAAA", "?", None, 3)),
+        (changed(requires={"a": -1}), "requires"),
+        (changed(file="../x"), "unknown field"),
+        (changed(version=7), r"v00000007-\w+\.safetensors: the file is missing"),
+        (changed(checksum="0" * 16), "corrupt"),
+        *((lambda content, value=value: value, "damaged") for value in (b"", b"{", b"[]", b"[" * 100_000, b"\xff" * 9)),
+    ],
+)
+def test_a_damaged_manifest_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], said: str) -> None:
+    with trainer(tmp_path):
+        manifest_of(tmp_path).write_bytes(damage(manifest_of(tmp_path).read_bytes()))
+    with pytest.raises(wsync.WeightSyncError, match=rf"(manifest\.json|version \d of).*{said}"):
+        reader(tmp_path, timeout=0.2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda content: b"", "ends within its header"),
+        (lambda content: b"\xff" * 8 + content[8:], "ends within its header"),
+        (lambda content: content[:-1], "its tensors end at byte 16"),
+        (lambda content: content + b"more", "its tensors end at byte 16"),
+        (lambda content: content.replace(b"[0,16]", b"[16,0]"), "wrong offsets"),
+        (lambda content: content[:-1] + b"\1", "is corrupt"),
+    ],
+)
+def test_a_damaged_version_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], said: str) -> None:
+    model = Small()
+    with trainer(tmp_path) as scheme, reader(tmp_path, model, initiator="receiver") as receiver:
+        scheme.send(fill(Small(), 2))
+        path = next((tmp_path / "policy").glob("v00000002*"))
+        path.write_bytes(damage(path.read_bytes()))
+        with pytest.raises(wsync.WeightSyncError, match=rf"version 2 of .*{path.name}.*{said}"):
+            receiver.pull()
+        assert receiver.version == 1 and model.weight.eq(1).all()
 
 
 json_values = st.recursive(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import threading
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stores import reader, replace, trainer
+from stores import trainer
 from torch import nn
 
 import wsync
@@ -57,28 +56,6 @@ def test_a_partial_update_after_a_version_that_was_not_stored(tmp_path: Path) ->
         scheme.send({"weight": torch.zeros(2, 2)}, partial=True)
     newest = wsync.StoreTransport(f"{tmp_path}/policy").receive_weights(0.0)
     assert newest is not None and torch.equal(newest["bias"], stored) and not newest["weight"].any()
-
-
-def test_a_forked_child_that_shuts_down_leaves_its_parents_reader_alone(tmp_path: Path) -> None:
-    model = Small()
-    with trainer(tmp_path) as scheme, reader(tmp_path, model) as receiver:
-        child = multiprocessing.get_context("fork").Process(target=receiver.shutdown)
-        child.start()
-        child.join(30)
-        assert child.exitcode == 0
-        scheme.send(fill(Small(), 2))
-        assert receiver.receive(30.0) is not None
-        assert model()[0] == 2
-
-
-def test_a_reader_does_not_go_back_to_the_version_of_an_obsolete_trainer(tmp_path: Path) -> None:
-    manifest = tmp_path / "policy" / "manifest.json"
-    with trainer(tmp_path) as scheme:
-        scheme.send()
-        obsolete = manifest.read_bytes()
-    with trainer(tmp_path), reader(tmp_path, Small(), initiator="receiver") as receiver:
-        replace(manifest, obsolete)
-        assert receiver.pull() == 3
 
 
 def test_pull_waits_for_a_first_version_that_is_published_later(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def test_the_objective_is_an_entry_of_the_summary() -> None:
         objective_of(summary_without_frames(), name)
 
 
+@pytest.mark.slow
 def test_a_run_in_its_default_folder_prints_no_warning(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -52,15 +53,6 @@ def test_a_used_folder_is_refused_before_anything_is_written(tmp_path: Path) -> 
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"train.py: hydra.run.dir={tmp_path} has a run already: ")
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.slow
-def test_a_used_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "metrics.jsonl").write_text("{}\n")
-    done = run(tmp_path, "-m", f"hydra.sweep.dir={tmp_path}")  # between overrides
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"train.py: hydra.sweep.dir={tmp_path} has runs already: ")
 
 
 @pytest.mark.slow
@@ -84,23 +76,6 @@ def test_a_launcher_runs_jobs_and_the_sweep_is_reported(
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/summary.json"))]
     assert [(one["seed"], one["status"]) for one in told] == [(0, "finished"), (1, "finished")]
     assert "2 runs" in done.stdout and (tmp_path / "sweep" / "sweep.html").is_file()
-
-
-@pytest.mark.slow
-def test_sigterm_ends_the_jobs_of_joblib_as_well(tmp_path: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs pip install -e '.[sweep]'")
-    endless = ["total_frames=1000000000", "stop_when_solved=false", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    command = [sys.executable, str(ROOT / "train.py"), *SHORT[:-1], *endless, "seed=0,1", "-m"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path) as sweep:
-        assert sweep.stdout is not None
-        begun: set[str] = set()
-        while len(begun) < 2:
-            line = sweep.stdout.readline()
-            assert line, "the sweep has ended"
-            begun |= {seed for seed in ("seed 0", "seed 1") if seed in line}
-        sweep.terminate()
-        sweep.communicate(timeout=250)  # until every process has closed its output
-    assert sweep.returncode == 128 + signal.SIGINT
 
 
 @pytest.mark.slow
@@ -139,15 +114,3 @@ def test_optuna_is_given_the_objective(tmp_path: Path) -> None:
     ]
     assert len(returns) == 2
     assert f"best_value: {max(returns)}" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()
-
-
-@pytest.mark.slow
-def test_optuna_goes_on_after_a_run_in_which_no_episode_has_ended(tmp_path: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs pip install -e '.[sweep]'")
-    sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
-    sweeper += ["hydra.sweeper.max_failure_rate=1", f"hydra.sweep.dir={tmp_path}/sweep", "seed=choice(0,1)"]
-    frames = ["env.max_episode_steps=3", "frames_per_batch=4", "total_frames=${hydra:job.num}4"]  # one step, then four
-    done = run(tmp_path, *sweeper, *frames, "-m")
-    assert done.returncode == 0, done.stderr
-    assert "objective=episode_return_mean_100 is null" in done.stdout + done.stderr
-    assert "best_value: 3.0\n" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()

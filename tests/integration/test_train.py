@@ -153,7 +153,7 @@ def test_a_learner_on_a_gpu(options: list[str], tmp_path: Path) -> None:
         assert summary(tmp_path / device)["frames"] >= 3072
 
 
-@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+@pytest.mark.parametrize("device", ["nonsense", pytest.param("cuda:99", marks=pytest.mark.slow)])
 def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
     refused = run(tmp_path, f"device={device}")
     assert refused.returncode == 1 and refused.stderr.startswith(f"train.py: device={device}: ")
@@ -202,28 +202,6 @@ def test_a_trained_policy_plays(
         evaluate(folder, max_frames=3)  # the pole falls after 8 steps at the earliest
     evaluate(folder, episodes=500, max_frames=1000)
     assert re.search(r" over [1-9]\d* of 500 episodes \(", capsys.readouterr().out)
-
-
-@pytest.mark.slow
-def test_a_refused_resume_leaves_the_settings_of_its_folder(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(runs["shared_mem"][0], folder)
-    before = (folder / "config.yaml").read_bytes()
-    refused = run(folder, f"resume={folder}", "policy.hidden=[32]", "algorithm.lr=0.5", "total_frames=1280")
-    assert refused.returncode == 1 and "does not fit this run" in refused.stderr
-    assert (folder / "config.yaml").read_bytes() == before
-    done = run(folder, f"resume={folder}", "total_frames=1280")
-    assert done.returncode == 0, done.stderr
-    assert "lr: 0.001" in (folder / "config.yaml").read_text() and summary(folder)["frames"] == 1280
-
-
-@pytest.mark.slow
-def test_runs_of_a_sweep_in_one_folder_are_refused_but_the_first(tmp_path: Path) -> None:
-    options = ["seed=0,1", "total_frames=512", f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=same", "-m"]
-    done = run(tmp_path, *options)
-    assert done.returncode == 1 and "has a run already: continue it by resume=" in done.stderr
-    told = summary(tmp_path / "same")
-    assert (told["seed"], told["status"], told["frames"]) == (0, "finished", 512)
 
 
 @pytest.mark.slow
@@ -283,22 +261,6 @@ def test_a_run_that_ends_at_a_second_ctrl_c_leaves_no_temporary_folder(tmp_path:
     assert not left_of(process.pid, 30.0) and not list(short_path.iterdir())
 
 
-INTERRUPTING = """
-import os, signal
-os.kill(os.getpid(), signal.SIGINT)
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_before_a_run_has_begun_ends_a_sweep_with_a_report_of_the_others(tmp_path: Path) -> None:
-    (tmp_path / "interrupting.py").write_text(INTERRUPTING)
-    sweep = ["total_frames=512", "env.id=CartPole-v1,interrupting:CartPole-v1", f"hydra.sweep.dir={tmp_path}", "-m"]
-    done = run(tmp_path, *sweep, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    assert (done.returncode, done.stderr) == (130, "")
-    assert [path.parent.name for path in tmp_path.glob("*/summary.json")] == ["0-shared_mem-s0"]
-    assert (tmp_path / "sweep.html").is_file()
-
-
 FAILING = """
 import gymnasium, os, signal
 from gymnasium.envs.classic_control import CartPoleEnv
@@ -332,26 +294,6 @@ def test_an_error_in_the_command_line_is_one_line(tmp_path: Path) -> None:
     assert line.startswith("train.py: weight_sync=sharedmem: there is no such option; did you mean 'shared_mem'?; ")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sweep", [[], ["-m"]], ids=["run", "sweep"])
-def test_a_folder_that_cannot_be_made_is_an_error_in_one_line(tmp_path: Path, sweep: list[str]) -> None:
-    (tmp_path / "file").touch()
-    done = run(tmp_path, f"hydra.run.dir={tmp_path}/file", f"hydra.sweep.dir={tmp_path}/file", *sweep)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 1 and line.startswith("train.py: ") and f"{tmp_path}/file" in line
-
-
-def test_programs_that_a_run_starts_can_import_the_modules_of_its_config_folder(tmp_path: Path) -> None:
-    """Such as the jobs of submitit."""
-    starts = f"import subprocess\nsubprocess.run([{sys.executable!r}, '-c', 'import beside'], check=True)\n"
-    (tmp_path / "my" / "policy").mkdir(parents=True)
-    (tmp_path / "my" / "policy" / "own.yaml").write_text("_target_: own.Network\n")
-    (tmp_path / "my" / "own.py").write_text(f"{starts}class Network: pass\n")
-    (tmp_path / "my" / "beside.py").touch()
-    done = run_program(ROOT / "train.py", "--config-dir", "my", "policy=own", "--help", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
 def limited(folder: Path, size: int, *overrides: str) -> subprocess.CompletedProcess[str]:
     """A run for which the kernel refuses files beyond `size` as it refuses those for which there is no room."""
     return subprocess.run(
@@ -371,15 +313,6 @@ def test_a_full_disk_is_an_error_in_one_line_that_names_the_file(tmp_path: Path)
     assert summary(tmp_path)["status"] == "failed" and (tmp_path / "checkpoint.pt").exists()
 
 
-@pytest.mark.slow
-def test_the_first_file_that_could_not_be_written_is_reported_first(tmp_path: Path) -> None:
-    done = limited(tmp_path, 15_000, "total_frames=512", "collector=single")  # less than a checkpoint, or a picture
-    first, *later = done.stderr.splitlines()
-    assert first.startswith(f"train.py: {tmp_path}/checkpoint.pt could not be written: File too large")
-    assert later == [f"{tmp_path}/learning_curve.png could not be written: File too large"]
-    assert summary(tmp_path)["frames"] == 512
-
-
 def test_the_report_of_a_sweep_has_the_figures_of_the_runs(runs: dict[str, tuple[Path, str]]) -> None:
     sweep = runs["none"][0].parent
     page, (_, printed) = (sweep / "sweep.html").read_text(), runs["none"]  # which was the last
@@ -389,20 +322,6 @@ def test_the_report_of_a_sweep_has_the_figures_of_the_runs(runs: dict[str, tuple
         assert told["weight_sync"]["scheme"] in printed
     assert page.count("data:image/png;base64,") == 2
     assert all((sweep / name).stat().st_size > 10_000 for name in ("sweep_returns.png", "sweep_latency.png"))
-
-
-@pytest.mark.slow
-def test_a_sweep_in_which_a_checkpoint_is_refused_ends_with_a_report_of_the_others(
-    runs: dict[str, tuple[Path, str]], tmp_path: Path
-) -> None:
-    other_model = [f"resume={runs['multiprocess'][0]}", "policy.hidden=[32],[64,64]", "total_frames=1280"]
-    done = run(tmp_path, *other_model, f"hydra.sweep.dir={tmp_path}", "-m")
-    assert done.returncode == 1
-    at_once, which, complaint = done.stderr.splitlines()
-    assert at_once.startswith("ERROR: run 0 (0-multiprocess-s3): ") and "does not fit this run" in at_once
-    assert "policy.hidden=[32]" in which
-    assert complaint.startswith("train.py: ") and "does not fit this run" in complaint
-    assert "1 run " in done.stdout and (tmp_path / "sweep.html").is_file()
 
 
 @pytest.mark.slow
@@ -416,16 +335,6 @@ def test_a_sweep_reports_each_failed_run_in_the_terminal_and_in_its_folder(tmp_p
         assert reason in done.stderr and reason in (tmp_path / folder / "train.log").read_text()
     assert "worker " in done.stderr
     assert summary(tmp_path / folder)["status"] == "failed" and (tmp_path / folder / "checkpoint.pt").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("env", ["CartPole-v1", "CartPole-v1,CartPol-v1"], ids=["well", "with_an_error"])
-def test_a_report_that_cannot_be_written_is_reported_with_the_errors_of_the_runs(tmp_path: Path, env: str) -> None:
-    (tmp_path / "sweep.html").mkdir()
-    done = run(tmp_path, f"env.id={env}", "collector=single", "total_frames=256", f"hydra.sweep.dir={tmp_path}", "-m")
-    complaint = f"no report of the sweep: {tmp_path}/sweep.html could not be written: Is a directory"
-    assert complaint in done.stderr.splitlines() and "Traceback" not in done.stderr
-    assert ("train.py: env.id=CartPol-v1" in done.stderr) == ("," in env) == (done.returncode == 1)
 
 
 def test_a_report_of_an_empty_folder_is_an_error(tmp_path: Path) -> None:

@@ -30,50 +30,7 @@ def evaluate(folder: Path, *options: str) -> str:
     return said
 
 
-MISTAKES = """
-import gymnasium
-from torch import nn
-
-class Reach(gymnasium.Env):
-    def __init__(self, step_size=0.1):
-        box = gymnasium.spaces.Box(-1, 1, (3,))
-        self.observation_space, self.action_space = gymnasium.spaces.Dict(position=box), gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        return self.observation_space.sample(), {}
-
-class Unknown(nn.Module):
-    def __init__(self, spec):
-        super().__init__()
-        self.layer = nn.Linear(self._size(spec), 8)
-
-    def _size(self, spec):
-        if "pos" not in spec:
-            raise ValueError("the observation has no part pos")
-        return spec["pos"].shape[0]
-"""
 YAML = {"env/good": "mine.Reach", "env/bad": "mine.Reach\nstep_siz: 1", "policy/unknown": "mine.Unknown"}
-WRONG_ENV = "train.py: env.id=mine.Reach: Reach.__init__() got an unexpected keyword argument 'step_siz'\n"
-WRONG_NETWORK = """train.py: policy=mine.Unknown for env.id=mine.Reach: the observation has no part pos
-  {file}, line 16, in __init__: self.layer = nn.Linear(self._size(spec), 8)
-  {file}, line 20, in _size: raise ValueError("the observation has no part pos")
-"""
-
-
-@pytest.mark.parametrize(
-    ("choice", "said"),
-    [("env=bad", WRONG_ENV), ("env=good policy=unknown", WRONG_NETWORK)],
-    ids=["environment", "network"],
-)
-def test_a_mistake_in_a_module_of_ones_own_is_no_traceback_of_train(tmp_path: Path, choice: str, said: str) -> None:
-    (tmp_path / "mine.py").write_text(MISTAKES)
-    for path, target in YAML.items():
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{path}.yaml").write_text(f"_target_: {target}\n")
-    options = ("--config-dir", str(tmp_path), *choice.split(), *QUICK)
-    done = run_program(ROOT / "train.py", *options, folder=tmp_path, PYTHONPATH=str(ROOT))
-    assert (done.returncode, done.stderr) == (1, said.format(file=tmp_path / "mine.py"))
-    assert not (tmp_path / "first" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow  # tests/unit has its parts

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
-from torch import nn
+from tensordict import TensorDict
 
-import wsync
 from collectors import GymEnv
-from collectors.rollouts.action_source import CalledPolicy, PolicyInParts
 from collectors.rollouts.rollout import Rollout
-from learning import CategoricalPolicy, Policy, make_policy
-from wsync.gate import process_gate
+from learning import Policy, make_policy
 
 ENVS = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"]
 
@@ -62,62 +58,3 @@ def test_log_probs_are_those_of_the_weights_that_acted(env_id: str) -> None:
         policy.load_state_dict(weights)
         part = batch[:, 4 * number : 4 * number + 4]
         same(part["action_log_prob"], log_probs(policy, part))
-
-
-class Scores(nn.Module):
-    """The same for every observation, and a view of its weights: all are the number of its version."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.zeros(2))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.weights.expand(*observation.shape[:-1], 2)
-
-
-class Told(CategoricalPolicy):
-    """Its log-probability is its score."""
-
-    def log_prob(self, parameters: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        return parameters[..., 0]
-
-
-class UpdatedAtOnce:
-    """A hook with a next version that is there as soon as the gate is open."""
-
-    def __init__(self, weights: nn.Parameter) -> None:
-        self.weights = weights
-
-    def poll_update(self) -> bool:
-        return False
-
-    def leaving_gate(self) -> None:
-        with torch.no_grad():
-            self.weights += 1
-
-
-@pytest.mark.parametrize("called", [False, True])
-def test_outputs_that_are_views_of_weights_are_of_the_version_that_acted(called: bool) -> None:
-    scores = Scores()
-    policy = Told(scores)
-
-    def call(td: TensorDictBase) -> TensorDictBase:
-        return td.set("action", scores(td["observation"])).set("action_log_prob", scores.weights[0].expand(2))
-
-    hook = UpdatedAtOnce(scores.weights)
-    rollout = Rollout(
-        GymEnv("CartPole-v1", 2, seed=0),
-        call if called else policy,
-        gate=wsync.gated,
-        version=lambda: int(scores.weights[0]),
-    )
-    batch = rollout.buffer(5)
-    process_gate().attach(hook)
-    try:
-        rollout.collect(batch)
-    finally:
-        process_gate().detach(hook)
-    assert isinstance(rollout._source, CalledPolicy if called else PolicyInParts)
-    assert batch["policy_version"].tolist() == [[0, 1, 2, 3, 4]] * 2
-    assert torch.equal(batch["action_log_prob"], batch["policy_version"].float())
-    assert not called or torch.equal(batch["action"][..., 0], batch["action_log_prob"])

@@ -1,25 +1,23 @@
 """Every option composes; what cannot be is refused in one line; the dataclasses say what the classes take."""
 
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gymnasium.envs.classic_control import CartPoleEnv
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 import collectors.config
 import learning.config
 import learning.validation
 import wsync
 from collectors.config import MultiSyncConfig
-from collectors.env_config import EnvConfig, env_factory, sample, solved_at
+from collectors.env_config import EnvConfig, sample
 from collectors.errors import ConfigError
 from collectors.targets import instantiate_setting
 from learning import CNN, MLP, PPO, RNN
@@ -128,24 +126,10 @@ def test_the_scheme_names_the_collectors_that_can_carry_it(name: str) -> None:
         assert chosen == collectors.config.BUNDLED[can[0]]
 
 
-@pytest.mark.parametrize(
-    "path", [path for group in GROUPS for path in (CONF / group).glob("*.yaml")], ids=lambda p: p.stem
-)
-def test_every_option_stands_on_a_structured_base(path: Path) -> None:
-    if path.parent.name != "experiment":
-        first = str(OmegaConf.load(path)["defaults"][0])
-        assert first.startswith("base_") or path.with_stem(first).is_file()  # another option, which stands on one
-
-
 def test_a_collector_may_be_chosen() -> None:
     single = config("weight_sync=multiprocess", "collector=single")
     assert (single.collector._target_, single.num_workers) == ("collectors.Collector", 1)
     assert config("collector=multi_async").collector._target_ == "collectors.MultiAsyncCollector"
-
-
-def test_settings_at_top_level_reach_the_groups() -> None:
-    assert config("timeout=7", "weight_sync.timeout=5").weight_sync.timeout == 5
-    assert config("env.id=MountainCar-v0").env.id == "MountainCar-v0"
 
 
 @pytest.mark.parametrize(
@@ -197,22 +181,6 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
     assert "\n" not in answer and "_convert_" not in answer
 
 
-def test_a_file_that_gives_an_option_where_settings_belong(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nlogger: none\n")
-    with pytest.raises(HydraException) as caught:
-        composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine")
-    answer = str(describe_error(caught.value))
-    assert "experiment/mine" in answer and "\n" not in answer
-
-
-def test_a_setting_that_cannot_have_the_value_it_refers_to_is_named() -> None:
-    with pytest.raises(OmegaConfBaseException) as caught:
-        config("weight_sync=distributed", "timeout=null")
-    answer = str(describe_error(caught.value))
-    assert answer.startswith("collector.timeout: ") and "Incompatible value 'None'" in answer
-
-
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -236,24 +204,6 @@ def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str
     with pytest.raises(ConfigError) as caught:
         instantiate_setting("weight_sync", config(override).weight_sync)
     assert str(caught.value) == said
-
-
-def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "needing.py").write_text(
-        "import wsync\ntry:\n    import absent_package\nexcept ModuleNotFoundError as error:\n"
-        "    raise wsync.missing_extra(error, 'ray') from error\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"absent_package is not installed: pip install '\.\[ray\]'"):
-        instantiate_setting("collector", {"_target_": "needing.Collector"})
-
-
-def test_arguments_from_yaml_are_plain_lists_and_dictionaries() -> None:
-    tuple_, array = {"_target_": "builtins.tuple", "_args_": [[84, 84]]}, {"_target_": "numpy.array", "object": [-1, 1]}
-    given = {"a": [1, {"b": [2]}], "c": {"d": 3}, "shape": tuple_, "low": array}
-    made = instantiate_setting("env", OmegaConf.create({"_target_": "builtins.dict", **given}))
-    assert [type(one) for one in (made["a"], made["a"][1], made["a"][1]["b"], made["c"])] == [list, dict, list, dict]
-    assert made["shape"] == (84, 84) and made["low"].tolist() == [-1, 1]
 
 
 def test_what_cannot_be_made_is_named_by_its_setting() -> None:
@@ -306,49 +256,6 @@ def test_an_impossible_value_is_refused_by_the_name_of_its_setting(override: str
     assert given[-1].lstrip("+").partition("=")[0] in str(caught.value) or "staleness" in str(caught.value)
 
 
-@pytest.mark.parametrize("collector", [["collector=multi_async"], ["weight_sync=ray", "collector.sync=false"]])
-def test_a_batch_of_one_worker_needs_a_frame_of_each_of_its_environments(collector: list[str]) -> None:
-    check(config("num_workers=4", "num_envs=16", "frames_per_batch=16", *collector))
-
-
-@pytest.mark.parametrize(
-    "asynchronous",
-    [
-        ["collector=multi_async"],
-        *[[f"weight_sync={name}", f"collector={name}_async"] for name in ("distributed", "rpc", "ray")],
-    ],
-)
-def test_how_far_asynchronous_workers_run_ahead_is_a_setting(asynchronous: list[str]) -> None:
-    assert config(*asynchronous).collector.run_ahead in (1, None)
-    chosen = config(*asynchronous, "collector.run_ahead=3")
-    check(chosen)
-    assert instantiate(chosen.collector, _partial_=True).keywords["run_ahead"] == 3
-
-
-@pytest.mark.parametrize(
-    "collector",
-    [
-        ["collector=single", "num_workers=1"],
-        ["collector=multi_sync"],
-        ["collector=multi_async"],
-        *[[f"weight_sync={name}", f"collector={name}"] for name in ("distributed", "rpc", "ray")],
-    ],
-)
-def test_how_stale_a_batch_may_be_is_a_setting_of_every_collector(collector: list[str]) -> None:
-    chosen = config(*collector, "collector.max_staleness=3")
-    check(chosen)
-    assert instantiate(chosen.collector, _partial_=True).keywords["max_staleness"] == 3
-    with pytest.raises(ConfigError, match=r"collector.max_staleness=-1: it has to be"):
-        check(config(*collector, "collector.max_staleness=-1"))
-
-
-def test_a_batch_may_be_joined_along_a_dimension() -> None:
-    for option in ("shared_mem", "distributed"):
-        possible = config("collector.cat_results=0", f"weight_sync={option}")
-        check(possible)
-        assert possible.collector.cat_results == 0
-
-
 def test_the_numbers_that_have_a_limit_are_settings_and_infinity_is_possible_where_it_is_a_limit_itself() -> None:
     assert {name for name in LIMITS if name not in learning.config.settings()} == set()
     check(config("timeout=inf", "algorithm.max_grad_norm=inf", "algorithm.lr_end_factor=0"))
@@ -377,78 +284,6 @@ def test_an_environment_that_there_is_not_is_refused() -> None:
         sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
     with pytest.raises(ConfigError, match=r"env\.wrappers\[0\] has no _target_: name the class of the wrapper"):
         sample(config("env.wrappers=[{target: gymnasium.wrappers.TimeLimit}]").env)
-
-
-def test_an_atari_game_needs_the_module_that_registers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ale_py.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"env\.id=ALE/Pong-v5: .* imported: env\.id=ale_py:ALE/…$"):
-        sample(EnvConfig("ALE/Pong-v5"))
-
-
-class Unready(CartPoleEnv):
-    def reset(self, **_: Any) -> Any:
-        raise ValueError("the pole is not mounted")
-
-
-def test_an_environment_that_cannot_be_used_is_refused_before_workers_are_started() -> None:
-    def refused(target: str, *wrappers: str, **arguments: Any) -> ConfigError:
-        env = EnvConfig(
-            "mine", make={"_target_": target, **arguments}, wrappers=[{"_target_": one} for one in wrappers]
-        )
-        with pytest.raises(ConfigError, match=r"^env=mine \(mine\): ") as raised:
-            sample(env, "mine")
-        return raised.value
-
-    vector = refused("gymnasium.make_vec", id="CartPole-v1", num_envs=2)
-    assert "is a vector environment: return one environment; num_envs says how many" in str(vector)
-    unready = refused(f"{__name__}.Unready")
-    assert str(unready).endswith("the pole is not mounted") and "in reset: raise ValueError" in unready.__notes__[-1]
-    without_mask = refused("gymnasium.make", "collectors.ActionMask", id="CartPole-v1")
-    assert "has no 'action_mask' in its info" in str(without_mask)
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("env", "env.id"), ("num_envs", "num_envs"), ("seed", "seed"), ("max_frames_per_traj", "env.max_episode_steps")],
-)
-def test_what_the_environment_would_not_be_given_is_refused(name: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=rf"env\.kwargs\.{name} would not .*: say {meant}="):
-        sample(config(f"+env.kwargs.{name}=3").env)
-
-
-@pytest.mark.parametrize("mode", ["async", "vector_entry_point"])
-def test_a_vectorization_that_wrappers_do_not_have_is_refused(mode: str) -> None:
-    wrappers = [{"_target_": "gymnasium.wrappers.TimeAwareObservation"}]
-    for more in ({"wrappers": wrappers}, {"make": {"_target_": "gymnasium.make", "id": "CartPole-v1"}}):
-        sample(EnvConfig("CartPole-v1", kwargs={"vectorization_mode": "sync"}, **more))
-        with pytest.raises(ConfigError, match=f"vectorization_mode={mode}: environments of env.wrappers and env.make"):
-            sample(EnvConfig("CartPole-v1", kwargs={"vectorization_mode": mode}, **more))
-
-
-def test_the_threshold_is_the_configs_else_that_of_the_id() -> None:
-    assert solved_at(config().env) == 475
-    assert solved_at(config("env=acrobot").env) == -100
-    assert solved_at(config("env=pendulum").env) == -200
-    assert solved_at(config("env.id=Pendulum-v1").env) == -200
-    assert solved_at(config("env=pendulum", "env.id=MountainCar-v0").env) == -110
-    unversioned = config("env.id=CartPole").env
-    assert solved_at(unversioned) == 475 and solved_at(config("env.id=Pendulum").env) == -200
-    assert env_factory(unversioned, 2)().batch_size == (2,)
-    assert solved_at(config("env.id=GymV21Environment-v0").env) is None
-    assert solved_at(config("env.id=MountainCar-v0", "env.solved_at=30").env) == 30
-
-
-def test_registering_again_is_harmless_and_another_of_the_same_name_is_refused() -> None:
-    learning.config.register_configs()
-
-    @dataclass
-    class Other:
-        x: int = 0
-
-    with pytest.raises(ValueError, match="another env/base_gym"):
-        collectors.config.store_once("env", "base_gym", Other)
-    assert "base_gym.yaml" in ConfigStore.instance().repo["env"]
 
 
 def resumed(folder: Path, earlier: list[str], *argv: str, config_folder: str | None = None) -> TrainConfig:
@@ -480,15 +315,6 @@ def test_a_group_that_is_chosen_anew_has_none_of_its_earlier_settings(
     assert (again.weight_sync.shared_memory, again.collector.max_staleness, again.seed) == (False, 3, 6)
     assert resumed(tmp_path, ["algorithm.lr=0.01"], "env=acrobot").algorithm.lr == 1e-3
     assert resumed(tmp_path, ["env.id=MountainCar-v0"], "env=pendulum").env.id == "Pendulum-v1"
-
-
-@pytest.mark.parametrize("deletion", ["~env.kwargs.sutton_barto_reward", "~env.kwargs.sutton_barto_reward=true"])
-def test_a_resumed_run_is_without_what_its_command_line_deletes(tmp_path: Path, deletion: str) -> None:
-    added = ["+env.kwargs.sutton_barto_reward=true", "seed=5"]
-    assert resumed(tmp_path, added).env.kwargs == {"vectorization_mode": "auto", "sutton_barto_reward": True}
-    assert resumed(tmp_path, added, deletion).env.kwargs == {"vectorization_mode": "auto"}
-    deleted = ["~env.kwargs.vectorization_mode"]
-    assert resumed(tmp_path, deleted).env.kwargs == resumed(tmp_path, deleted, *deleted).env.kwargs == {}
 
 
 def test_resuming_a_run_with_a_config_folder_without_the_folder_names_it(tmp_path: Path) -> None:

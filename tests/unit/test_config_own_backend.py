@@ -1,6 +1,5 @@
 """The config of a backend or a network of a user's own: its options, its collector, and errors in it."""
 
-import re
 from copy import deepcopy
 from pathlib import Path
 
@@ -19,7 +18,6 @@ import learning.config
 import wsync
 from collectors.errors import ConfigError
 from collectors.targets import instantiate_setting
-from learning.trained import actor_critic
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
@@ -114,35 +112,3 @@ def test_an_error_is_one_line(folder: Path, overrides: str, said: str, monkeypat
         collectors.config.check(config.collector, scheme, config.num_workers)
     message = learning.config.describe_error(caught.value)
     assert message is not None and said in message and "\n" not in message
-
-
-NETWORK = """
-from torch import nn
-
-class Wide(nn.Sequential):
-    def __init__(self, spec, width):
-        super().__init__(nn.Linear(spec.shape[0], width))
-"""
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("policy.widht=3", "'policy.widht'"),
-        ("+policy.widht=3", "policy=own_network.Wide for env.id=CartPole-v1: .*unexpected keyword argument 'widht'"),
-        ("policy.width=wide", "policy=own_network.Wide for env.id=CartPole-v1: "),
-    ],
-)
-def test_an_error_in_a_setting_of_a_network_of_ones_own_names_its_class(
-    folder: Path, override: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(folder)
-    (folder / "own_network.py").write_text(NETWORK)
-    (folder / "policy").mkdir()
-    (folder / "policy" / "wide.yaml").write_text("_target_: own_network.Wide\nwidth: 8\n")
-    with pytest.raises((HydraException, ConfigError)) as caught:
-        config = OmegaConf.to_object(composed(folder, "policy=wide", override))
-        assert isinstance(config, learning.config.TrainConfig)
-        actor_critic(config.policy, config.env)
-    first = str(learning.config.describe_error(caught.value)).splitlines()[0]
-    assert re.search(said, first)

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from tensordict import TensorDict
 
-from collectors import ActionMask, GymEnv, PartialObservation
+from collectors import ActionMask, GymEnv
 from collectors.environments.actions import action_codec
-from collectors.environments.specs import as_tensors, observation_codec
+from collectors.environments.specs import observation_codec
 from collectors.environments.stepper import sample_allowed
 from collectors.rollouts.rollout import Rollout
-from learning import CNN, IMPALA, MLP, PPO, RNN, make_actor_critic, make_policy
+from learning import CNN, IMPALA, MLP, PPO, RNN, make_actor_critic
 from learning.encoders import feature_size
 from learning.networks import Network
 
@@ -69,12 +68,6 @@ def test_features_of_every_space_for_every_batch_shape(make: Any, space: spaces.
     torch.testing.assert_close(network(batch["observation"][1, 2]), features[1, 2], atol=1e-5, rtol=1e-4)
 
 
-def test_a_channel_may_come_first_or_last() -> None:
-    for shape, channels in (((4, 40, 44), 4), ((40, 44, 3), 3)):
-        network = CNN(observation_codec(spaces.Box(0, 255, shape, "uint8")).spec)
-        assert network.images[0].layers[0].in_channels == channels
-
-
 @pytest.mark.parametrize(
     ("space", "said"),
     [
@@ -88,15 +81,6 @@ def test_a_channel_may_come_first_or_last() -> None:
 def test_convolutions_need_images_that_are_large_enough(space: spaces.Space, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         CNN(observation_codec(space).spec)
-
-
-def test_images_that_are_too_small_for_convolutions_are_vectors() -> None:
-    small = spaces.Box(0, 255, (7, 7, 3), "uint8")
-    spec = observation_codec(spaces.Dict({"large": IMAGE, "small": small})).spec
-    assert feature_size(CNN(spec), spec) == 512 + 7 * 7 * 3
-    for alone, encoder, size in ((observation_codec(small).spec, MLP, 64), (spec, CNN, 32 + 7 * 7 * 3)):
-        network = RNN(alone, size=8, features=32)
-        assert isinstance(network.encoder, encoder) and feature_size(network.encoder, alone) == size
 
 
 @pytest.mark.parametrize(("make", "shape"), [(MLP, (5,)), (CNN, (4, 40, 44))])
@@ -116,11 +100,6 @@ def test_a_network_that_drops_the_leading_dimensions_is_refused_at_the_start() -
     spec = observation_codec(spaces.Box(-1, 1, (5,))).spec
     with pytest.raises(ValueError, match=r"\[2, 3, F\]; it gave \[6, 64\]"):
         make_actor_critic(DropsDimensions, spec, GymEnv(Bandit).action_spec)
-
-
-def test_a_network_that_gives_no_features_is_named() -> None:
-    with pytest.raises(ValueError, match=r"has to give one vector of features .* it gave \[2, 3, 4, 40, 44\]"):
-        make_actor_critic(lambda spec: torch.nn.Identity(), observation_codec(IMAGE).spec, GymEnv(Bandit).action_spec)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -176,27 +155,6 @@ def test_learners_take_images_and_observations_of_several_parts(learner: Any, ne
     assert all(not torch.equal(*pair) for pair in zip(before, policy.parameters(), strict=True))
 
 
-class Stuck(Bandit):
-    """Its second episode begins with a mask in which the second choice has no option."""
-
-    episodes = 0
-
-    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-        self.episodes += 1
-        observation, info = super().reset(**options)
-        return observation, info if self.episodes == 1 else {"action_mask": np.array([1, 1, 1, 0, 0])}
-
-
-@pytest.mark.parametrize("init_random_frames", [0, 1000])
-def test_a_mask_without_a_possible_action_is_an_error_that_names_environment_and_step(init_random_frames: int) -> None:
-    env = GymEnv(lambda: ActionMask(Stuck()), 2, seed=0)
-    policy, _ = make_actor_critic(MLP, env.observation_spec["observation"], env.action_spec)
-    rollout = Rollout(env, policy, init_random_frames=init_random_frames)
-    rollout.collect(rollout.buffer(1))  # the first episode
-    with pytest.raises(ValueError, match=r'the "action_mask" of environment 0 of this worker .* step 0 of its'):
-        rollout.collect(rollout.buffer(1))
-
-
 @pytest.mark.parametrize(("learner", "network"), [(PPO, MLP), (PPO, RNN), (IMPALA, MLP)])
 def test_learners_refuse_a_mask_without_a_possible_action(learner: Any, network: Any) -> None:
     env = GymEnv(lambda: ActionMask(Bandit()), 2, seed=0)
@@ -218,35 +176,8 @@ def test_a_mask_has_an_element_for_each_option() -> None:
         make_actor_critic(MLP, env.observation_spec["observation"], wrong)
 
 
-@pytest.mark.parametrize("mask", [[1, 0], (True, False), np.array([1, 0])])
-def test_a_mask_may_be_a_list(mask: Any) -> None:
-    class Masked(gym.Wrapper):
-        def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-            return self.env.reset(**options)[0], {"action_mask": mask}
-
-    observation, _ = ActionMask(Masked(gym.make("CartPole-v1"))).reset()
-    assert observation["action_mask"].tolist() == [1, 0]
-
-
 def test_a_mask_belongs_to_choices_and_has_to_be_there() -> None:
     with pytest.raises(TypeError, match="an action mask is for Discrete and MultiDiscrete actions"):
         ActionMask(gym.make("Pendulum-v1"))
     with pytest.raises(ValueError, match="no 'action_mask' in its info"):
         ActionMask(gym.make("CartPole-v1")).reset()
-
-
-def test_a_part_of_an_observation_may_be_hidden() -> None:
-    env = PartialObservation(gym.make("CartPole-v1"), keep=[0, 2])
-    whole, _ = gym.make("CartPole-v1").reset(seed=3)
-    assert env.reset(seed=3)[0].tolist() == [whole[0], whole[2]]
-    assert env.observation_space.contains(env.reset()[0])
-    with pytest.raises(TypeError, match="vector observations"):
-        PartialObservation(gym.make("FrozenLake-v1"), keep=[0])
-
-
-def test_a_policy_takes_a_tree_of_observations_in_one_call() -> None:
-    env = GymEnv(Bandit)
-    policy = make_policy(env.observation_spec["observation"], env.action_spec)
-    td = policy(TensorDict({"observation": env.observe()["observation"]}, []))
-    assert td["action"].shape == (2,)
-    assert as_tensors(env.stepper.observation, 1).batch_size == (1,)

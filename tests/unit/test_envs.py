@@ -110,26 +110,6 @@ def test_rows_are_those_of_scalar_environments(
         assert torch.equal(row["next", "truncated"][:, 0], expected["truncated"])
 
 
-@pytest.mark.parametrize("num_envs", [1, 2])
-@pytest.mark.parametrize(
-    ("make_kwargs", "limit"),
-    [
-        ({}, 500),
-        ({"max_episode_steps": 7}, 7),
-        ({"max_episode_steps": None, "disable_env_checker": True}, 500),
-        ({"max_episode_steps": -1, "sutton_barto_reward": True}, None),
-    ],
-)
-def test_arguments_for_make_apply_to_one_and_to_several_environments(
-    make_kwargs: dict[str, Any], limit: int | None, num_envs: int
-) -> None:
-    env = GymEnv("CartPole-v1", num_envs, seed=0, **make_kwargs)
-    balance = torch.tensor([0.1, 0.3, 1.0, 1.0])  # of position, angle and their speeds: the pole never falls
-    batch = env.rollout(600, lambda td: td.set("action", (td["observation"] @ balance > 0).long()))
-    assert batch["next", "episode_length"].max() == (limit or 600)
-    assert batch["next", "truncated"].any() == (limit is not None)
-
-
 def test_native_vector_environments_mask_their_reset_steps() -> None:
     env = GymEnv("CartPole-v1", 4, seed=0, vectorization_mode="auto")
     assert isinstance(env.stepper.driver.env, CartPoleVectorEnv)  # type: ignore[attr-defined]
@@ -302,37 +282,6 @@ def test_invalid_arguments_raise_a_clear_error(name: str) -> None:
     make, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         make()
-
-
-class Wandering(Scripted):
-    """Its second step gives an observation outside its space."""
-
-    def __init__(self, wrong: Any) -> None:
-        place = spaces.Dict(at=spaces.MultiDiscrete([7, 7], start=[0, 1]), speed=spaces.Box(-1, 1, (2,)))
-        super().__init__(spaces.Dict(place=place, level=spaces.Discrete(2)))
-        self.wrong = wrong
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        seen, *rest = super().step(action)
-        if self.count == 2:
-            seen["place"] = {**seen["place"], **self.wrong}
-        return seen, *rest  # pyright: ignore[reportReturnType]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "what"),
-    [
-        ({"at": np.array([7, 1])}, "part 'at' of the observation: component 0 is 7, outside its space, 0 to 6"),
-        ({"at": np.array([0, 0])}, "part 'at' of the observation: component 1 is 0, outside its space, 1 to 7"),
-    ],
-)
-def test_an_observation_outside_its_space_is_named(wrong: dict[str, Any], what: str) -> None:
-    env = GymEnv(lambda: Wandering(wrong), 2)
-    env.reset()
-    env.step(TensorDict({"action": torch.zeros(2, dtype=torch.int64)}, [2]))
-    with pytest.raises(ValueError, match=f"part 'place' of the observation: {what}"):
-        env.step(TensorDict({"action": torch.zeros(2, dtype=torch.int64)}, [2]))
-    env.close()
 
 
 WRONG = {

@@ -6,7 +6,6 @@ import pickle
 from typing import Any
 
 import pytest
-from tensordict import TensorDict
 from torch import nn
 
 import wsync
@@ -52,17 +51,3 @@ def test_none_carries_nothing(model: Any) -> None:
     with wsync.NoWeightSyncScheme() as receiver:
         receiver.init_on_receiver("policy", model=Small())
         assert receiver.pull() == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"initiator": "both"}, "'sender' or 'receiver'"),
-        ({"max_staleness": 2}, "needs initiator='receiver'"),
-        ({"initiator": "receiver", "max_staleness": -1}, "0 or more"),
-        ({"initiator": "receiver", "policy_weights": {"policy": TensorDict({})}}, "workers pull: they cannot share"),
-    ],
-)
-def test_options_of_workers_that_fetch(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        wsync.SharedMemWeightSyncScheme(**options)

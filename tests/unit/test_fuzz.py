@@ -16,22 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wsync
-from learning import checkpoint
 from wsync.testing.models import Small, fill
-
-
-def mutated(draw: Any, data: bytes) -> bytes:
-    """Truncated, or with some bytes changed, or with more behind."""
-    changed = bytearray(data)
-    for _ in range(draw(st.integers(0, 4))):
-        if changed:
-            changed[draw(st.integers(0, len(changed) - 1))] = draw(st.integers(0, 255))
-    return bytes(changed[: draw(st.integers(0, len(changed)))]) + draw(st.sampled_from([b"", b"\0", b"]" * 9]))
 
 
 def descriptors() -> int:
@@ -91,18 +80,3 @@ def test_bytes_on_an_authenticated_connection_harm_neither_end(options: dict[str
     send_noise()
     gc.collect()
     assert descriptors() <= before + 2  # kept once by what the schemes share in a process
-
-
-def test_checkpoints(tmp_path: Path) -> None:
-    state = {"policy": {"w": torch.arange(100.0)}, "frames": 3, "name": "é", "window": [1.5, None, True]}
-    path = checkpoint.save(tmp_path, state)
-    whole = path.read_bytes()
-
-    @settings(deadline=None)
-    @given(st.data())
-    def load(data: Any) -> None:
-        path.write_bytes(mutated(data.draw, whole) if data.draw(st.integers(0, 9)) else data.draw(st.binary()))
-        with suppress(checkpoint.CheckpointError):
-            checkpoint.load(tmp_path)
-
-    load()

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-import torch
-from small_models import Refusing
 from torch import nn
 
 import wsync
@@ -44,19 +42,6 @@ def test_a_send_inside_the_gate_is_refused_at_once() -> None:
         assert acting() == (0.0, 0.0)
         schemes["policy"].send(Pair(8))
         assert acting() == (8.0, 8.0)
-
-
-def test_an_update_that_one_model_refuses_is_installed_in_none() -> None:
-    first, second = nn.Linear(2, 2), Refusing()
-    before = first.weight.detach().clone()
-    with in_process(first=first, second=second) as schemes:
-        given = {"first": nn.Linear(2, 2), "second": Refusing(7)}
-        with pytest.raises(wsync.WorkerFailed, match="no room for 7"):
-            wsync.synchronize({schemes[name]: given[name] for name in given})
-        assert torch.equal(first.weight, before) and schemes["first"].installed_version == 0
-        given["second"] = Refusing()
-        wsync.synchronize({schemes[name]: given[name] for name in given})
-        assert torch.equal(first.weight, given["first"].weight) and torch.equal(second.weight, given["second"].weight)
 
 
 def test_phases_add_up_to_the_latency() -> None:

@@ -45,28 +45,6 @@ def test_learns_a_bandit_also_from_a_policy_several_versions_behind(
     assert all(type(x) is float for x in stats.values())
 
 
-@every_spec
-@pytest.mark.parametrize(("kind", "options"), [(PPO, {"epochs": 1, "minibatch_size": 64}), (IMPALA, {})])
-def test_masked_entries_of_a_batch_are_not_learnt_from(kind: Any, options: dict[str, Any], spec: Spec) -> None:
-    """A reset step of a vector environment follows the end of an episode; its content has no effect."""
-    results = []
-    for content in (0.0, 1.0, 1e6):
-        learner = learner_of(kind, spec, **options)
-        batch = batch_of(learner.policy, 4, 8)
-        mask = torch.ones(4, 8, dtype=torch.bool)
-        mask[:, 3] = False
-        batch["mask"] = mask
-        batch["next", "reward"][:, 3] = content
-        batch["observation"][:, 3] = batch["action_log_prob"][:, 3] = content
-        if spec is TORQUES:
-            batch["action"][:, 3] = content
-        batch["next", "done"][:, 3] = batch["next", "terminated"][:, 3] = False
-        torch.manual_seed(1)
-        results.append(learner.update(batch))
-        assert learner.frames == 28
-    assert results[0] == results[1] == results[2]
-
-
 @every_learner
 def test_resumes_where_it_was(kind: Any, options: dict[str, Any], tmp_path: Any) -> None:
     schedule: dict[str, Any] = {"lr_end_factor": 0.0, "anneal_frames": 512, **options}

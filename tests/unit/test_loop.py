@@ -19,7 +19,6 @@ from learning import IMPALA, PPO, checkpoint, make_critic, make_policy
 from learning.actor_critic import Diverged, UnusableBatch
 from learning.loop import Goal, StopRequest, Training
 from learning.normalization import ObservationNormalizer, RewardNormalizer
-from learning.progress import Row
 from learning.reporting import Reporter
 from learning.reporting.files import RunFiles
 from wsync import NoWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
@@ -135,41 +134,6 @@ def test_networks_that_have_diverged_do_not_replace_the_last_checkpoint(sync_eac
     kept = checkpoint.load(tmp_path)
     assert kept["progress"]["frames"] == kept["learner"]["frames"] == 32
     assert all(value.isfinite().all() for value in kept["learner"]["policy"].values())
-
-
-class FailingReporter(Reporter):
-    def __init__(self, method: str) -> None:
-        self.method = method
-
-    def update(self, row: Row) -> None:
-        self._call("update")
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        self._call("finish")
-
-    def _call(self, method: str) -> None:
-        if method == self.method:
-            raise KeyError(method)
-
-
-def test_an_error_in_a_callback_ends_the_run_with_its_files(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="update"):
-        training_with(FakeCollector, tmp_path, RunFiles(), FailingReporter("update"))
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
-    assert checkpoint.load(tmp_path)["progress"]["frames"] == 16
-
-
-def test_an_error_in_the_finish_of_a_callback_does_not_hide_an_earlier_one(tmp_path: Path) -> None:
-    with pytest.raises(Diverged) as caught:
-        training_with(FakeCollector, tmp_path, FailingReporter("finish"))
-    assert caught.value.__notes__ == ["'finish'"]
-
-
-def test_without_weight_sync_workers_are_one_update_more_behind_in_each_batch(tmp_path: Path) -> None:
-    with pytest.raises(Diverged):
-        training_with(FakeCollector, tmp_path, RunFiles())
-    staleness = json.loads((tmp_path / "summary.json").read_text())["staleness"]
-    assert (staleness["mean"], staleness["max"]) == (1.0, 2)  # of 0, 1 and 2
 
 
 def test_statistics_are_set_before_the_first_batch_is_learnt_from_and_resumed(tmp_path: Path) -> None:

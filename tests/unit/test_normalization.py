@@ -10,7 +10,6 @@ from gymnasium import spaces
 from tensordict import TensorDict
 
 from collectors.environments.specs import Spec
-from learning import MLP, make_actor_critic
 from learning.normalization import Moments, ObservationNormalizer, RewardNormalizer
 
 SPEC = Spec(torch.Size([3]), torch.float32)
@@ -44,15 +43,6 @@ def test_observations_get_mean_0_and_deviation_1_and_are_clipped() -> None:
     torch.testing.assert_close(result.mean(0), torch.zeros(3), atol=1e-3, rtol=0.0)
     torch.testing.assert_close(result.std(0), torch.ones(3), atol=1e-2, rtol=0.0)
     assert normalizer(torch.full((3,), 1e9)).tolist() == [10.0] * 3
-
-
-def test_the_policy_carries_the_statistics_and_the_critic_shares_them() -> None:
-    normalizer = ObservationNormalizer(SPEC)
-    policy, critic = make_actor_critic(MLP, SPEC, Spec(torch.Size([2]), torch.int64, n=2), normalizer=normalizer)
-    normalizer.update(50 + torch.randn(100, 3))
-    means = [value for name, value in policy.state_dict().items() if name.endswith("normalizer.moments.0.mean")]
-    assert len(means) == 1 and means[0].mean().item() == pytest.approx(50, abs=1)
-    assert critic.network.normalizer is normalizer
 
 
 def test_rewards_are_divided_by_the_deviation_of_the_discounted_return_as_gymnasium_does() -> None:

@@ -7,8 +7,7 @@ from tensordict import TensorDict
 from collectors.staleness import Staleness
 from collectors.workers.records import Failures
 from learning.progress import WINDOW, Progress
-from learning.reporting.console import figures
-from learning.summary import return_text, summarise, verdict
+from learning.summary import summarise
 from wsync import SyncMetrics, SyncReport
 from wsync.update import PHASES
 
@@ -58,18 +57,6 @@ def test_solved_is_to_have_been_reached_once_and_a_resumed_run_keeps_that() -> N
         assert "mean return 0.800 over the last 100 episodes; 0.85 counts as solved, first reached after 100" in str(
             told
         )
-
-
-@pytest.mark.parametrize(
-    ("value", "solved_at", "text"),
-    [
-        (0.8586, 0.85, "0.859"), (474.96, 475.0, "475.0"), (-0.391, None, "-0.391"), (12.34, None, "12.3"),
-        (-162.1, -200.0, "-162.1"), (1234.5, None, "1,234.5"), (0.0, None, "0.0"), (1e-9, None, "0.000000"),
-        (None, 1.0, "–"), (float("nan"), None, "nan"),
-    ],
-)  # fmt: skip
-def test_returns_have_three_significant_digits(value: float | None, solved_at: float | None, text: str) -> None:
-    assert return_text(value, solved_at) == text
 
 
 def test_masked_frames_do_not_count() -> None:
@@ -128,16 +115,6 @@ def test_counters_survive_a_checkpoint() -> None:
     assert again.resumes == 1
 
 
-def test_a_row_has_the_number_of_episodes_in_its_mean() -> None:
-    before, progress = Progress(), Progress()
-    before.collected(batch(torch.arange(150.0)), 1)
-    assert before.synchronised({}, SyncMetrics("none"), 1).episodes_in_mean == WINDOW
-    progress.collected(batch(torch.full((5,), 20.0)), 1)
-    row = progress.synchronised({}, SyncMetrics("none"), 1)
-    assert (row.episodes, row.episodes_in_mean, row.episode_return_mean_100) == (5, 5, 20.0)
-    assert figures(row)["return"] == "20.0 (5 episodes)"
-
-
 def test_the_verdict_on_a_control_names_the_version_that_acted() -> None:
     progress = Progress()
     for _ in range(3):
@@ -148,21 +125,3 @@ def test_the_verdict_on_a_control_names_the_version_that_acted() -> None:
     assert "Nothing reached the workers: version 0 acted in all frames" in summary["verdict"]
     assert "it did not learn" in summary["verdict"]
     assert summary["weight_sync"]["latency_us"] == {"p50": None, "p95": None, "p99": None, "max": None}
-
-
-def test_a_resumed_run_that_has_reached_its_goal_advises_how_to_continue() -> None:
-    before, progress = Progress(), Progress()
-    before.collected(batch(torch.full((WINDOW,), 500.0)), 1)
-    progress.load_state_dict(before.state_dict())
-    said = verdict("finished", progress, 475.0)
-    assert said == "Nothing was left to do: finished after 100 frames. Raise total_frames to continue."
-    assert "Set stop_when_solved=false to continue" in verdict("solved", progress, 475.0)
-
-
-def test_a_control_that_is_solved_is_suspicious() -> None:
-    progress = Progress()
-    progress.collected(batch(torch.full((WINDOW,), 500.0), 0), 0)
-    progress.solved_after = progress.frames
-    assert "is storage shared?" in verdict("solved", progress, 475.0)
-    progress.begin(1)
-    assert "Nothing reached" not in verdict("solved", progress, 475.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -14,8 +13,6 @@ from gymnasium import spaces
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-import collectors
-import wsync
 from collectors import GymEnv, ModuleTransform
 from collectors.environments.transforms import Key
 
@@ -130,41 +127,3 @@ def test_a_reward_model_reads_the_step_and_the_episode_counts_the_environments_o
     assert torch.equal(given[1], nn.functional.one_hot(rows(batch, "action"), 3).float())
     assert torch.equal(given[2], rows(batch, "next", "observation"))
     assert torch.equal(given[3][..., 0], own)
-
-
-def test_transforms_are_applied_in_their_order() -> None:
-    judge, late = Judge(), Function(lambda reward, successor: reward + 1000 * successor[:, 2:])
-    env = GymEnv(Counter, 2)
-    env.append_transform(ModuleTransform(judge, ALL, REWARD))
-    env.append_transform(ModuleTransform(Sum(), OBSERVATION, OBSERVATION))
-    env.append_transform(ModuleTransform(late, [*REWARD, ("next", "observation")], REWARD))
-    reward = env.rollout(3)["next", "reward"][0, :, 0]
-    assert judge.calls[-1][0].shape == (2, 2)  # it came before the encoder
-    assert reward.tolist() == [1011.0, 2021.0, 3031.0]
-
-
-def test_policy_and_encoder_are_updated_together_in_worker_processes() -> None:
-    class Acting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1))
-
-        def forward(self, td: TensorDictBase) -> TensorDictBase:
-            one = self.weight.expand(td.batch_size)
-            return td.set("weight", one.clone()).set("action", one.long())
-
-    ours, encoder = Acting(), Sum()
-    make = partial(GymEnv, Counter, 2, transforms=[ModuleTransform(Sum(), OBSERVATION, OBSERVATION)])
-    names = ("policy", "env.transform[0].module")
-    schemes = {name: wsync.SharedMemWeightSyncScheme() for name in names}
-    with collectors.MultiSyncCollector([make] * 2, ours, frames_per_batch=16, weight_sync_schemes=schemes) as batches:
-        next(batches)
-        for value in (1.0, 2.0):
-            nn.init.constant_(ours.weight, value)
-            nn.init.constant_(encoder.weight, value)
-            batches.update_policy_weights_(weights_dict={"policy": ours, "env.transform[0].module": encoder})
-            batch = next(batches)
-            successor: Tensor = batch.get(("next", "observation"))
-            assert (batch["weight"] == value).all()
-            assert torch.equal(successor[..., 2], value * successor[..., :2].sum(-1))
-        assert {scheme.version for scheme in schemes.values()} == {3, 2}  # the policy's first went with connect

@@ -11,24 +11,10 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra(error, "testing") from error
 
-_PARTS = (
-    "delivery",
-    "faults",
-    "pull",
-    "restarts",
-    "session",
-    "shutdowns",
-    "transactions",
-    "transports",
-    "unlike",
-    "updates",
-    "workers",
-)
-pytest.register_assert_rewrite(*(f"wsync.testing.{part}" for part in _PARTS))  # before they are imported
+pytest.register_assert_rewrite("wsync.testing.contract", "wsync.testing.workers")  # before they are imported
 
 from wsync.testing.contract import BackendContract  # noqa: E402
-from wsync.testing.hooks import BackendHooks  # noqa: E402
-from wsync.testing.session import Session  # noqa: E402
+from wsync.testing.hooks import BackendHooks, Session  # noqa: E402
 from wsync.testing.workers import ProcessWorker, Worker, WorkerError, WorkerGroup, WorkerPool  # noqa: E402
 
 __all__ = [

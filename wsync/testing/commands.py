@@ -16,10 +16,10 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import wsync
-from wsync.testing.models import WithExtraState
+from wsync.testing.models import Loader, WithExtraState, named_tensors
 from wsync.testing.models import digest as digest_of
 
 THREAD_PREFIX = "wsync"
@@ -31,13 +31,8 @@ class WorkerState:
     """The schemes and models of one worker, by model id, and what one command keeps for a later one."""
 
     schemes: dict[str, wsync.WeightSyncScheme] = field(default_factory=dict)
-    models: dict[str, nn.Module] = field(default_factory=dict)
+    models: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
-
-    def clear(self) -> None:
-        """Drop all of it."""
-        for part in (self.schemes, self.models, self.kept):
-            part.clear()
 
 
 @dataclass(frozen=True)
@@ -71,20 +66,18 @@ def serve(pipe: Connection) -> None:
     state = WorkerState()
     try:
         while (message := pipe.recv()) is not None:
-            pipe.send_bytes(ForkingPickler.dumps(_run(state, *message)))
+            path, request = message
+            sys.path[:] = path  # as in the test's process: the request names its modules
+            pipe.send_bytes(ForkingPickler.dumps(execute(state, Command(_run, (request,)))))
     except (EOFError, ConnectionError):  # the test's process has ended
         pass
     for scheme in state.schemes.values():
         scheme.shutdown()
 
 
-def _run(state: WorkerState, path: list[str], request: bytes) -> Outcome:
-    sys.path[:] = path  # as in the test's process: the request names its modules
-    try:
-        command = pickle.loads(request)
-    except Exception as error:  # noqa: BLE001  reported to the test, like any other error
-        return Outcome(error=[type(error).__name__], message=f"a command could not be unpickled: {error}")
-    return execute(state, command)
+def _run(state: WorkerState, request: bytes) -> Any:
+    command = pickle.loads(request)
+    return command.function(state, *command.args, **command.kwargs)
 
 
 # --- commands ---
@@ -95,13 +88,16 @@ def ping(state: WorkerState) -> None:
 
 
 def init(
-    state: WorkerState, scheme: wsync.WeightSyncScheme, make: Callable[[], nn.Module], worker_idx: int, model_id: str
+    state: WorkerState, scheme: wsync.WeightSyncScheme, make: Callable[[], Any], worker_idx: int, model_id: str
 ) -> None:
-    """Make a model, and initialise the scheme with it; nothing is received."""
+    """Make a model (or a ``Loader``), and initialise the scheme with it; nothing is received."""
     torch.set_num_threads(1)
     WithExtraState.worker_idx = worker_idx
-    state.schemes[model_id], state.models[model_id] = scheme, make()
-    scheme.init_on_receiver(model_id, model=state.models[model_id], worker_idx=worker_idx)
+    state.schemes[model_id], state.models[model_id] = scheme, (model := make())
+    if isinstance(model, Loader):
+        scheme.init_on_receiver(model_id, load=model.load, chunk_bytes=model.chunk_bytes, worker_idx=worker_idx)
+    else:
+        scheme.init_on_receiver(model_id, model=model, worker_idx=worker_idx)
 
 
 def connect(state: WorkerState, model_id: str = "policy") -> int:
@@ -111,7 +107,7 @@ def connect(state: WorkerState, model_id: str = "policy") -> int:
 
 
 def join(
-    state: WorkerState, scheme: wsync.WeightSyncScheme, make: Callable[[], nn.Module], worker_idx: int, model_id: str
+    state: WorkerState, scheme: wsync.WeightSyncScheme, make: Callable[[], Any], worker_idx: int, model_id: str
 ) -> int:
     """``init`` and ``connect``; returns the version."""
     init(state, scheme, make, worker_idx, model_id)
@@ -120,8 +116,7 @@ def join(
 
 def output(state: WorkerState, model_id: str = "policy") -> list[float]:
     """The output of one forward."""
-    result: Tensor = state.models[model_id]()
-    return result.reshape(-1).tolist()
+    return state.models[model_id]().reshape(-1).tolist()
 
 
 def digest(state: WorkerState, model_id: str = "policy") -> dict[str, Any]:
@@ -135,6 +130,12 @@ def plain_digest(state: WorkerState, model_id: str = "policy") -> dict[str, Any]
     return digest_of(state.models[model_id])
 
 
+def tensors(state: WorkerState, model_id: str = "policy") -> dict[str, Tensor]:
+    """Copies of the model's weights, as a forward that starts now would use them."""
+    with wsync.gate():
+        return {name: tensor.detach().clone() for name, tensor in named_tensors(state.models[model_id]).items()}
+
+
 def version(state: WorkerState, model_id: str = "policy") -> int:
     """The version that a forward that starts now would use."""
     with wsync.gate():
@@ -142,14 +143,15 @@ def version(state: WorkerState, model_id: str = "policy") -> int:
 
 
 def receive(state: WorkerState, timeout: float | None = None, model_id: str = "policy") -> tuple[str, list[str]] | None:
-    """``scheme.receive``: the type and the sorted keys of what it returns."""
-    weights = state.schemes[model_id].receive(timeout)
-    return None if weights is None else (type(weights).__name__, sorted(map(str, weights.keys())))
+    """``scheme.receive``: the type and the sorted keys (those of a ``Loader``'s version: none) of what it returns."""
+    weights: Any = state.schemes[model_id].receive(timeout)
+    keys = sorted(map(str, weights.keys())) if hasattr(weights, "keys") else []
+    return None if weights is None else (type(weights).__name__, keys)
 
 
-def finished(state: WorkerState, model_id: str = "policy") -> bool:
-    """``scheme.finished``."""
-    return state.schemes[model_id].finished
+def pull(state: WorkerState, timeout: float = 60.0, model_id: str = "policy") -> int:
+    """``scheme.pull``: the number of the version that is installed."""
+    return state.schemes[model_id].pull(timeout)
 
 
 def shutdown(state: WorkerState) -> list[str]:
@@ -163,5 +165,6 @@ def shutdown(state: WorkerState) -> list[str]:
 def reset(state: WorkerState) -> list[str]:
     """``shutdown``, and forget everything: the worker is as good as new if no thread is left."""
     left = shutdown(state)
-    state.clear()
+    for part in (state.schemes, state.models, state.kept):
+        part.clear()
     return left

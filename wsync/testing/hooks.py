@@ -4,21 +4,80 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 from torch import nn
 
 import wsync
+import wsync.testing.commands as commands
 from wsync.testing.models import Small, fill
-from wsync.testing.session import Session, connect_all
-from wsync.testing.workers import WorkerGroup, WorkerPool
+from wsync.testing.workers import ANSWER_TIMEOUT, Worker, WorkerGroup, WorkerPool
 
 TIMEOUT = 60.0
 """Seconds for ``connect`` and ``send`` where a test does not look at timeouts."""
 
 SHORT = 0.5
 """Seconds until a send gives up, where a worker is made silent."""
+
+
+@dataclass
+class Session:
+    """A sender with workers that are connected and have version 1.
+
+    Attributes:
+        scheme: on the sender.
+        workers: one for each index.
+        model: the sender's.
+        make: makes what a worker has: a model, a mapping of tensors, or a ``Loader``.
+        model_id: the model's name.
+    """
+
+    scheme: wsync.WeightSyncScheme
+    workers: WorkerGroup
+    model: Any
+    make: Callable[[], Any]
+    model_id: str
+
+    def send(self, value: float, **options: Any) -> wsync.SyncReport | None:
+        """Fill the model with ``value``, and send it."""
+        return self.scheme.send(fill(self.model, value), **options)
+
+    def post(self, value: float, **options: Any) -> None:
+        """Fill the model with ``value``, and send it without waiting."""
+        self.scheme.send_async(fill(self.model, value), **options)
+
+    def update(self, value: float) -> wsync.SyncReport:
+        """``post``, and wait until every worker has acknowledged: also where ``send`` does not wait for that."""
+        self.post(value)
+        report = self.scheme.wait_async()
+        assert report is not None
+        return report
+
+    def outputs(self) -> list[float]:
+        """The first output of a forward in each worker that is alive."""
+        return [output[0] for output in self.workers.call(commands.output, self.model_id)]
+
+    def digests(self) -> list[dict[str, Any]]:
+        """The weights of each worker that is alive."""
+        return self.workers.call(commands.digest, self.model_id)
+
+    def versions(self) -> list[int]:
+        """The version of each worker that is alive."""
+        return self.workers.call(commands.version, self.model_id)
+
+    def begin_join(self, worker: Worker, index: int) -> None:
+        """Have a worker initialise its end as worker ``index`` and connect; its ``result`` is the version it has."""
+        worker.start(commands.join, self.scheme, self.make, index, self.model_id)
+
+    def restart(self, index: int) -> int:
+        """Have another process join in the place of worker ``index``, which has ended; returns its version."""
+        successor = self.workers.spare()
+        self.begin_join(successor, index)
+        self.scheme.readmit(index)
+        self.workers.replace(index, successor)
+        return successor.result()
 
 
 class BackendHooks:
@@ -30,7 +89,6 @@ class BackendHooks:
         acknowledged: whether a finished ``send`` means that every worker has installed the update; else that every
             forward that starts from then on uses it.
         connects_within: seconds in which a worker that is there is connected.
-        can_fork: whether this process may be forked while the backend is in use.
         checksum_options: for ``make_scheme``, where ``corrupt`` is overridden: they turn checksums on.
     """
 
@@ -38,7 +96,6 @@ class BackendHooks:
     first_weights_at_connect: ClassVar[bool] = True
     acknowledged: ClassVar[bool] = True
     connects_within: ClassVar[float] = SHORT
-    can_fork: ClassVar[bool] = True
     checksum_options: ClassVar[Mapping[str, Any]] = {}
     pool: ClassVar[WorkerPool]
 
@@ -46,8 +103,7 @@ class BackendHooks:
         """Make a scheme of the backend. The only hook that has to be overridden.
 
         Args:
-            options: the options of ``WeightSyncScheme``: ``timeout``, ``strategy``, ``sync``, ``initiator`` and others.
-                Tests that need one that the scheme does not take are skipped.
+            options: options of ``WeightSyncScheme``: ``timeout``, ``strategy``, ``sync``, ``initiator`` and others.
         """
         raise NotImplementedError
 
@@ -84,41 +140,51 @@ class BackendHooks:
         return self.pool.group(count)
 
     @contextmanager
-    def connected(
-        self,
-        count: int = 2,
-        make: Callable[[], nn.Module] = Small,
-        *,
-        model_id: str = "policy",
-        init: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> Iterator[Session]:
+    def connected(self, count: int = 2, make: Callable[[], nn.Module] = Small, **options: Any) -> Iterator[Session]:
         """A sender and ``count`` workers that have its first weights, which are ones.
 
-        ``make`` makes the sender's model and each worker's; ``init`` is for ``init_on_sender`` instead of the model;
-        ``options`` are for ``make_scheme``.
+        Args:
+            count: of the workers.
+            make: makes the sender's model, and each worker's.
+            options: of ``join``.
         """
-        with self.workers(count) as workers, self._session(workers, make, model_id, init, options) as session:
+        with self.workers(count) as workers, self.join(workers, make, **options) as session:
             yield session
 
-    def second_model(
-        self, first: Session, make: Callable[[], nn.Module], model_id: str
-    ) -> AbstractContextManager[Session]:
-        """Another model, with a scheme of its own, of the workers of ``first``."""
-        return self._session(first.workers, make, model_id, None, {})
-
     @contextmanager
-    def _session(
+    def join(
         self,
         workers: WorkerGroup,
-        make: Callable[[], nn.Module],
-        model_id: str,
-        init: Mapping[str, Any] | None,
-        options: Mapping[str, Any],
+        make: Callable[[], nn.Module] = Small,
+        model_id: str = "policy",
+        *,
+        receiver: Callable[[], Any] | None = None,
+        init: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Iterator[Session]:
+        """A sender that is connected to ``workers``, which may have other models with schemes of their own.
+
+        Args:
+            workers: all of the sender's.
+            make: makes the sender's model.
+            model_id: the model's name.
+            receiver: makes what each worker has, if that is no model as the sender's: see ``Session.make``.
+            init: for ``init_on_sender``, instead of the model.
+            options: for ``make_scheme``.
+        """
         model = fill(make(), 1)
         with self.make_scheme(**{"timeout": TIMEOUT, **options}) as scheme:
             scheme.init_on_sender(model_id, num_workers=len(workers), **({"model": model} if init is None else init))
-            session = Session(scheme, workers, model, make, model_id)
-            connect_all(session, first_weights_at_connect=self.first_weights_at_connect)
+            session = Session(scheme, workers, model, receiver or make, model_id)
+            for index, worker in enumerate(workers):
+                session.begin_join(worker, index)
+            scheme.connect()
+            if not self.first_weights_at_connect and scheme.weights is not None:
+                scheme.send()
+                scheme.wait_async()
+            workers.results()
+            if scheme.initiator == "receiver":
+                workers.call(commands.pull, TIMEOUT, model_id)
+            elif not self.first_weights_at_connect and scheme.weights is not None:
+                workers.call(commands.receive, ANSWER_TIMEOUT, model_id)  # seen, as elsewhere after connect
             yield session

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-EXTRA_STATE_KEY = "_extra_state"
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -41,7 +41,7 @@ class WithExtraState(Small):
     """
 
     worker_idx = -1
-    """Of this process; ``wsync.testing.commands.init`` sets it."""
+    """Of this process; ``commands.init`` sets it."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -85,29 +85,61 @@ class EveryTensorKind(nn.Module):
         return self.scalar
 
 
-class OtherName(nn.Module):
-    """``Small`` with another name: ``bias``."""
+class TwoReads(Small):
+    """Reads its parameter twice, with work between; the output is the smallest and the largest value that was read."""
+
+    def __init__(self) -> None:
+        super().__init__(4096)
+
+    def forward(self) -> Tensor:
+        first = self.weight.detach().clone()
+        torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+        both = torch.cat([first, self.weight.detach()])
+        return torch.stack([both.min(), both.max()])
+
+
+class Trained(nn.Module):
+    """A trainer's model: three projections, and a head with its weight tied to that of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.zeros(4))
-
-    def forward(self) -> Tensor:
-        return self.bias
-
-
-def longer() -> Small:
-    """``Small`` with another shape: ``[7]``."""
-    return Small(7)
+        self.embed = nn.Embedding(8, 16)
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 8, bias=False)
+        self.head.weight = self.embed.weight
 
 
-def double() -> Small:
-    """``Small`` with another dtype: float64."""
-    return Small(4, torch.float64)
+class Engine(nn.Module):
+    """A worker's model for ``Trained``: one fused projection, other names, bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(8, 16, dtype=torch.bfloat16)
+        self.qkv = nn.Linear(16, 48, dtype=torch.bfloat16)
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by name; a tied tensor under each of its names."""
+class Loader:
+    """An engine without a module: it keeps copies of the weights that ``load`` is given, and raises when told to.
+
+    Args:
+        chunk_bytes: for ``init_on_receiver``.
+    """
+
+    def __init__(self, chunk_bytes: int | None = None) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.loaded = dict[str, Tensor]()
+        self.refuses = False
+
+    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        if self.refuses:
+            raise ArithmeticError("the engine refuses")
+        self.loaded.update((name, tensor.clone()) for name, tensor in pairs)
+
+
+def named_tensors(model: Any) -> dict[str, Tensor]:
+    """Every parameter and buffer of a module by name; a tied tensor under each of its names."""
+    if not isinstance(model, nn.Module):
+        return model.loaded if isinstance(model, Loader) else dict(model)
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
@@ -133,12 +165,19 @@ def scramble(model: M, seed: int) -> M:
     return model
 
 
-def digest(model: nn.Module) -> dict[str, Any]:
+@torch.no_grad()
+def nudge(model: nn.Module, count: int | None = None) -> None:
+    """Change ``count`` values of every parameter, or all of them."""
+    for parameter in model.parameters():
+        parameter.view(-1)[:count].normal_()
+
+
+def digest(model: Any) -> dict[str, Any]:
     """The model's weights as plain values: dtype, shape and a hash of the bytes of each tensor, and the extra state."""
     result: dict[str, Any] = {name: _digest_of(tensor) for name, tensor in named_tensors(model).items()}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, WithExtraState):
-            result[f"{name}.{EXTRA_STATE_KEY}".lstrip(".")] = repr(module.state)
+            result[f"{name}._extra_state".lstrip(".")] = repr(module.state)
     return result
 
 
@@ -146,14 +185,3 @@ def _digest_of(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
     dense = tensor.detach().clone(memory_format=torch.contiguous_format)
     data = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
     return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(data).hexdigest()[:16]
-
-
-def strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The strides of every tensor that is not empty."""
-    return {name: tensor.stride() for name, tensor in named_tensors(model).items() if tensor.numel()}
-
-
-def ties_hold(model: nn.Module) -> bool:
-    """Whether the tied weights of an ``EveryTensorKind`` are still one parameter in one place."""
-    embed, decode = model.get_parameter("embed.weight"), model.get_parameter("decode.weight")
-    return embed is decode

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from select import select
+from typing import Any, TypeVar
 
 import wsync.testing.commands as commands
-from wsync.testing.commands import Command, Outcome, WorkerState
+from wsync.testing.commands import Command, Outcome
 
 ANSWER_TIMEOUT = 60.0
 """Seconds for the outcome of a command. None takes as long; a test that needs it all has failed."""
@@ -23,7 +24,6 @@ ANSWER_TIMEOUT = 60.0
 PRELOADED_MODULES = ["wsync.testing"]
 """What the fork server imports once, before it starts workers. To be extended before the first worker is started."""
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -42,15 +42,17 @@ class WorkerError(Exception):
 class Worker(ABC):
     """One worker, as a test uses it.
 
-    A subclass is another kind of worker. It sets ``pid``, and runs ``commands.execute`` for each command, one after the
-    other, with one ``WorkerState`` for all.
+    A subclass is another kind of worker. It sets ``pid`` and ``sentinel``, and runs ``commands.execute`` for each
+    command, one after the other, with one ``WorkerState`` for all.
 
     Attributes:
         pid: the process id of its process.
+        sentinel: a descriptor that is readable when the process has ended.
         alive: until the test kills it.
     """
 
     pid: int
+    sentinel: int
 
     def __init__(self) -> None:
         self.alive = True
@@ -70,16 +72,11 @@ class Worker(ABC):
         """End the process, and wait for its end. Idempotent."""
 
     @property
-    @abstractmethod
-    def sentinel(self) -> int:
-        """A descriptor that is readable when the process has ended."""
-
-    @property
     def reusable(self) -> bool:
         """Whether another test may use it: it was neither killed nor stopped, and has no command to answer."""
         return self.alive and not self._stopped and not self._pending
 
-    def start(self, command: Callable[Concatenate[WorkerState, P], object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def start(self, command: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Send a command; ``result`` waits for its outcome."""
         self._pending += 1
         self.post(Command(command, args, kwargs))
@@ -97,7 +94,7 @@ class Worker(ABC):
             raise WorkerError(outcome.error, outcome.message)
         return outcome.value
 
-    def call(self, command: Callable[Concatenate[WorkerState, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self, command: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """``start`` and ``result``."""
         self.start(command, *args, **kwargs)
         return self.result()
@@ -106,11 +103,7 @@ class Worker(ABC):
         """SIGKILL; returns when the process has ended."""
         self.alive = False
         os.kill(self.pid, signal.SIGKILL)
-        self.wait_for_end()
-
-    @abstractmethod
-    def wait_for_end(self) -> None:
-        """Wait for the end of the process, which was killed."""
+        select([self.sentinel], [], [], ANSWER_TIMEOUT)
 
     def stop(self) -> None:
         """SIGSTOP, by ``stop_process``."""
@@ -156,12 +149,8 @@ class ProcessWorker(Worker):
         self._process: Any = context.Process(target=main, args=(theirs, *args))  # pyright: ignore
         self._process.daemon = False  # it may have workers of its own
         self._process.start()
-        self.pid = self._process.pid
+        self.pid, self.sentinel = self._process.pid, self._process.sentinel
         theirs.close()
-
-    @property
-    def sentinel(self) -> int:
-        return self._process.sentinel
 
     def post(self, command: Command) -> None:
         self.pipe.send((sys.path, bytes(ForkingPickler.dumps(command))))
@@ -170,8 +159,9 @@ class ProcessWorker(Worker):
         assert self.pipe.poll(ANSWER_TIMEOUT), f"worker process {self.pid} did not answer in {ANSWER_TIMEOUT} s"
         return self.pipe.recv()
 
-    def wait_for_end(self) -> None:
-        self._process.join(ANSWER_TIMEOUT)
+    def kill(self) -> None:
+        super().kill()
+        self._process.join()
 
     def close(self) -> None:
         """End the process: in order if it can, else by SIGKILL."""
@@ -213,7 +203,7 @@ class WorkerGroup:
         """Give ``worker`` the index of another one."""
         self._members[index] = worker
 
-    def start(self, command: Callable[Concatenate[WorkerState, P], object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def start(self, command: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Send a command to each."""
         for worker in self:
             worker.start(command, *args, **kwargs)
@@ -222,7 +212,7 @@ class WorkerGroup:
         """Wait for the outcome of the oldest command of each."""
         return [worker.result() for worker in self]
 
-    def call(self, command: Callable[Concatenate[WorkerState, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    def call(self, command: Callable[..., R], *args: Any, **kwargs: Any) -> list[R]:
         """``start`` and ``results``: they run side by side."""
         self.start(command, *args, **kwargs)
         return self.results()
@@ -248,6 +238,10 @@ class WorkerPool:
         """Start ``count`` workers, and return them. Overridden for workers of another kind."""
         return [ProcessWorker() for _ in range(count)]
 
+    def discard(self, worker: Worker) -> None:
+        """End a worker that no other test may use."""
+        worker.close()
+
     def take(self, count: int) -> list[Worker]:
         """``count`` workers that no test uses."""
         taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
@@ -270,12 +264,8 @@ class WorkerPool:
                 if left.get(worker) == []:
                     self._idle.append(worker)
                 else:
-                    self._discard(worker)
-        threads = [*left.values()]
-        assert not any(threads), f"threads are left in workers after shutdown: {threads}"
-
-    def _discard(self, worker: Worker) -> None:
-        worker.close()
+                    self.discard(worker)
+        assert not any(left.values()), f"threads are left in workers after shutdown: {[*left.values()]}"
 
     def close(self) -> None:
         """End all workers."""
