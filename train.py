@@ -128,8 +128,6 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
             )
             running.enter_context(collector)
             console.worker_pids = worker_pids(collector)
-            monkey = instantiate_setting("chaos", cfg.chaos, _partial_=True)(collector)
-            training.chaos = running.enter_context(monkey).counts
         except (OSError, ValueError) as error:  # an unknown address, or settings that contradict each other
             what = f"the collector and its scheme '{scheme.name}' cannot be set up: "
             raise ConfigError(f"{what if isinstance(error, OSError) else ''}{error}") from error

@@ -84,7 +84,7 @@ class BaseCollector(ABC):
         self._seconds = 0.0  # spent in waiting for batches
         self.closed, self._process = False, os.getpid()
         self.failures, self.staleness = Failures(), staleness
-        self.weight_updater = None if weight_updater is None else make_updater(weight_updater, self, policy)
+        self.weight_updater = None if weight_updater is None else make_updater(weight_updater, self)
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         """Return the policy's scheme for a collector that was given no schemes."""

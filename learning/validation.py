@@ -31,13 +31,12 @@ LIMITS = {
     **_each(
         Annotated[float, Field(gt=0, allow_inf_nan=False)],
         "collector.worker_timeout collector.timeout policy.initial_std algorithm.reward_scale algorithm.lr "
-        "algorithm.clip algorithm.adam_eps chaos.rate chaos.pause",
+        "algorithm.clip algorithm.adam_eps",
     ),
     **_each(
         Annotated[float, Field(ge=0)],
         "staleness checkpoint_every collector.init_random_frames collector.max_restarts collector.run_ahead "
-        "collector.max_staleness algorithm.clip_c algorithm.target_kl logger.start_after logger.close_within "
-        "chaos.limit",
+        "collector.max_staleness algorithm.clip_c algorithm.target_kl logger.start_after logger.close_within",
     ),
     **_each(
         Annotated[float, Field(ge=0, allow_inf_nan=False)],

@@ -145,22 +145,10 @@ def test_ray_leaves_workers_out_for_max_interval_pushes():
         RayWeightUpdater(max_interval=-1)
 
 
-@pytest.mark.parametrize(
-    ("updater", "scheme", "said"),
-    [
-        (VanillaWeightUpdater, "none", "contradict each other: .* a NoWeightSyncScheme"),
-        (WeightUpdaterBase, "none", "contradict each other: that scheme carries nothing"),
-        (MultiProcessedWeightUpdater, "distributed", "multiprocess or shared_mem, .* a DistributedWeightSyncScheme"),
-        (RayWeightUpdater, "shared_mem", "distributed or ray, .* a SharedMemWeightSyncScheme"),
-        (RPCWeightUpdater, "multiprocess", "distributed or rpc, .* a MultiProcessWeightSyncScheme"),
-        (DistributedWeightUpdater, "rpc", "by distributed, .* a RPCWeightSyncScheme"),
-        (lambda: DistributedWeightUpdater(num_workers=3), "distributed", r"for 3 worker\(s\); the collector has 1"),
-        (lambda: RayWeightUpdater(None, [1, 2]), "distributed", r"for 2 worker\(s\); the collector has 1"),
-    ],
-)
-def test_an_updater_that_the_scheme_contradicts_is_an_error(updater, scheme, said):
-    with pytest.raises(ValueError, match=said):
-        single(updater, scheme=scheme)
+@pytest.mark.parametrize("updater", [VanillaWeightUpdater, WeightUpdaterBase])
+def test_an_updater_that_the_scheme_contradicts_is_an_error(updater):
+    with pytest.raises(ValueError, match=r"contradict each other: .* a NoWeightSyncScheme, which carries nothing"):
+        single(updater, scheme="none")
 
 
 def test_an_updater_is_one_collectors_and_one_update_at_a_time():
@@ -171,7 +159,7 @@ def test_an_updater_is_one_collectors_and_one_update_at_a_time():
     with single(updater := Loop()) as collector:
         with pytest.raises(RuntimeError, match="another collector's already"):
             single(updater)
-        with pytest.raises(RuntimeError, match="a hook of Loop has started another update"):
+        with pytest.raises(RuntimeError, match="another update of this Loop has not ended"):
             collector.update_policy_weights_()
         with pytest.raises(ValueError, match="go by way of weight_updater"):
             collector.update_policy_weights_(weights_dict={"policy": policy()})

@@ -33,7 +33,7 @@ from wsync.config import config_of
 from wsync.registry import import_string, load_backend
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-GROUPS = ("weight_sync", "collector", "env", "policy", "algorithm", "logger", "chaos", "experiment")
+GROUPS = ("weight_sync", "collector", "env", "policy", "algorithm", "logger", "experiment")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 BACKENDS = sorted(wsync.registered_backends())
 SHARED_MEM = import_string("shared_mem").replace(":", ".")

@@ -44,7 +44,7 @@ def summary(sync: bool = True, status: str = "solved") -> dict:
     if sync:
         metrics.record(SyncReport(1, 18432, 1e-4, tuple(us / 1e6 for us in PHASES.values()), {}))
     progress = Progress(frames=1024, episodes=3)
-    return summarise(status, progress, 475.0, metrics, Failures(), {}, Staleness()) | {
+    return summarise(status, progress, 475.0, metrics, Failures(), Staleness()) | {
         "env": "CartPole-v1",
         "seed": 0,
         "num_workers": 2,
