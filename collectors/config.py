@@ -105,8 +105,6 @@ class RPCConfig(RemoteConfig):
     """Workers that are called by ``torch.distributed.rpc``; see RPCCollector."""
 
     _target_: str = "collectors.distributed.RPCCollector"
-    workers: list[str] | None = None
-    host: str = "127.0.0.1"
 
 
 @dataclass

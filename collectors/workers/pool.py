@@ -187,9 +187,12 @@ class WorkerPool:
             OSError: the process could not be started.
         """
         key = secrets.token_hex(16).encode()
-        process = processes.start(work, worker_idx, self.listener.address, worker_idx, key)
-        self.workers.append(worker := WorkerHandle(worker_idx, key, process))
+        self.workers.append(worker := WorkerHandle(worker_idx, key, self.start_process(worker_idx, key)))
         return worker
+
+    def start_process(self, worker_idx: int, key: bytes) -> BaseProcess:
+        """Start a process that connects to ``listener`` with ``key``."""
+        return processes.start(work, worker_idx, self.listener.address, worker_idx, key)
 
     def poll(self, workers: Collection[WorkerHandle], wakeup_fd: int, timeout: float | None) -> list[Event]:
         """Return the events of ``workers``; a message comes before the end of the worker that has sent it.

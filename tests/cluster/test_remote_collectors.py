@@ -44,9 +44,7 @@ every_family_ray_slow = pytest.mark.parametrize("family", ["tcp", "rpc", pytest.
 """Each test with Ray starts actors, which takes seconds: ``make test`` has those that kill and update them."""
 
 
-def collect_with(family, *, workers=2, workers_of=None, trained=None, env=cartpole, **options):
-    if workers_of is not None:
-        options["workers"] = workers_of
+def collect_with(family, *, workers=2, trained=None, env=cartpole, **options):
     options.setdefault("frames_per_batch", 16)
     if family == "ray":
         options.setdefault("timeout", START_TIMEOUT)
@@ -292,7 +290,6 @@ def test_workers_that_others_start_join(caplog, monkeypatch):
         assert "key" in starter.refused.communicate(timeout=60)[1] and starter.refused.returncode
 
 
-@pytest.mark.parametrize("family", ["tcp", "rpc"])
 @pytest.mark.parametrize(
     ("host", "said"),
     [
@@ -302,12 +299,9 @@ def test_workers_that_others_start_join(caplog, monkeypatch):
         ("::", "host=:: is every interface"),
     ],
 )
-def test_listening_on_every_interface_or_a_missing_one_is_refused(family, host, said):
+def test_listening_on_every_interface_or_a_missing_one_is_refused(host, said):
     with pytest.raises(wsync.NotConnected, match=said):
-        collect_with(family, host=host, timeout=20.0, weight_sync_schemes={})  # no scheme to refuse it
-
-
-# --- RPC ---
+        collect_with("tcp", host=host, timeout=20.0, weight_sync_schemes={})  # no scheme to refuse it
 
 
 # --- Ray ---
