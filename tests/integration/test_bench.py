@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,12 @@ from stopping import ends
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench_sync
-import check_store
 import compare_editions
 import figures
 from bench_sync import BenchConfig, BenchError
 from harness.bare_loop import BareLoop
 from harness.models import RevealingModel, fill, revealing_policy
 from harness.sides import Case, Side
-from harness.torn import Tally
 
 SCRIPT = Path(bench_sync.__file__)
 TINY = ("mib=[0.01]", "policy_mib=[0.018]", "workers=[1]", "rounds=2")
@@ -43,7 +40,7 @@ def options(folder: Path, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     "nothing",
     ["check_torn.py --forwards=0", "check_kills.py --kills=0", "check_kills.py --pause=0",
-     "bench_collect.py --seconds=0", "bench_transforms.py --rounds=0"],
+     "bench_collect.py --seconds=0"],
 )  # fmt: skip
 def test_a_script_refuses_to_measure_nothing(
     nothing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -54,18 +51,6 @@ def test_a_script_refuses_to_measure_nothing(
         runpy.run_path(str(SCRIPT.with_name(name)), run_name="__main__")
     printed = capsys.readouterr().err
     assert refused.value.code == 2 and f"'{option.partition('=')[0]}'" in printed, printed
-
-
-def without_the_last_version(channel: Connection, worker: int, url: str, mib: float, last: int) -> None:
-    channel.send("ready")
-    channel.send((time.time(), Tally(), last - 1))
-
-
-def test_a_reader_of_a_store_without_the_last_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_store.main(readers=1, versions=2, kib=1)
-    monkeypatch.setattr(check_store, "read_store", without_the_last_version)
-    with pytest.raises(typer.Exit):
-        check_store.main(readers=1, versions=2, kib=1)
 
 
 def test_a_benchmark_that_failed_is_the_exit_status_of_the_page(
@@ -97,17 +82,6 @@ def test_the_bare_loop_counts_no_step_that_only_resets() -> None:
     loop.env = envs = EndingEnvs()
     frames, _ = loop.run(0.1)
     assert frames == 1.5 * envs.steps > 0
-
-
-@pytest.mark.slow
-def test_what_transforms_send_arrives_exactly(tmp_path: Path) -> None:
-    small = ("--mib=0.1", "--tensors=10", "--rounds=2", "--backend=http")
-    done = run_program(SCRIPT.with_name("bench_transforms.py"), *small, folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "×" in line]
-    sizes = {name: int(size.replace(",", "")) for name, size, *_ in rows}
-    assert len(rows) == 6 and all(row[-1] == "exact" for row in rows)
-    assert sizes["Cast(bfloat16)"] < 0.6 * sizes["plain"] and sizes["Select one tenth"] < 0.2 * sizes["plain"]
 
 
 @pytest.mark.slow
