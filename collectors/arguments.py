@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -40,8 +38,9 @@ def make_env(create_env_fn: Any) -> GymEnv:
 def env_makers(create_env_fn: Any) -> list[EnvMaker]:
     """Return the environment functions, one per worker.
 
-    Of an environment that occurs several times, each but the first gets a new seed: copies of it would continue the
-    same streams of random numbers.
+    Raises:
+        TypeError: there is another object.
+        ValueError: there is none, or an environment twice: its copies would have the same random numbers.
     """
     if callable(create_env_fn):
         return [create_env_fn]
@@ -51,10 +50,10 @@ def env_makers(create_env_fn: Any) -> list[EnvMaker]:
     makers: list[Any] = list(create_env_fn or ())
     if not makers:
         raise ValueError("no environment: create_env_fn is a list of functions, one for each worker")
-    for index, maker in enumerate(list(makers)):
+    for index, maker in enumerate(makers):
         _check_maker(maker)
         if isinstance(maker, _ENVIRONMENTS) and any(maker is earlier for earlier in makers[:index]):
-            makers[index] = partial(_seeded_anew, maker)
+            raise ValueError(f"create_env_fn has {maker} twice: make each worker's environment in a function")
     return makers
 
 
@@ -62,12 +61,6 @@ def _check_maker(create_env_fn: Any) -> None:
     if not isinstance(create_env_fn, _ENVIRONMENTS) and not callable(create_env_fn):
         what = f"{type(create_env_fn).__name__} ({create_env_fn!r})"
         raise TypeError(f"create_env_fn is an environment, or a function that makes one, not a {what}")
-
-
-def _seeded_anew(given: Any) -> GymEnv:
-    env = make_env(given)
-    env.set_seed(secrets.randbits(31))  # also forces a reset before the next step
-    return env
 
 
 # --- numbers, policies and devices ---

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 import wsync
 from collectors import arguments
 from collectors.batch_layout import frames_of
-from collectors.exploration import warn_if_greedy
 from collectors.rollouts.rollout import find_in, policy_scheme
 from collectors.rollouts.sampled import check_policy
 from collectors.staleness import Staleness, check_count
@@ -48,7 +47,6 @@ class BaseCollector(ABC):
     """
 
     num_workers: int = 1
-    _acts_here: ClassVar[bool] = False  # whether the policy acts in this process
     _last_versions = (0, 0)  # ``_versions`` before the shutdown
 
     def __init__(
@@ -67,11 +65,8 @@ class BaseCollector(ABC):
         arguments.check_frames(frames_per_batch, total_frames)
         arguments.check_schemes(weight_sync_schemes)
         check_policy(policy)
-        # Whether a policy that only a factory makes has weights is known once it is made: until then it is assumed to.
-        self._scheme_is_assumed = weight_sync_schemes is None and policy is None and policy_factory is not None
-        if weight_sync_schemes is None and (self._scheme_is_assumed or arguments.has_weights(policy)):
+        if weight_sync_schemes is None and (arguments.has_weights(policy) or policy_factory is not None):
             weight_sync_schemes = {"policy": self._default_scheme()}
-        warn_if_greedy(policy if policy_factory is None else None, same_process=self._acts_here)
         self.policy = policy
         self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
         self.storing_device = storing_device
@@ -90,13 +85,6 @@ class BaseCollector(ABC):
         """Return the policy's scheme for a collector that was given no schemes."""
         return wsync.SharedMemWeightSyncScheme(acknowledge="published")
 
-    def _drop_assumed_scheme(self) -> None:
-        """Do without the scheme that was assumed: the policies have no weights."""
-        if self.weight_updater is not None:
-            raise ValueError("weight_updater has nothing to update: the policy of policy_factory has no weights")
-        self._worker_schemes.pop("policy")
-        self.weight_sync_schemes.pop("policy").shutdown()
-
     def _require_open(self) -> None:
         """Raise NotConnected after a shutdown, and in a forked child of the process that has made this collector."""
         if os.getpid() != self._process:
@@ -109,7 +97,6 @@ class BaseCollector(ABC):
     # --- batches ---
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Return batches, until ``total_frames`` were collected."""
         return self
 
     def __next__(self) -> TensorDictBase:
@@ -285,16 +272,12 @@ class BaseCollector(ABC):
             )
         schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
         hosted = [scheme.sender_driven for scheme in schemes]
+        if all(hosted):
+            return wsync.synchronize(schemes, worker_ids)
         if any(hosted):
-            return wsync.synchronize(schemes, worker_ids) if all(hosted) else self._update_mixed(schemes, worker_ids)
+            raise ValueError("models of workers, and of actors outside them, are updated by a call of their own each")
         workers = arguments.addressed_workers(weights_dict.values(), worker_ids, self.num_workers)
         return self._deliver(wsync.synchronize, schemes, workers)
-
-    def _update_mixed(self, schemes: Mapping[wsync.WeightSyncScheme, Any], worker_ids: object) -> Any:
-        """Update models of workers and of actors outside them together."""
-        if worker_ids is not None:
-            raise ValueError("worker_ids would mean workers of one model, and actors of another: leave it out")
-        return wsync.synchronize(schemes)
 
     def _scheme(self, model_id: str | None) -> wsync.WeightSyncScheme:
         name = model_id or self.default_model_id
@@ -447,9 +430,7 @@ class BaseCollector(ABC):
         """End everything. Called by ``shutdown``; again, if it has raised."""
 
     def __enter__(self) -> Self:
-        """Return the collector."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Shut down."""
         self.shutdown()

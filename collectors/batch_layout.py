@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from collectors.exploration import level_of_caller
+from collectors.errors import level_of_caller
 
 _ALIGNMENT = 64  # bytes
 

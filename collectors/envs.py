@@ -88,8 +88,8 @@ class GymEnv:
         """Apply ``transform`` after the existing transforms; return this environment.
 
         An encoder replaces "observation" and ("next", "observation") (and ``observation_spec``), a reward model
-        ("next", "reward"); "episode_return" stays the sum of the environment's own rewards. A rollout or a collector
-        that was made with the environment before does not apply it.
+        ("next", "reward"); "episode_return" stays the sum of the environment's own rewards. A rollout or a collector is
+        made afterwards.
 
         Raises:
             TypeError: not a transform, or its function returns no tensor, or observations are several tensors.
@@ -103,7 +103,7 @@ class GymEnv:
                 f"a transform reads one observation tensor, and there are several ({names}): wrap the environment in "
                 "gymnasium.wrappers.FlattenObservation, or do without the transform"
             )
-        self.stepper = self.stepper.with_transform(transform)
+        self.stepper.append(transform)
         self.transform.append(transform)
         return self
 

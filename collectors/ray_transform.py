@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
 
 from collectors.distributed.ray_cluster import Cluster, connection
 from collectors.environments.specs import Array
-from collectors.environments.transforms import Key, Transform, call, call_without_trace
+from collectors.environments.transforms import Key, Transform, call
 
 _NAMESPACE = "wsync"
 
@@ -33,13 +33,9 @@ class ModuleHost:
     def ready(self) -> None:
         """Return once the module has been made."""
 
-    def evaluate(self, *inputs: Array) -> Array:
+    def evaluate(self, inputs: Sequence[Array], probing: bool) -> Array:
         """Call the module, without gradients."""
-        return call(self.module, inputs)
-
-    def probe(self, *inputs: Array) -> Array:
-        """Call the module in evaluation mode."""
-        return call_without_trace(self.module, inputs)
+        return call(self.module, inputs, probing=probing)
 
 
 class RayModuleTransform(Transform):
@@ -103,13 +99,9 @@ class RayModuleTransform(Transform):
         """The actor, in a list as a scheme takes it."""
         return [self._connected()]
 
-    def evaluate(self, *inputs: Array) -> Array:
+    def evaluate(self, *inputs: Array, probing: bool = False) -> Array:
         """Call the module in the actor."""
-        return self._answer(self._connected().evaluate.remote(*inputs), "call the module")
-
-    def probe(self, *inputs: Array) -> Array:
-        """Call the module in evaluation mode."""
-        return self._answer(self._connected().probe.remote(*inputs), "call the module")
+        return self._answer(self._connected().evaluate.remote(inputs, probing), "call the module")
 
     def shutdown(self) -> None:
         """End the actor for all environments. Idempotent; does nothing after ``ray.shutdown``, which has ended it.
@@ -160,9 +152,7 @@ class RayModuleTransform(Transform):
         return f"RayModuleTransform (actor {self._name})"
 
     def __enter__(self) -> Self:
-        """Return the transform."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Shut down."""
         self.shutdown()

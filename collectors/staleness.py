@@ -33,7 +33,6 @@ class Staleness:
     _in_a_row: Counter[int] = field(default_factory=Counter)  # by worker
 
     def __post_init__(self) -> None:
-        """Check the numbers; raise TypeError or ValueError."""
         check_count("run_ahead", self.run_ahead)
         if self.max_staleness is not None:
             check_count("max_staleness", self.max_staleness)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import wsync
-from collectors.exploration import level_of_caller
+from collectors.errors import level_of_caller
 
 if TYPE_CHECKING:
     from collectors.base import BaseCollector

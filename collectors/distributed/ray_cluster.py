@@ -31,20 +31,6 @@ def connection() -> tuple[str, str] | None:
     return context.get_node_id(), context.get_job_id()
 
 
-def describe_cluster() -> str:
-    """Return how many nodes of the cluster are alive, and their free resources; it may have ended."""
-    answers: list[str] = []
-
-    def ask() -> None:
-        alive = [node["Alive"] for node in ray.nodes()]
-        answers.append(f"{sum(alive)} of {len(alive)} nodes are alive, with {ray.available_resources()}")
-
-    asking = threading.Thread(target=ask, name="describe-cluster", daemon=True)  # Ray waits for a head that has ended
-    asking.start()
-    asking.join(_CONNECT_TIMEOUT)
-    return answers[0] if answers else "the cluster does not answer"
-
-
 class Cluster:
     """A connection of this process to Ray.
 

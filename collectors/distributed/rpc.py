@@ -30,9 +30,10 @@ from collectors.arguments import EnvMaker
 from collectors.worker import serve
 from collectors.worker_collector import WorkerCollector
 from collectors.workers import processes
-from collectors.workers.connections import Address, Disconnected, Greeting, connect, milliseconds
+from collectors.workers.connections import connect, milliseconds
 from collectors.workers.pool import WakeEvent, WorkerPool
 from wsync import SyncTimeout, WorkerDied, listen_on
+from wsync.control import Address
 
 StoreAddress = tuple[str, int]
 _stores: dict[str, Store] = {}  # by the name in the address that torch is given
@@ -117,7 +118,7 @@ class RpcPool(WorkerPool):
             worker.send("end")
         for worker in self.workers:
             connection = worker.connection
-            with suppress(Disconnected):
+            with suppress(ConnectionError):
                 while connection is not None:
                     ready = wait([connection.fileno(), worker.sentinel], processes.SHUTDOWN_GRACE)
                     if connection.fileno() not in ready or connection.receive()[0] == "ended":
@@ -130,13 +131,13 @@ def main(address: Address, worker_idx: int, key: bytes, size: int, store: StoreA
     The process ends once the trainer has left the group, and closes the connection.
     """
     join_group(f"worker{worker_idx}", worker_idx + 1, size, store, timeout)
-    with closing(connect(address, Greeting(worker_idx, key))) as connection:
+    with closing(connect(address, worker_idx, key)) as connection:
         serve(connection)
         if connection.told_to_end:
             sys.stderr.flush()
             # torch logs errors when the trainer leaves the group first; this process has nothing more to log.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            with suppress(Disconnected):
+            with suppress(ConnectionError):
                 connection.send("ended")
                 while True:
                     connection.receive()

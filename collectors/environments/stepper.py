@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import EllipsisType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,26 +60,24 @@ class Stepper:
         self.is_reset = False  # whether `step` may be called without a `reset`
         self._limit: int | None = None
         self._seed: int | None = None
-        self._stages: tuple[Encoder | RewardModel, ...] = ()
+        self._stages: list[Encoder | RewardModel] = []
         if seed is not None:
             self.seed(seed)
 
-    def with_transform(self, transform: Transform) -> Self:
-        """Return a stepper of the same environments that applies ``transform`` after the existing transforms.
+    def append(self, transform: Transform) -> None:
+        """Apply ``transform`` after the existing transforms.
 
         An encoder replaces ``observation`` (an array) and ``observation_spec``, a reward model ``reward``.
         """
-        stepper = copy.copy(self)
         if transform.is_encoder:
             stage = Encoder(transform, self.observation)
-            stepper.observation, stepper.observation_spec = stage.observation, stage.spec
+            self.observation, self.observation_spec = stage.observation, stage.spec
             if self.is_reset:
                 stage.encode(...)
         else:
             stage = RewardModel(transform, self.observation, self.reward, self._actions)
-            stepper.reward = stage.reward
-        stepper._stages = (*self._stages, stage)
-        return stepper
+            self.reward = stage.reward
+        self._stages.append(stage)
 
     @property
     def max_frames_per_traj(self) -> int | None:
@@ -140,12 +137,9 @@ class Stepper:
         return None
 
     def step(self, action: Array) -> None:
-        """Apply ``action`` (any form that a policy may give); see the class for what can be read then.
-
-        Actions of rows that this step resets have no effect, and may be NaN as the last observation may.
-        """
+        """Apply ``action`` (any form that a policy may give); see the class for what can be read then."""
         self._check_mask()
-        taken = self._actions.to_env(self._without_reset_rows(action), self.num_envs)
+        taken = self._actions.to_env(action, self.num_envs)
         for stage in self._stages:
             stage.before(taken)
         self.is_reset = False  # until `reset_ended`
@@ -179,15 +173,6 @@ class Stepper:
                 "to be possible until the episode ends"
             )
 
-    def _without_reset_rows(self, action: Array) -> Array:
-        """Return ``action`` with zeros in the rows that the next step resets; any action space has that action."""
-        done = self.done
-        if self.reset_step is None or not np.count_nonzero(done) or action.size % len(done):
-            return action
-        rows = np.array(action).reshape(len(done), -1)
-        rows[done] = 0
-        return rows.reshape(action.shape)
-
     def reset_ended(self) -> None:
         """Start new episodes where ``done``; the other rows continue."""
         if np.count_nonzero(self.done):
@@ -212,7 +197,7 @@ class Encoder:
 
     def __init__(self, transform: Transform, source: Array) -> None:
         self._transform, self._source = transform, source
-        first = transform.probe(source)
+        first = transform.evaluate(source, probing=True)
         self._row = first.shape[1:]
         self.spec = Spec(torch.Size(self._row or (1,)), torch.float32)
         self.observation: Array = zeros(self.spec, len(source))
@@ -248,7 +233,7 @@ class RewardModel:
         self.reward = np.zeros_like(reward)
         zero = np.zeros((self._num_envs, *actions.spec.shape), np.float32)
         self.before(actions.to_env(zero, self._num_envs))
-        self._result(transform.probe)
+        self._result(probing=True)
 
     def before(self, taken: Array) -> None:
         """Keep the action that the environment takes now, and the observation: the step overwrites its array."""
@@ -260,16 +245,17 @@ class RewardModel:
 
     def after(self, reset_step: Array | None) -> None:
         """Compute the rewards, which are 0 in the rows that the step has reset."""
-        self.reward[:] = self._result(self._transform.evaluate)
+        self.reward[:] = self._result()
         if reset_step is not None:
             self.reward[reset_step] = 0
 
     def encode(self, rows: EllipsisType | Array) -> None:
         """Do nothing: a reset has no reward."""
 
-    def _result(self, function: Callable[..., Array]) -> Array:
+    def _result(self, *, probing: bool = False) -> Array:
         inputs = [self._inputs[key] for key in self._transform.in_keys]
-        reward = function(*(one[:, None] if one is self._inputs[REWARD] else one for one in inputs))
+        columns = (one[:, None] if one is self._inputs[REWARD] else one for one in inputs)
+        reward = self._transform.evaluate(*columns, probing=probing)
         if reward.shape not in ((self._num_envs,), (self._num_envs, 1)):
             raise ValueError(
                 f"{self._transform} gave rewards of shape {list(reward.shape)} for {self._num_envs} environment(s): "

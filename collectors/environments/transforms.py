@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -76,12 +76,8 @@ class Transform(ABC):
         return self.out_keys == (OBSERVATION,)
 
     @abstractmethod
-    def evaluate(self, *inputs: Array) -> Array:
-        """Call the function. Called in every step by the acting thread."""
-
-    @abstractmethod
-    def probe(self, *inputs: Array) -> Array:
-        """Call the function for the shape of its result, without side effects. Called when it is appended."""
+    def evaluate(self, *inputs: Array, probing: bool = False) -> Array:
+        """Call the function, in every step; or for the shape of its result, which has no side effects."""
 
 
 class ModuleTransform(Transform):
@@ -112,35 +108,27 @@ class ModuleTransform(Transform):
         self.device = torch.device("cpu" if device is None else device)
         self.module = module if device is None else module.to(self.device)
 
-    def evaluate(self, *inputs: Array) -> Array:
+    def evaluate(self, *inputs: Array, probing: bool = False) -> Array:
         """Call the module, without gradients."""
-        return call(self.module, inputs, self.device)
-
-    def probe(self, *inputs: Array) -> Array:
-        """Call the module in evaluation mode, without changing the random number generators."""
-        return call_without_trace(self.module, inputs, self.device)
+        return call(self.module, inputs, self.device, probing=probing)
 
     def __str__(self) -> str:
         return f"ModuleTransform({type(self.module).__name__})"
 
 
 @wsync.gated
-def call(module: nn.Module, inputs: Sequence[Array], device: torch.device | str = "cpu") -> Array:
+def call(
+    module: nn.Module, inputs: Sequence[Array], device: torch.device | str = "cpu", *, probing: bool = False
+) -> Array:
     """Return the output of ``module`` for arrays, which it gets as new float32 tensors; without gradients.
 
-    The output may be a view of the weights: it is copied before the gate is left.
+    A probing call updates no statistics and spends no random numbers.
     """
-    with torch.no_grad():
+    with torch.no_grad(), without_side_effects(module, device) if probing else nullcontext():
         output = module(*(torch.tensor(one, dtype=torch.float32, device=device) for one in inputs))
     if not isinstance(output, torch.Tensor):
         raise TypeError(f"{type(module).__name__} gave a {type(output).__name__}, not one tensor")
-    return to_numpy(output).copy()
-
-
-def call_without_trace(module: nn.Module, inputs: Sequence[Array], device: torch.device | str = "cpu") -> Array:
-    """``call``, with no statistics updated and no random numbers spent."""
-    with without_side_effects(module, device):
-        return call(module, inputs, device)
+    return to_numpy(output).copy()  # inside the gate: it may be a view of the weights
 
 
 def _keys(name: str, keys: Sequence[Key], allowed: Sequence[Key]) -> tuple[str | tuple[str, ...], ...]:

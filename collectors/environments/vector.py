@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -136,27 +137,17 @@ def make_driver(source: EnvSource, num_envs: int | None, mode: str | None, kwarg
         return _from_made(source, num_envs)
     if num_envs in (None, 1):
         return _from_made(source(), num_envs)
-    return VectorDriver(SyncVectorEnv([_scalar(source)] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED))
+    return VectorDriver(
+        SyncVectorEnv([partial(_scalar, source)] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+    )
 
 
-def _scalar(make: Callable[[], gym.Env | VectorEnv]) -> Callable[[], gym.Env]:
-    """Return ``make``, checked: each call has to make one environment of its own."""
-    made: list[gym.Env] = []
-
-    def checked() -> gym.Env:
-        env = make()
-        _check_environment(env)
-        if isinstance(env, VectorEnv):
-            raise ValueError(f"the function makes {env}, which brings its own num_envs; leave num_envs out")
-        if any(env.unwrapped is other for other in made):
-            raise ValueError(
-                f"the function returns the same environment again, {env}, and each of the num_envs environments is one "
-                "of its own: make it inside the function, as lambda: gymnasium.make(…) does"
-            )
-        made.append(env.unwrapped)
-        return env
-
-    return checked
+def _scalar(make: Callable[[], gym.Env | VectorEnv]) -> gym.Env:
+    env = make()
+    _check_environment(env)
+    if isinstance(env, VectorEnv):
+        raise ValueError(f"the function makes {env}, which brings its own num_envs; leave num_envs out")
+    return env
 
 
 def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dict[str, Any]) -> VectorDriver:

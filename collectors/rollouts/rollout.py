@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from collectors.environments import specs
 from collectors.environments.specs import as_tensors
 from collectors.environments.stepper import RESULTS
 from collectors.rollouts import action_source as sources
-from collectors.rollouts.action_source import NO_VERSION, ActionSource, Gate, Key, Policy
+from collectors.rollouts.action_source import NO_VERSION, ActionSource, Gate, Policy
 from collectors.rollouts.sampled import acts_in_parts
 
 
@@ -105,10 +105,6 @@ class Rollout:
             batch.set(key, written[key])
         return batch
 
-    def probe_policy(self) -> None:
-        """Call the policy once, unless that has been done, so that its errors come before the first batch."""
-        self._action_source()
-
     def collect(self, batch: TensorDictBase) -> TensorDictBase:
         """Fill ``batch``, made by ``buffer`` (or a slice of such ones), and return it.
 
@@ -143,23 +139,18 @@ class Rollout:
 
     def _action_source(self) -> ActionSource:
         """Return the source of actions; the first call runs the policy once."""
-        in_parts, source = acts_in_parts(self.policy), self._source
-        if source is None:
-            source = self._probe(in_parts)
-        elif isinstance(source, sources.PolicyInParts) and not in_parts:  # hooks were added
-            source = self._probe(in_parts, keys=source.outputs)  # the existing buffers have these keys
-        self._source = source
-        return source
-
-    def _probe(self, in_parts: bool, keys: Collection[Key] | None = None) -> ActionSource:
         policy: Any = self.policy
-        if policy is None:
-            return self._at_random
-        if not self.stepper.is_reset:
-            self.stepper.reset()
-        common = (policy, self.stepper, self._batched, self._device, self._version)
-        with torch.no_grad():
-            return sources.PolicyInParts(*common) if in_parts else sources.CalledPolicy(*common, self._gate, keys)
+        if self._source is None and policy is None:
+            self._source = self._at_random
+        elif self._source is None:
+            if not self.stepper.is_reset:
+                self.stepper.reset()
+            common = (policy, self.stepper, self._batched, self._device, self._version)
+            with torch.no_grad():
+                in_parts = acts_in_parts(policy)
+                made = sources.PolicyInParts(*common) if in_parts else sources.CalledPolicy(*common, self._gate)
+            self._source = made
+        return self._source
 
 
 def seed_generators(seed: int) -> None:
@@ -213,17 +204,11 @@ def policy_scheme(schemes: Mapping[str, wsync.WeightSyncScheme]) -> wsync.Weight
 
 def find_in(roots: Mapping[str, object], path: str, find: Callable[[object, str], Any]) -> Any:
     """Return ``find(root, path)`` of the first of ``roots``, by name, that has ``path``."""
-    misses: dict[str, wsync.NoSuchPath] = {}
+    misses: list[str] = []
     for name, root in roots.items():
         if root is not None:
             try:
                 return find(root, path)
             except wsync.NoSuchPath as miss:
-                misses[name] = miss
-    furthest = max(len(miss.reached) for miss in misses.values())
-    lacking = [
-        f"in {name}, {miss.lacking}" if miss.reached else miss.lacking.replace("the context", name)
-        for name, miss in misses.items()
-        if len(miss.reached) == furthest
-    ]
-    raise LookupError(f"no '{path}' in this collector: {'; '.join(lacking)}")
+                misses.append(f"in {name}, {miss.lacking}")
+    raise LookupError(f"no '{path}' in this collector: {'; '.join(misses)}")

@@ -17,19 +17,11 @@ import torch
 from tensordict import TensorDict
 
 from collectors.batch_layout import BatchLayout
-from collectors.worker import RAISED, Configure, configure_process, serve
+from collectors.worker import serve
 from collectors.workers import processes
-from collectors.workers.connections import (
-    Address,
-    Connection,
-    Disconnected,
-    Greeting,
-    Listener,
-    connect,
-    milliseconds,
-    readable_within,
-)
+from collectors.workers.connections import Connection, Listener, connect, milliseconds
 from wsync import NotConnected, SyncTimeout, WorkerDied
+from wsync.control import Address, readable
 
 
 class WakeEvent:
@@ -57,7 +49,6 @@ class WakeEvent:
         self._file.close()
 
     def __del__(self) -> None:
-        """Close the descriptor of a collector that was not shut down."""
         self.close()
 
 
@@ -66,10 +57,10 @@ class Event(NamedTuple):
 
     Attributes:
         worker: the worker.
-        kind: ``ready``, ``answer``, ``connected`` or ``batch``: the answer to a command; ``error`` or ``unusable`` (the
-            policy): the worker raised, and ends; ``accepted``: its connection was accepted; ``died``: it, or its
-            connection, ended without a message.
-        value: the buffer's index for ``batch``, the answer for ``answer``; else a traceback or a reason.
+        kind: ``ready``, ``found``, ``connected`` or ``batch``: the answer to a command; ``error``: the worker raised,
+            and ends; ``accepted``: its connection was accepted; ``died``: it, or its connection, ended without a
+            message.
+        value: the buffer's index for ``batch``, the object for ``found``; else a traceback or a reason.
     """
 
     worker: WorkerHandle
@@ -132,7 +123,7 @@ class WorkerHandle:
             return
         try:
             self.connection.send(command, argument)
-        except Disconnected:
+        except ConnectionError:
             return
         except ValueError as error:
             raise ValueError(
@@ -157,7 +148,7 @@ class WorkerPool:
     """Workers with a connection each; waits for connections, messages and the ends of all of them at once.
 
     The first command for each worker is ``build``. Every command has one answer, except ``seed`` and ``resume``, which
-    have none: ``build`` is answered by ``ready``, ``ask`` by ``answer``, ``connect`` by ``connected``, ``collect`` by
+    have none: ``build`` is answered by ``ready``, ``find`` by ``found``, ``connect`` by ``connected``, ``collect`` by
     ``batch``. A worker executes its commands in order. Methods are called by one thread at a time, which holds the
     ``WorkerGroup``'s lock.
 
@@ -206,14 +197,14 @@ class WorkerPool:
             poller.register(self.listener if worker.connection is None else worker.connection, select.POLLIN)
         ready = {descriptor for descriptor, _ in poller.poll(None if timeout is None else milliseconds(timeout))}
         events: list[Event] = []
-        if self.listener.fileno() in ready and (accepted := self.listener.accept()) is not None:
+        if self.listener.fileno() in ready and (accepted := self.listener.accept_worker()) is not None:
             waiting = [worker for worker in workers if worker.connection is None]
             self._register(*accepted)
             events += [Event(worker, "accepted") for worker in waiting if worker.connection is not None]
         for worker in workers:
-            readable = worker.connection is not None and worker.connection.fileno() in ready
-            if readable or worker.sentinel in ready:
-                events.append(Event(worker, *self._receive(worker, readable)))
+            has_message = worker.connection is not None and worker.connection.fileno() in ready
+            if has_message or worker.sentinel in ready:
+                events.append(Event(worker, *self._receive(worker, has_message)))
         return events
 
     def wait_for_workers(self, timeout: float) -> None:
@@ -233,7 +224,7 @@ class WorkerPool:
                 raise SyncTimeout(
                     f"worker(s) {listed} {self._why_late(timeout)}", dict.fromkeys(missing, "never joined")
                 )
-            if (accepted := self.listener.accept()) is not None:
+            if (accepted := self.listener.accept_worker()) is not None:
                 self._register(*accepted)
             for worker in (starting[fd] for fd in ready if isinstance(fd, int) and fd in starting):
                 if worker.connection is None:
@@ -248,15 +239,15 @@ class WorkerPool:
     def _why_late(self, timeout: float) -> str:
         return f"did not join within {timeout:g} s"
 
-    def _register(self, connection: Connection, greeting: Greeting) -> None:
+    def _register(self, connection: Connection, worker_idx: int, name: bytes) -> None:
         """Give a connection to the worker that has made it; close one of a worker that was discarded meanwhile."""
         for worker in self.workers:
-            if worker.connection is None and worker.key == greeting.data:
+            if worker.connection is None and worker.key == name:
                 worker.attach(connection)
                 return
         connection.close()
 
-    def _receive(self, worker: WorkerHandle, readable: bool) -> tuple[str, Any]:
+    def _receive(self, worker: WorkerHandle, has_message: bool) -> tuple[str, Any]:
         """Receive a message; return an event's kind and value."""
         connection = worker.connection
         if connection is None:
@@ -265,7 +256,7 @@ class WorkerPool:
         # never come: a forked child may hold the socket.
         patience = 0.0 if connection.shares_memory else processes.SHUTDOWN_GRACE
         try:
-            if not (readable or readable_within(connection.fileno(), time.monotonic() + patience)):
+            if not (has_message or readable([connection.fileno()], time.monotonic() + patience)):
                 return "died", worker.exit_reason()
             kind, value = connection.receive()
             if kind == "ready":
@@ -274,9 +265,9 @@ class WorkerPool:
                 value, data = value
                 if data:
                     worker.buffers[value].numpy().data[:] = data
-            elif kind in RAISED:
+            elif kind == "error":
                 wait([worker.sentinel], processes.SHUTDOWN_GRACE)  # it closes its environments after the message
-        except (Disconnected, OSError):
+        except OSError:
             return "died", worker.exit_reason()
         return kind, value
 
@@ -307,11 +298,11 @@ class WorkerPool:
                 worker.close()
 
 
-def work(address: Address, worker_idx: int, key: bytes, configure: Configure = configure_process) -> None:
+def work(address: Address, worker_idx: int, key: bytes) -> None:
     """Connect to the trainer, and execute its commands until it ends the worker."""
     try:
-        connection = connect(address, Greeting(worker_idx, key))
+        connection = connect(address, worker_idx, key)
     except NotConnected:
         return  # the trainer has shut down meanwhile
     with closing(connection):
-        serve(connection, configure)
+        serve(connection)

@@ -99,6 +99,3 @@ def test_subclasses_of_users() -> None:
     with OfOneSize([make_env]) as collector:
         assert next(collector).numel() == 16
     assert "colour" in inspect.signature(Own).parameters
-
-
-# --- a probabilistic policy that acts greedily ---

@@ -18,10 +18,8 @@ import collectors.config
 import learning.config
 import learning.validation
 import wsync
-from collectors.config import MultiSyncConfig
-from collectors.env_config import EnvConfig, env_factory, sample, solved_at
+from collectors.config import EnvConfig, MultiSyncConfig, env_factory, instantiate_setting, sample, solved_at
 from collectors.errors import ConfigError
-from collectors.targets import instantiate_setting
 from learning import CNN, MLP, PPO, RNN
 from learning.config import describe_error
 from learning.options import TrainConfig
@@ -375,15 +373,6 @@ def test_an_environment_that_there_is_not_is_refused() -> None:
         sample(EnvConfig("CartPol-v1"))
     with pytest.raises(ConfigError, match="gravitas"):
         sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
-    with pytest.raises(ConfigError, match=r"env\.wrappers\[0\] has no _target_: name the class of the wrapper"):
-        sample(config("env.wrappers=[{target: gymnasium.wrappers.TimeLimit}]").env)
-
-
-def test_an_atari_game_needs_the_module_that_registers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ale_py.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"env\.id=ALE/Pong-v5: .* imported: env\.id=ale_py:ALE/…$"):
-        sample(EnvConfig("ALE/Pong-v5"))
 
 
 class Unready(CartPoleEnv):
@@ -406,24 +395,6 @@ def test_an_environment_that_cannot_be_used_is_refused_before_workers_are_starte
     assert str(unready).endswith("the pole is not mounted") and "in reset: raise ValueError" in unready.__notes__[-1]
     without_mask = refused("gymnasium.make", "collectors.ActionMask", id="CartPole-v1")
     assert "has no 'action_mask' in its info" in str(without_mask)
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("env", "env.id"), ("num_envs", "num_envs"), ("seed", "seed"), ("max_frames_per_traj", "env.max_episode_steps")],
-)
-def test_what_the_environment_would_not_be_given_is_refused(name: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=rf"env\.kwargs\.{name} would not .*: say {meant}="):
-        sample(config(f"+env.kwargs.{name}=3").env)
-
-
-@pytest.mark.parametrize("mode", ["async", "vector_entry_point"])
-def test_a_vectorization_that_wrappers_do_not_have_is_refused(mode: str) -> None:
-    wrappers = [{"_target_": "gymnasium.wrappers.TimeAwareObservation"}]
-    for more in ({"wrappers": wrappers}, {"make": {"_target_": "gymnasium.make", "id": "CartPole-v1"}}):
-        sample(EnvConfig("CartPole-v1", kwargs={"vectorization_mode": "sync"}, **more))
-        with pytest.raises(ConfigError, match=f"vectorization_mode={mode}: environments of env.wrappers and env.make"):
-            sample(EnvConfig("CartPole-v1", kwargs={"vectorization_mode": mode}, **more))
 
 
 def test_the_threshold_is_the_configs_else_that_of_the_id() -> None:

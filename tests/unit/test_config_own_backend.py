@@ -17,8 +17,8 @@ from yaml import YAMLError
 import collectors.config
 import learning.config
 import wsync
+from collectors.config import instantiate_setting
 from collectors.errors import ConfigError
-from collectors.targets import instantiate_setting
 from learning.trained import actor_critic
 
 ROOT = Path(__file__).resolve().parents[2]
