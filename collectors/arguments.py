@@ -13,8 +13,8 @@ from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
+from collectors.batches import check_count
 from collectors.envs import GymEnv
-from collectors.staleness import check_count
 
 EnvMaker = Callable[[], Any]
 PolicyFactory = Callable[[], Any]
@@ -66,19 +66,15 @@ def _check_maker(create_env_fn: Any) -> None:
 # --- numbers, policies and devices ---
 
 
-def check_frames(frames_per_batch: Any, total_frames: Any) -> None:
-    """Check the numbers of frames."""
+def check_numbers(frames_per_batch: Any, total_frames: Any, max_frames_per_traj: Any, **others: Any) -> None:
+    """Check numbers that are used in the workers, before these start; raise TypeError or ValueError."""
     check_count("frames_per_batch", frames_per_batch, least=1)
     if total_frames != -1:
         check_count("total_frames", total_frames, least=1, otherwise=", or -1 for no end")
-
-
-def check_limits(init_random_frames: Any, max_frames_per_traj: Any, threads: Any = 1) -> None:
-    """Check numbers that are used in the workers, before these start; raise TypeError or ValueError."""
-    check_count("init_random_frames", init_random_frames)
-    check_count("threads", threads, least=1)
     if max_frames_per_traj is not None:
         check_count("max_frames_per_traj", max_frames_per_traj, least=1, otherwise=", or None for no limit")
+    for name, number in others.items():
+        check_count(name, number, least=int(name == "threads"))
 
 
 def has_weights(policy: Any) -> bool:

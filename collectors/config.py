@@ -16,8 +16,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import MISSING
 
-from collectors.environments.vector import with_version
-from collectors.environments.wrappers import build
+from collectors.environments.vector import build, with_version
 from collectors.envs import GymEnv
 from collectors.errors import ConfigError, lines_of_user
 from wsync import WeightSyncScheme

@@ -33,9 +33,9 @@ class ModuleHost:
     def ready(self) -> None:
         """Return once the module has been made."""
 
-    def evaluate(self, inputs: Sequence[Array], probing: bool) -> Array:
+    def evaluate(self, *inputs: Array) -> Array:
         """Call the module, without gradients."""
-        return call(self.module, inputs, probing=probing)
+        return call(self.module, inputs)
 
 
 class RayModuleTransform(Transform):
@@ -50,10 +50,6 @@ class RayModuleTransform(Transform):
         scheme.connect()
         scheme.send()
 
-    Its methods raise ``wsync.NotConnected`` after ``shutdown`` and where the cluster cannot be reached, ``SyncTimeout``
-    without an answer within ``timeout``, ``WorkerDied`` if the actor is dead, and ``WorkerFailed``, with the traceback,
-    if the module raised.
-
     Args:
         make_module: called in the actor; its module maps the tensors of ``in_keys`` to one tensor.
         in_keys: see ``Transform``.
@@ -62,10 +58,11 @@ class RayModuleTransform(Transform):
         actor_options: Ray's options of an actor (``num_cpus``, 0 by default, ``num_gpus``, ``resources``).
 
     Raises:
-        ValueError: keys are unknown, or do not fit together.
-        wsync.NotConnected: Ray is not initialised.
-        wsync.WorkerDied: the actor could not start; carries its error.
-        wsync.SyncTimeout: it did not start in time.
+        ValueError: keys are unknown.
+        wsync.NotConnected: Ray is not initialised, the cluster cannot be reached, or this was shut down.
+        wsync.WorkerDied: the actor could not start, or is dead; carries its error.
+        wsync.SyncTimeout: it did not start, or answer, in time.
+        wsync.WorkerFailed: the module raised; carries the traceback.
     """
 
     def __init__(
@@ -99,9 +96,9 @@ class RayModuleTransform(Transform):
         """The actor, in a list as a scheme takes it."""
         return [self._connected()]
 
-    def evaluate(self, *inputs: Array, probing: bool = False) -> Array:
+    def evaluate(self, *inputs: Array) -> Array:
         """Call the module in the actor."""
-        return self._answer(self._connected().evaluate.remote(inputs, probing), "call the module")
+        return self._answer(self._connected().evaluate.remote(*inputs), "call the module")
 
     def shutdown(self) -> None:
         """End the actor for all environments. Idempotent; does nothing after ``ray.shutdown``, which has ended it.

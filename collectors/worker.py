@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 import wsync
 from collectors.arguments import make_env
-from collectors.batch_layout import BatchLayout
+from collectors.batches import BatchLayout
 from collectors.rollouts.rollout import Actor, policy_scheme
 from collectors.rollouts.sampled import check_policy
 from collectors.workers.connections import Connection

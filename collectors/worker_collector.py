@@ -19,7 +19,7 @@ import wsync
 from collectors import arguments
 from collectors.arguments import EnvMaker, PolicyFactory
 from collectors.base import BaseCollector, UpdaterOrFactory
-from collectors.staleness import Staleness
+from collectors.batches import Staleness
 from collectors.worker import WorkerOptions, WorkerSpec
 from collectors.workers.gathering import Gathering, How, gathering
 from collectors.workers.group import WorkerGroup
@@ -50,7 +50,7 @@ class WorkerCollector(BaseCollector):
         weight_sync_schemes: ``{model_id: scheme}``, not initialised; by default one scheme for the policy that fits the
             workers, if that is a module with weights, or if there is a ``policy_factory``: then workers keep the
             weights that they have made until others are sent. Of functions it says ``weight_sync_schemes={}``.
-        weight_updater: a weight updater of the older API (deprecated), or a function that makes one.
+        weight_updater: one of the older API (deprecated), or a function that makes it.
         max_frames_per_traj: episodes are truncated after this number of steps.
         init_random_frames: number of first frames with random actions, over all workers.
         cat_results: synchronous: how the workers' batches are joined: ``"stack"`` with a new leading dimension, or
@@ -69,8 +69,8 @@ class WorkerCollector(BaseCollector):
             weights from its next step on, also within a batch.
         max_staleness: versions, at most, that the newest weights may be ahead of those that acted in any frame of a
             batch when the batch is delivered; None: no limit. A worker's batch that is older is dropped and counted
-            (``staleness``), and the worker collects another one. No batch is dropped if max_staleness is at least
-            n × (run_ahead + 1), with one update for each batch and equally fast workers.
+            (``staleness``), and the worker collects another one; more than 10 + ``run_ahead`` in a row are a
+            RuntimeError. With one update for each batch and equally fast workers, n × (run_ahead + 1) drops none.
 
     Raises:
         TypeError: an object that a worker needs cannot be pickled; or the policy cannot be called with one argument.
@@ -80,9 +80,6 @@ class WorkerCollector(BaseCollector):
         wsync.WorkerFailed: a worker could not start; carries its traceback. All workers are ended.
         wsync.WorkerDied: a worker ended.
         wsync.SyncTimeout: a worker did not answer within ``worker_timeout``.
-
-    With ``max_staleness``, the next batch raises RuntimeError if one worker's batches are too old more than
-    10 + ``run_ahead`` times in a row.
     """
 
     __signature__: ClassVar[Signature]
@@ -127,7 +124,9 @@ class WorkerCollector(BaseCollector):
         self.num_workers = count = len(makers := arguments.env_makers(create_env_fn))
         failure_policy = FailurePolicy(on_worker_failure, worker_timeout, max_restarts)
         factories = arguments.policy_factory_of_each(policy_factory, count)
-        arguments.check_limits(init_random_frames, max_frames_per_traj, threads)
+        arguments.check_numbers(
+            frames_per_batch, total_frames, max_frames_per_traj, init_random_frames=init_random_frames, threads=threads
+        )
         self._gathering: Gathering = gathering(sync, cat_results, run_ahead)
         super().__init__(
             policy,
@@ -194,7 +193,6 @@ class WorkerCollector(BaseCollector):
         return batch
 
     def _deliver(self, send: Callable[[Any, Any], T], weights: Any, worker_ids: int | Sequence[int] | None) -> T | None:
-        """Send; deaths and timeouts are handled as ``on_worker_failure`` says."""
         try:
             if self._group.failure_policy.on_failure != "raise":
                 self._require_open()  # also not in a forked child: messages of workers would be read there
@@ -243,3 +241,45 @@ def _finalize(reference: weakref.ref[WorkerCollector], pool: WorkerPool) -> None
         collector.shutdown()
     else:  # the schemes were garbage as well, and their connections are closed
         pool.close()
+
+
+class MultiCollector(WorkerCollector):
+    """Collects batches in worker processes on this machine; batches are in shared memory.
+
+    ``MultiCollector(sync=True)`` is a ``MultiSyncCollector``: a batch has a share of every worker, and all wait for new
+    weights. ``sync=False`` is a ``MultiAsyncCollector``: a batch is one worker's.
+
+    The other arguments, and the errors, are those of ``WorkerCollector``. TypeError: ``sync`` is missing, or
+    contradicts the class.
+    """
+
+    _sync: ClassVar[bool]
+
+    def __new__(cls, *_: Any, sync: bool | None = None, **__: Any) -> MultiCollector:
+        """Choose the class by ``sync``."""
+        if cls is not MultiCollector:
+            return super().__new__(cls)
+        if sync is None:
+            raise TypeError("MultiCollector needs sync=True or sync=False")
+        chosen: Any = MultiSyncCollector if sync else MultiAsyncCollector
+        return super().__new__(chosen)
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, *, sync: bool | None = None, **options: Any) -> None:
+        if sync not in (None, self._sync):
+            raise TypeError(f"{type(self).__name__} has sync={self._sync}; MultiCollector takes either")
+        super().__init__(create_env_fn, policy, sync=self._sync, start=WorkerPool, **options)
+
+
+class MultiSyncCollector(MultiCollector):
+    """A batch has a share of every worker, with one version unless another thread updates the weights meanwhile."""
+
+    _sync = True
+
+
+class MultiAsyncCollector(MultiCollector):
+    """Workers collect while the trainer learns; a batch is the next one that any worker has completed.
+
+    A worker runs ahead of the trainer by ``run_ahead`` batches (1 by default): see ``WorkerCollector``.
+    """
+
+    _sync = False

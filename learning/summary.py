@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from collectors.staleness import Staleness
+from collectors.batches import Staleness
 from collectors.workers.records import Failures
 from learning.progress import Progress
 from wsync import SyncMetrics

@@ -82,11 +82,7 @@ class Cluster:
         return self._connection is not None and self._connection == connection()
 
     def require(self) -> None:
-        """Check the connection before a call, which would otherwise start another cluster.
-
-        Raises:
-            ConnectionError: the connection has ended.
-        """
+        """Raise ConnectionError without a connection: Ray's calls would start another cluster."""
         if not self.connected:
             raise ConnectionError("ray.shutdown() has ended this process's connection to the Ray cluster")
 

@@ -50,9 +50,8 @@ class RPCCollector(WorkerCollector):
         timeout: seconds in which the workers have to join.
 
     Raises:
-        RuntimeError: this process belongs to an RPC group already.
         wsync.SyncTimeout: a worker did not join in time.
-        ValueError: ``on_worker_failure="restart"``.
+        ValueError: ``on_worker_failure="restart"``; or this process belongs to an RPC group already.
         Exception: else as ``WorkerCollector``.
     """
 
@@ -77,11 +76,9 @@ class RpcPool(WorkerPool):
     """Processes that form an RPC group with this one."""
 
     def __init__(self, count: int, *, timeout: float) -> None:
-        if is_member():
-            raise RuntimeError(
-                "this process belongs to an RPC group already: shut the other collector down "
-                "(rpc.shutdown() ends a group of your own)"
-            )
+        with suppress(RuntimeError):  # this process belongs to no group
+            member = rpc.get_worker_info().name
+            raise ValueError(f"this process is '{member}' of an RPC group already: shut the other collector down")
         self._joined = False
         self._store, address = host_store()
         limit = milliseconds(timeout) / 1e3  # torch's RPC counts them in an int, too
@@ -165,15 +162,6 @@ def host_store() -> tuple[Store, StoreAddress]:
     return store, address
 
 
-def is_member() -> bool:
-    """Whether this process belongs to an RPC group."""
-    try:
-        rpc.get_worker_info()
-    except RuntimeError:
-        return False
-    return True
-
-
 def join_group(name: str, rank: int, size: int, address: StoreAddress, timeout: float) -> None:
     """Join the group that has its store at ``address``; wait for all other members."""
     limit = timedelta(seconds=timeout)
@@ -243,24 +231,15 @@ def leave_group() -> None:
     """Leave the group without waiting for its other members.
 
     A graceful shutdown needs all members, and works once per process. This one makes torch log each connection that it
-    closes: these lines are suppressed.
+    closes: these lines are held back from stderr's descriptor.
     """
-    with _without_lines("tensorpipe_agent.cpp"):
-        rpc.shutdown(graceful=False)
-
-
-@contextmanager
-def _without_lines(word: str) -> Iterator[None]:
-    """Suppress lines with ``word`` that are written to stderr's descriptor."""
     stderr, held = os.dup(2), os.memfd_create("wsync-stderr", os.MFD_CLOEXEC)
     os.dup2(held, 2)
     try:
-        yield
+        rpc.shutdown(graceful=False)
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
         with os.fdopen(held, "rb") as file:
             file.seek(0)
-            lines = [line for line in file if word.encode() not in line]
-        if lines:
-            os.write(2, b"".join(lines))
+            os.write(2, b"".join(line for line in file if b"tensorpipe_agent.cpp" not in line))

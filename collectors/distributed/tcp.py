@@ -87,10 +87,9 @@ class DistributedCollector(WorkerCollector):
 
 
 class TcpPool(WorkerPool):
-    """Waits until all workers have joined, and stops listening on TCP then. A restarted one connects to a Unix socket.
+    """Stops listening on TCP when all workers have joined; a restarted one connects to a Unix socket.
 
-    A worker that this process has started joins with the key that it was started with; one in another program with
-    its name, "(process … on …)".
+    A worker that this process has started joins with its key; one in another program with a name, "(process … on …)".
     """
 
     def __init__(self, count: int, *, host: str, port: int, launcher: Launcher, timeout: float) -> None:
@@ -121,7 +120,6 @@ class TcpPool(WorkerPool):
             del store  # which had to live until all workers have read it
 
     def _register(self, connection: Connection, worker_idx: int, name: bytes) -> None:
-        """Tell a worker in another program whether it has joined; as which one, if it has named no index."""
         if not name.startswith(b"("):
             super()._register(connection, worker_idx, name)
             return
@@ -150,8 +148,7 @@ def join_trainer(*, timeout: float = 60.0) -> int:
     """Run this process as a worker of a ``DistributedCollector(launcher="join")``, until it is shut down.
 
     The trainer's address is that of ``WSYNC_TRAINER`` (``host:port``), the key that of ``WSYNC_AUTHKEY``; or, under
-    torchrun, those that rank 0 has published. If the trainer's process ends, this one ends at once, with status 1;
-    if it shuts down and this one does not end in time, because a batch takes longer, with status 0.
+    torchrun, those that rank 0 has published. If the trainer's process ends, this one ends at once, with status 1.
 
     Args:
         timeout: seconds in which the trainer has to be reached.

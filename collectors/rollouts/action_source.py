@@ -102,8 +102,8 @@ class RandomActions(ActionSource):
 class CalledPolicy(ActionSource):
     """Any function of a TensorDict, or module of a tensor; its outputs are stored as they are.
 
-    Each call gets a new TensorDict that holds a copy of the current "observation", and the state of a recurrent policy;
-    other outputs of earlier steps, which may be of another episode, are not in it. The first call has no state.
+    Each call gets a new TensorDict: a copy of the current "observation", and the state of a recurrent policy. The first
+    call has no state.
     """
 
     def __init__(

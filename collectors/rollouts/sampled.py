@@ -21,9 +21,8 @@ class SampledPolicy(TensorDictModuleBase, ABC):
     It samples, unless ``tensordict.nn.set_interaction_type(InteractionType.DETERMINISTIC)`` (or ``MODE``, ``MEAN``)
     asks for the most likely action. The caller decides about gradients: acting belongs under ``torch.no_grad()``.
 
-    Subclasses define the four parts, and ``forward`` combines them. Collectors call the parts instead: noise once per
-    batch, parameters and choice in each step, log-probabilities once per batch. A policy that overrides ``forward`` or
-    ``__call__``, or has hooks, is called like any other.
+    Subclasses define the four parts, and ``forward`` combines them. Collectors call the parts instead: noise and
+    log-probabilities once per batch. A policy that overrides ``forward``, or has hooks, is called like any other.
     """
 
     def __init__(self) -> None:
@@ -80,11 +79,7 @@ def acts_in_parts(policy: object) -> bool:
 
 
 def check_policy(policy: Any) -> None:
-    """Check that ``policy`` can be called with one argument, a TensorDict or (a module) a tensor.
-
-    Raises:
-        TypeError: it cannot.
-    """
+    """Raise TypeError if ``policy`` cannot be called with one argument, a TensorDict or (a module) a tensor."""
     if policy is None:
         return
     if not callable(policy):

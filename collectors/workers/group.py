@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 import wsync
-from collectors.batch_layout import frames_of
+from collectors.batches import frames_of
 from collectors.worker import WorkerOptions
 from collectors.workers.pool import Event, WakeEvent, WorkerHandle, WorkerPool
 from collectors.workers.records import FailureCause, FailurePolicy, Failures, WorkerRecord, WorkerState
@@ -160,10 +160,7 @@ class WorkerGroup:
             self._send(worker, "collect", buffer)
 
     def next_batch(self, awaited: Collection[WorkerHandle]) -> tuple[WorkerHandle, int] | None:
-        """Return the next batch: its worker, which may have failed since, and the buffer.
-
-        None if another event came, or if none of ``awaited`` is active any more.
-        """
+        """Return the next batch (its worker, which may have failed since, and the buffer), or None to look again."""
         with self._locked():
             if not self._batches and any(worker in awaited for worker in self.active_workers):
                 self._step()
@@ -200,10 +197,9 @@ class WorkerGroup:
     # --- for threads that deliver weights ---
 
     def deliver(self, send: Send[T], weights: Any, worker_ids: int | Sequence[int] | None) -> T | None:
-        """Call ``send(weights, worker_ids)``, and again for the other workers where a failure prevented it.
+        """Return ``send(weights, worker_ids)``, tried again for the other workers where a failure prevented it.
 
-        For the policies ``drop`` and ``restart``. Returns what ``send`` has returned; None if a worker failed
-        meanwhile, and the others have the update.
+        For the policies ``drop`` and ``restart``. None if a worker failed meanwhile, and the others have the update.
         """
         everyone = range(len(self._records))
         wanted = everyone if worker_ids is None else wsync.worker_list(worker_ids, len(everyone))
@@ -269,15 +265,12 @@ class WorkerGroup:
     # --- for any thread ---
 
     def interrupt(self) -> None:
-        """Limit the wait for the current batch, or the next one, to two seconds."""
+        """See ``BaseCollector.interrupt``."""
         self._stop_at = time.monotonic() + _STOP_GRACE
         self._wakeup.set()
 
     def close(self) -> None:
-        """End all workers, those that are being restarted at once. Idempotent.
-
-        In a thread that waits for a batch meanwhile, ``NotConnected`` is raised.
-        """
+        """End all workers. Idempotent. A thread that waits for a batch meanwhile gets ``NotConnected``."""
         self.closing = True
         with self._locked(_CLOSE_GRACE):
             for record in self._records:
@@ -300,7 +293,7 @@ class WorkerGroup:
             worker.send(command, argument)
 
     def _step(self, wait_for_events: bool = True) -> None:
-        """Wait for events, and for the next deadline or restart; handle them."""
+        """Wait for events, or for the next deadline or restart; handle them."""
         self._require_open()
         if self.ended_by_failure:
             raise wsync.NotConnected("a worker's failure was raised in another thread, and has ended this collector")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict
 
-from collectors.batch_layout import BatchLayout
+from collectors.batches import BatchLayout
 from collectors.worker import serve
 from collectors.workers import processes
 from collectors.workers.connections import Connection, Listener, connect, milliseconds
@@ -31,16 +31,16 @@ class WakeEvent:
         self._file: Any = open(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", buffering=0)  # noqa: SIM115
 
     def fileno(self) -> int:
-        """Return the descriptor; raise ValueError after ``close``."""
+        """Return the descriptor."""
         return self._file.fileno()
 
     def set(self) -> None:
-        """Make the descriptor readable."""
+        """Make it readable."""
         with suppress(ValueError):  # it is closed
             self._file.write((1).to_bytes(8, sys.byteorder))
 
     def clear(self) -> None:
-        """Make the descriptor not readable."""
+        """Make it not readable."""
         with suppress(ValueError):
             self._file.read(8)
 
@@ -72,11 +72,9 @@ class WorkerHandle:
     """One worker, seen from the trainer; a ``wsync.RemoteWorker``. Commands are kept until it has a connection.
 
     Attributes:
-        worker_idx: its index.
         process: the worker's process, if this process has started it.
         name: of a worker in another program, for messages.
         key: what it greets with; empty if any worker may have this index.
-        connection: the connection, once there is one.
         gave_up: set when a worker in another program has ended before it had a connection.
         num_envs: number of its environments; 0 until it is ready.
         buffers: memory of its batches, one ``uint8`` tensor each.
@@ -117,7 +115,7 @@ class WorkerHandle:
             self.send(command, argument)
 
     def send(self, command: str, argument: Any = None) -> None:
-        """Send a command; ``WorkerPool.poll`` reports a worker that has ended."""
+        """Send a command; of a worker that has ended, ``WorkerPool.poll`` says so."""
         if self.connection is None:
             self._commands.append((command, argument))
             return
@@ -147,18 +145,13 @@ class WorkerHandle:
 class WorkerPool:
     """Workers with a connection each; waits for connections, messages and the ends of all of them at once.
 
-    The first command for each worker is ``build``. Every command has one answer, except ``seed`` and ``resume``, which
-    have none: ``build`` is answered by ``ready``, ``find`` by ``found``, ``connect`` by ``connected``, ``collect`` by
-    ``batch``. A worker executes its commands in order. Methods are called by one thread at a time, which holds the
-    ``WorkerGroup``'s lock.
+    The first command for each worker is ``build``. A worker executes its commands in order; each has one answer, except
+    ``seed`` and ``resume``, which have none. The thread that calls holds the ``WorkerGroup``'s lock.
 
     Args:
         count: number of workers.
         listener: accepts their connections; by default a Unix socket, over which batches are in shared memory.
         start: whether to start them, by ``start_worker``.
-
-    Attributes:
-        workers: all workers that were not discarded.
     """
 
     def __init__(self, count: int, listener: Listener | None = None, *, start: bool = True) -> None:
@@ -172,11 +165,7 @@ class WorkerPool:
             raise
 
     def start_worker(self, worker_idx: int) -> WorkerHandle:
-        """Start a worker, in place of a discarded one, without waiting for it.
-
-        Raises:
-            OSError: the process could not be started.
-        """
+        """Start a worker, in place of a discarded one, without waiting for it; OSError: that is not possible."""
         key = secrets.token_hex(16).encode()
         self.workers.append(worker := WorkerHandle(worker_idx, key, self.start_process(worker_idx, key)))
         return worker
@@ -186,10 +175,7 @@ class WorkerPool:
         return processes.start(work, worker_idx, self.listener.address, worker_idx, key)
 
     def poll(self, workers: Collection[WorkerHandle], wakeup_fd: int, timeout: float | None) -> list[Event]:
-        """Return the events of ``workers``; a message comes before the end of the worker that has sent it.
-
-        Waits until there is one, until the descriptor ``wakeup_fd`` is readable, or for ``timeout`` seconds.
-        """
+        """Wait for events, for ``wakeup_fd``, or for ``timeout`` seconds; a message comes before its sender's end."""
         poller = select.poll()  # one sixth of the time of multiprocessing.connection.wait
         poller.register(wakeup_fd, select.POLLIN)
         for worker in workers:
@@ -208,12 +194,7 @@ class WorkerPool:
         return events
 
     def wait_for_workers(self, timeout: float) -> None:
-        """Wait until all workers have connected.
-
-        Raises:
-            SyncTimeout: they have not in time; names them.
-            WorkerDied: one ended before.
-        """
+        """Wait until all workers have connected; SyncTimeout or WorkerDied names one that has not."""
         deadline = time.monotonic() + timeout
         while missing := self._missing():
             starting = {worker.sentinel: worker for worker in self.workers if worker.connection is None}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal, get_args
@@ -61,11 +60,6 @@ class Failures:
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Return the counts for a JSON file: ``{"failed": {"1": 2}, …}``."""
         return {name: {str(w): n for w, n in sorted(counts.items())} for name, counts in vars(self).items()}
-
-    def including(self, earlier: Mapping[str, Mapping[str, int]]) -> Failures:
-        """Return these counts plus those of an earlier run's ``as_dict``."""
-        before = {name: Counter({int(w): n for w, n in earlier.get(name, {}).items()}) for name in vars(self)}
-        return Failures(**{name: before[name] + counts for name, counts in vars(self).items()})
 
     def __bool__(self) -> bool:
         return bool(self.failed)

@@ -93,7 +93,7 @@ def test_rows_are_those_of_scalar_environments(
 ) -> None:
     env = SOURCES[source](env_id, num_envs)
     limit = limit if env.stepper.driver.can_truncate else None
-    env.max_frames_per_traj = limit
+    env.stepper.max_frames_per_traj = limit
     env.set_seed(seed)
     batch = env.rollout(steps)
     env.close()
@@ -279,12 +279,6 @@ REFUSED: dict[str, tuple[Callable[[], GymEnv], type[Exception], str]] = {
         'vectorization_mode="sync"',
     ),
     "vectors of vectors": (lambda: GymEnv(lambda: CartPoleVectorEnv(2), 2), ValueError, "brings its own num_envs"),
-    "one for all": (lambda: GymEnv(lambda: ONE, 3), ValueError, "same environment again, <Scripted.*make it"),
-    "one, wrapped anew": (
-        lambda: GymEnv(lambda: gym.wrappers.TimeLimit(ONE, 5), 3),
-        ValueError,
-        "returns the same environment again",
-    ),
     "a mode and a function": (
         lambda: GymEnv(Scripted, 2, vectorization_mode="sync"),
         ValueError,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from collectors.staleness import Staleness
+from collectors.batches import Staleness
 from collectors.workers.records import Failures
 from learning.progress import WINDOW, Progress
 from learning.reporting.console import figures

@@ -15,7 +15,7 @@ import wandb
 from PIL import Image
 from rich.console import Console
 
-from collectors.staleness import Staleness
+from collectors.batches import Staleness
 from collectors.workers.records import Failures
 from learning.progress import Progress, Row, SyncRow
 from learning.reporting import Reporter
