@@ -381,10 +381,7 @@ class BaseCollector(ABC):
     # --- end ---
 
     def shutdown(self) -> None:
-        """End workers, schemes and environments. Idempotent; after an error, another call ends what is left.
-
-        In a forked child it ends nothing: they are its parent's.
-        """
+        """End workers, schemes and environments (in a forked child nothing). Idempotent, also after an error."""
         if not self.closed:
             self._last_versions = max(self._last_versions, self._versions)
             self.closed = True

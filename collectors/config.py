@@ -174,7 +174,12 @@ def solved_at(env: EnvConfig) -> float | None:
 
 @dataclass
 class CollectorConfig:
-    """A collector; the numbers of workers, environments and frames per batch are settings of the run, at top level."""
+    """A collector; the numbers of workers, environments and frames per batch are settings of the run, at top level.
+
+    Attributes:
+        init_random_frames: number of first frames with random actions, an equal share for each worker.
+        max_staleness: versions that acting weights may be behind the newest ones; batches that are older are dropped.
+    """
 
     _target_: str = MISSING
     init_random_frames: int = 0

@@ -199,11 +199,13 @@ def policy_scheme(schemes: Mapping[str, wsync.WeightSyncScheme]) -> wsync.Weight
 
 def find_in(roots: Mapping[str, object], path: str, find: Callable[[object, str], Any]) -> Any:
     """Return ``find(root, path)`` of the first of ``roots``, by name, that has ``path``."""
-    misses: list[str] = []
+    misses: dict[str, wsync.NoSuchPath] = {}
     for name, root in roots.items():
         if root is not None:
             try:
                 return find(root, path)
             except wsync.NoSuchPath as miss:
-                misses.append(f"in {name}, {miss.lacking}")
-    raise LookupError(f"no '{path}' in this collector: {'; '.join(misses)}")
+                misses[name] = miss
+    furthest = max(len(miss.reached) for miss in misses.values())
+    said = [f"in {name}, {miss.lacking}" for name, miss in misses.items() if len(miss.reached) == furthest]
+    raise LookupError(f"no '{path}' in this collector: {'; '.join(said).replace('the context', 'it')}")

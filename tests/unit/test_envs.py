@@ -19,6 +19,7 @@ from torch import nn
 
 from collectors import GymEnv, ModuleTransform
 
+REWARD = [("next", "reward")]
 SCALAR_IDS = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCarContinuous-v0", "FrozenLake-v1"]
 
 
@@ -254,12 +255,11 @@ def test_dict_and_tuple_observations_are_nested_tensors(make: Callable[[Callable
     assert bool((batch["observation", "goal", "1"].sum(-1) == 1).all())
 
 
-ONE = Scripted()
 REFUSED: dict[str, tuple[Callable[[], GymEnv], type[Exception], str]] = {
     "text": (lambda: GymEnv(Scripted(spaces.Text(3))), TypeError, "TransformObservation"),
     "actions": (lambda: GymEnv(Scripted(actions=spaces.Dict({"a": spaces.Discrete(2)}))), TypeError, "MultiBinary and"),
     "transform": (
-        lambda: GymEnv("Blackjack-v1", transforms=[ModuleTransform(nn.Identity(), ["observation"], ["observation"])]),
+        lambda: GymEnv("Blackjack-v1", transforms=[ModuleTransform(nn.Identity(), REWARD, REWARD)]),
         TypeError,
         "FlattenObservation",
     ),
