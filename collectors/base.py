@@ -250,10 +250,10 @@ class BaseCollector(ABC):
             )
         schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
         hosted = [scheme.sender_driven for scheme in schemes]
-        if all(hosted):
-            return wsync.synchronize(schemes, worker_ids)
         if any(hosted):
-            raise ValueError("models of workers, and of actors outside them, are updated by a call of their own each")
+            if worker_ids is not None and not all(hosted):
+                raise ValueError("worker_ids would mean workers of one model, and actors of another: leave it out")
+            return wsync.synchronize(schemes, worker_ids)
         workers = arguments.addressed_workers(weights_dict.values(), worker_ids, self.num_workers)
         return self._deliver(wsync.synchronize, schemes, workers)
 
