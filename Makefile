@@ -35,7 +35,7 @@ $(VENV)/.bench: $(VENV)/.native
 	@touch $@
 
 $(VENV)/.figures: $(VENV)/.native
-	$(INSTALL) -c constraints.txt $(EDITABLE) '.[bench,mujoco,atari,delta]'
+	$(INSTALL) -c constraints.txt $(EDITABLE) '.[bench,mujoco,atari]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.native

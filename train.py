@@ -54,11 +54,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 import collectors.config
+from collectors.config import env_config, env_factory, instantiate_setting, solved_at
 from collectors.distributed import is_worker, join_trainer
-from collectors.env_config import env_config, env_factory, solved_at
 from collectors.errors import ConfigError
 from collectors.rollouts.rollout import seed_generators
-from collectors.targets import instantiate_setting
 from learning.config import TRACEBACKS, describe_error, folders_named, line_prefix, resolved, run_hydra
 from learning.loop import Goal, StopRequest, Training, WeightDelay, resumed_seed
 from learning.normalization import RewardNormalizer
@@ -128,8 +127,6 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
             )
             running.enter_context(collector)
             console.worker_pids = worker_pids(collector)
-            monkey = instantiate_setting("chaos", cfg.chaos, _partial_=True)(collector)
-            training.chaos = running.enter_context(monkey).counts
         except (OSError, ValueError) as error:  # an unknown address, or settings that contradict each other
             what = f"the collector and its scheme '{scheme.name}' cannot be set up: "
             raise ConfigError(f"{what if isinstance(error, OSError) else ''}{error}") from error

@@ -13,9 +13,8 @@ except ModuleNotFoundError as error:
 
 from collectors.base import BaseCollector
 from collectors.environments.transforms import ModuleTransform
-from collectors.environments.wrappers import ActionMask, PartialObservation
+from collectors.environments.vector import ActionMask, PartialObservation
 from collectors.envs import GymEnv
-from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.rollouts.sampled import SampledPolicy
 from collectors.single import Collector
 from collectors.updaters import (
@@ -24,6 +23,7 @@ from collectors.updaters import (
     VanillaWeightUpdater,
     WeightUpdaterBase,
 )
+from collectors.worker_collector import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 
 if TYPE_CHECKING:
     from collectors.ray_transform import RayModuleTransform

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,8 +13,8 @@ from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
+from collectors.batches import check_count
 from collectors.envs import GymEnv
-from collectors.staleness import check_count
 
 EnvMaker = Callable[[], Any]
 PolicyFactory = Callable[[], Any]
@@ -40,8 +38,9 @@ def make_env(create_env_fn: Any) -> GymEnv:
 def env_makers(create_env_fn: Any) -> list[EnvMaker]:
     """Return the environment functions, one per worker.
 
-    Of an environment that occurs several times, each but the first gets a new seed: copies of it would continue the
-    same streams of random numbers.
+    Raises:
+        TypeError: there is another object.
+        ValueError: there is none, or an environment twice: its copies would have the same random numbers.
     """
     if callable(create_env_fn):
         return [create_env_fn]
@@ -51,10 +50,10 @@ def env_makers(create_env_fn: Any) -> list[EnvMaker]:
     makers: list[Any] = list(create_env_fn or ())
     if not makers:
         raise ValueError("no environment: create_env_fn is a list of functions, one for each worker")
-    for index, maker in enumerate(list(makers)):
+    for index, maker in enumerate(makers):
         _check_maker(maker)
         if isinstance(maker, _ENVIRONMENTS) and any(maker is earlier for earlier in makers[:index]):
-            makers[index] = partial(_seeded_anew, maker)
+            raise ValueError(f"create_env_fn has {maker} twice: make each worker's environment in a function")
     return makers
 
 
@@ -64,28 +63,18 @@ def _check_maker(create_env_fn: Any) -> None:
         raise TypeError(f"create_env_fn is an environment, or a function that makes one, not a {what}")
 
 
-def _seeded_anew(given: Any) -> GymEnv:
-    env = make_env(given)
-    env.set_seed(secrets.randbits(31))  # also forces a reset before the next step
-    return env
-
-
 # --- numbers, policies and devices ---
 
 
-def check_frames(frames_per_batch: Any, total_frames: Any) -> None:
-    """Check the numbers of frames."""
+def check_numbers(frames_per_batch: Any, total_frames: Any, max_frames_per_traj: Any, **others: Any) -> None:
+    """Check numbers that are used in the workers, before these start; raise TypeError or ValueError."""
     check_count("frames_per_batch", frames_per_batch, least=1)
     if total_frames != -1:
         check_count("total_frames", total_frames, least=1, otherwise=", or -1 for no end")
-
-
-def check_limits(init_random_frames: Any, max_frames_per_traj: Any, threads: Any = 1) -> None:
-    """Check numbers that are used in the workers, before these start; raise TypeError or ValueError."""
-    check_count("init_random_frames", init_random_frames)
-    check_count("threads", threads, least=1)
     if max_frames_per_traj is not None:
         check_count("max_frames_per_traj", max_frames_per_traj, least=1, otherwise=", or None for no limit")
+    for name, number in others.items():
+        check_count(name, number, least=int(name == "threads"))
 
 
 def has_weights(policy: Any) -> bool:

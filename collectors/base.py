@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -17,11 +17,9 @@ from torch import nn
 
 import wsync
 from collectors import arguments
-from collectors.batch_layout import frames_of
-from collectors.exploration import warn_if_greedy
+from collectors.batches import Staleness, check_count, frames_of
 from collectors.rollouts.rollout import find_in, policy_scheme
 from collectors.rollouts.sampled import check_policy
-from collectors.staleness import Staleness, check_count
 from collectors.updaters import WeightUpdaterBase, make_updater
 from collectors.workers.records import Failures
 
@@ -31,10 +29,7 @@ WorkerIds = int | Sequence[int] | None
 
 
 class BaseCollector(ABC):
-    """Collects batches of experience with copies of a policy, which are updated on demand.
-
-    Iterate over it for batches, update it by ``update_policy_weights_``, and end it by ``shutdown`` or as a context
-    manager.
+    """Collects batches of experience with copies of a policy: iterate over it, update it, and shut it down.
 
     Attributes:
         frames: environment steps in the batches that were returned so far; where a batch has a "mask", elements at
@@ -48,7 +43,6 @@ class BaseCollector(ABC):
     """
 
     num_workers: int = 1
-    _acts_here: ClassVar[bool] = False  # whether the policy acts in this process
     _last_versions = (0, 0)  # ``_versions`` before the shutdown
 
     def __init__(
@@ -64,14 +58,10 @@ class BaseCollector(ABC):
         weight_updater: UpdaterOrFactory | None = None,
         staleness: Staleness,
     ) -> None:
-        arguments.check_frames(frames_per_batch, total_frames)
         arguments.check_schemes(weight_sync_schemes)
         check_policy(policy)
-        # Whether a policy that only a factory makes has weights is known once it is made: until then it is assumed to.
-        self._scheme_is_assumed = weight_sync_schemes is None and policy is None and policy_factory is not None
-        if weight_sync_schemes is None and (self._scheme_is_assumed or arguments.has_weights(policy)):
+        if weight_sync_schemes is None and (arguments.has_weights(policy) or policy_factory is not None):
             weight_sync_schemes = {"policy": self._default_scheme()}
-        warn_if_greedy(policy if policy_factory is None else None, same_process=self._acts_here)
         self.policy = policy
         self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
         self.storing_device = storing_device
@@ -84,21 +74,13 @@ class BaseCollector(ABC):
         self._seconds = 0.0  # spent in waiting for batches
         self.closed, self._process = False, os.getpid()
         self.failures, self.staleness = Failures(), staleness
-        self.weight_updater = None if weight_updater is None else make_updater(weight_updater, self, policy)
+        self.weight_updater = None if weight_updater is None else make_updater(weight_updater, self)
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         """Return the policy's scheme for a collector that was given no schemes."""
         return wsync.SharedMemWeightSyncScheme(acknowledge="published")
 
-    def _drop_assumed_scheme(self) -> None:
-        """Do without the scheme that was assumed: the policies have no weights."""
-        if self.weight_updater is not None:
-            raise ValueError("weight_updater has nothing to update: the policy of policy_factory has no weights")
-        self._worker_schemes.pop("policy")
-        self.weight_sync_schemes.pop("policy").shutdown()
-
     def _require_open(self) -> None:
-        """Raise NotConnected after a shutdown, and in a forked child of the process that has made this collector."""
         if os.getpid() != self._process:
             raise wsync.NotConnected(
                 "this process is a forked child, and its parent has made this collector: make one of its own here"
@@ -109,15 +91,9 @@ class BaseCollector(ABC):
     # --- batches ---
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Return batches, until ``total_frames`` were collected."""
         return self
 
     def __next__(self) -> TensorDictBase:
-        """Return the next batch.
-
-        Raises:
-            wsync.NotConnected: the collector was shut down; or this is a forked child of the process that has made it.
-        """
         self._require_open()
         if self.total_frames != -1 and self.frames >= self.total_frames:
             raise StopIteration
@@ -138,12 +114,7 @@ class BaseCollector(ABC):
         return next(self, None)
 
     def stats(self) -> dict[str, Any]:
-        """Return plain values, for a log.
-
-        ``frames``, including those of an earlier run; ``batches`` returned; ``seconds`` spent in waiting for them;
-        ``num_workers``; ``policy_version``; ``failures``; ``staleness``; ``weight_sync``, by model id the cost of
-        updates.
-        """
+        """Return plain values for a log; ``seconds`` were spent in waiting for batches."""
         return {
             "frames": self.frames,
             "batches": self._batches,
@@ -171,12 +142,10 @@ class BaseCollector(ABC):
         """Seed the environments, the random actions and the workers' global generators; return another seed to use.
 
         Environment ``i`` of all gets ``first + i``, where ``first`` is made of ``seed`` so that runs with neighbouring
-        seeds share no random numbers. A worker's global generators have the number of its first environment. A
-        restarted worker gets the next free numbers (random ones, if this method was never called).
+        seeds share no random numbers. A restarted worker gets the next free numbers.
 
         Raises:
-            TypeError: the seed is not a whole number.
-            ValueError: it is negative.
+            TypeError, ValueError: the seed is not a whole number from 0 on.
         """
         check_count("seed", seed)
         self._require_open()
@@ -191,10 +160,7 @@ class BaseCollector(ABC):
 
     @property
     def policy_version(self) -> int:
-        """The newest version of the policy that was sent to the workers; 0 if it has no scheme that carries weights.
-
-        Without a scheme for ``"policy"``, it is the version of the first scheme that sends weights to the workers.
-        """
+        """The newest version that was sent of the policy, or else of the first model with a scheme; 0 if none was."""
         return self._versions[0]
 
     @property
@@ -272,7 +238,6 @@ class BaseCollector(ABC):
         return self._deliver(send, weights, worker_ids)
 
     def _deliver(self, send: Callable[[Any, Any], T], weights: Any, worker_ids: WorkerIds) -> T | None:
-        """Return ``send(weights, worker_ids)``; overridden where a worker may fail."""
         return send(weights, worker_ids)
 
     def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: WorkerIds) -> Any:
@@ -286,15 +251,11 @@ class BaseCollector(ABC):
         schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
         hosted = [scheme.sender_driven for scheme in schemes]
         if any(hosted):
-            return wsync.synchronize(schemes, worker_ids) if all(hosted) else self._update_mixed(schemes, worker_ids)
+            if worker_ids is not None and not all(hosted):
+                raise ValueError("worker_ids would mean workers of one model, and actors of another: leave it out")
+            return wsync.synchronize(schemes, worker_ids)
         workers = arguments.addressed_workers(weights_dict.values(), worker_ids, self.num_workers)
         return self._deliver(wsync.synchronize, schemes, workers)
-
-    def _update_mixed(self, schemes: Mapping[wsync.WeightSyncScheme, Any], worker_ids: object) -> Any:
-        """Update models of workers and of actors outside them together."""
-        if worker_ids is not None:
-            raise ValueError("worker_ids would mean workers of one model, and actors of another: leave it out")
-        return wsync.synchronize(schemes)
 
     def _scheme(self, model_id: str | None) -> wsync.WeightSyncScheme:
         name = model_id or self.default_model_id
@@ -312,31 +273,23 @@ class BaseCollector(ABC):
         return next(iter(self.weight_sync_schemes))
 
     def get_model(self, model_id: str) -> nn.Module:
-        """Return the trainer's model ``model_id``: ``"policy"``, or a path inside the policy.
-
-        Raises:
-            LookupError: the trainer has no such model.
-        """
+        """Return the trainer's model: ``"policy"``, or a path inside the policy; raise LookupError if there is none."""
         if self.policy is None:
             raise LookupError(f"no '{model_id}' here: this collector was given no policy")
         roots = {"the trainer": SimpleNamespace(policy=self.policy), "its policy": self.policy}
         return find_in(roots, model_id, wsync.find_model)
 
     def cascade_weights(self, model_id: str) -> None:
-        """Deliver to all workers an update of this collector's own model, which another scheme has installed here.
-
-        A copy is sent: a thread that acts may install the next update meanwhile.
-        """
-        with wsync.gate():
+        """Deliver to all workers an update of this collector's own model, which another scheme has installed here."""
+        with wsync.gate():  # a copy is sent: a thread that acts may install the next update meanwhile
             weights = wsync.WeightStrategy().extract_weights(self.get_model(model_id))
             weights = weights.clone() if isinstance(weights, TensorDict) else weights
         self.send_weights(weights, model_id=model_id)
 
     def _connect_hosted(self) -> None:
-        """Initialise and connect the schemes of hosted models: modules in Ray actors that all environments call.
+        """Initialise and connect the schemes of hosted models: ``{"env.transform[0].module": scheme}``.
 
-        Of ``{"env.transform[0].module": scheme}``, ``env.transform[0]`` is the path of a ``RayModuleTransform`` in the
-        environments, and ``module`` that of the model in its actors.
+        ``env.transform[0]`` is a ``RayModuleTransform`` of the environments, and ``module`` the model in its actors.
         """
         for model_id, scheme in self.weight_sync_schemes.items():
             if not scheme.sender_driven:
@@ -428,10 +381,7 @@ class BaseCollector(ABC):
     # --- end ---
 
     def shutdown(self) -> None:
-        """End workers, schemes and environments. Idempotent; after an error, another call ends what is left.
-
-        In a forked child it ends nothing: they are its parent's.
-        """
+        """End workers, schemes and environments (in a forked child nothing). Idempotent, also after an error."""
         if not self.closed:
             self._last_versions = max(self._last_versions, self._versions)
             self.closed = True
@@ -447,9 +397,7 @@ class BaseCollector(ABC):
         """End everything. Called by ``shutdown``; again, if it has raised."""
 
     def __enter__(self) -> Self:
-        """Return the collector."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Shut down."""
         self.shutdown()

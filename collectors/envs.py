@@ -35,12 +35,11 @@ class GymEnv:
             episode starts again within the same step; "vector_entry_point", Gymnasium's native vector environment; or
             "auto": the native one of several environments if it is registered without additional wrappers, and neither
             ``make_kwargs`` nor ``max_frames_per_traj`` are given, else "sync".
-        transforms: what changes observations and rewards on their way out; see ``append_transform``.
+        transforms: what changes rewards on their way out; see ``append_transform``.
         make_kwargs: for ``gymnasium.make``.
 
     Attributes:
-        transform: the transforms in their order; ``append_transform`` adds one. The model id of the first one's module
-            is ``"env.transform[0].module"`` in a collector's schemes.
+        transform: the transforms in their order; ``"env.transform[0].module"`` is a model id in a collector's schemes.
 
     Raises:
         TypeError: ``env`` is none of these; or an observation or action space is not made of tensors of a fixed shape.
@@ -66,7 +65,7 @@ class GymEnv:
         self.stepper = Stepper(make_driver(env, num_envs, vectorization_mode, make_kwargs), seed)
         self.num_envs = self.stepper.num_envs
         self.batch_size = torch.Size(() if self.num_envs == 1 else (self.num_envs,))
-        self.max_frames_per_traj = max_frames_per_traj
+        self.stepper.max_frames_per_traj = max_frames_per_traj
         self.transform: list[Transform] = []
         for transform in transforms:
             self.append_transform(transform)
@@ -74,26 +73,19 @@ class GymEnv:
     if not TYPE_CHECKING:  # the type checker still reports a misspelt attribute of GymEnv
 
         def __getattr__(self, name: str) -> Any:
-            """Return an attribute of a single Gymnasium environment: ``"env.value_net"`` is a model id in a collector.
-
-            Raises:
-                AttributeError: the environment has no such attribute, or there are several environments.
-            """
+            """Return an attribute of a single Gymnasium environment: ``"env.value_net"`` is a model id."""
             stepper = vars(self).get("stepper")  # absent during __init__ and unpickling
             if stepper is None or not isinstance(stepper.driver, ScalarDriver):
                 raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
             return stepper.driver.env.get_wrapper_attr(name)
 
     def append_transform(self, transform: Transform) -> Self:
-        """Apply ``transform`` after the existing transforms; return this environment.
+        """Apply ``transform`` to ("next", "reward") after the existing transforms; return this environment.
 
-        An encoder replaces "observation" and ("next", "observation") (and ``observation_spec``), a reward model
-        ("next", "reward"); "episode_return" stays the sum of the environment's own rewards. A rollout or a collector
-        that was made with the environment before does not apply it.
+        "episode_return" stays the sum of the environment's own rewards.
 
         Raises:
-            TypeError: not a transform, or its function returns no tensor, or observations are several tensors.
-            ValueError: the function's result has a wrong shape.
+            TypeError: not a transform, or observations are several tensors.
         """
         if not isinstance(transform, Transform):
             raise TypeError(f"{transform!r} is not a transform: wrap a module in a ModuleTransform")
@@ -103,28 +95,19 @@ class GymEnv:
                 f"a transform reads one observation tensor, and there are several ({names}): wrap the environment in "
                 "gymnasium.wrappers.FlattenObservation, or do without the transform"
             )
-        self.stepper = self.stepper.with_transform(transform)
+        self.stepper.append(transform)
         self.transform.append(transform)
         return self
 
     @property
     def observation_spec(self) -> dict[str, Any]:
-        """The spec of one environment's "observation"; a Spec, or for a Dict or Tuple space a dictionary of them."""
+        """That of one environment's "observation"; a Spec, or for a Dict or Tuple space a dictionary of them."""
         return {"observation": self.stepper.observation_spec}
 
     @property
     def action_spec(self) -> Spec:
         """The spec of one environment's action; a discrete one of n choices has shape ``(n,)``."""
         return self.stepper.action_spec
-
-    @property
-    def max_frames_per_traj(self) -> int | None:
-        """Steps after which an episode is truncated; None: only the environment's own limit."""
-        return self.stepper.max_frames_per_traj
-
-    @max_frames_per_traj.setter
-    def max_frames_per_traj(self, limit: int | None) -> None:
-        self.stepper.max_frames_per_traj = limit
 
     def set_seed(self, seed: int) -> None:
         """Seed the random actions, and a reset that precedes the next step."""

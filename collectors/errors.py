@@ -1,4 +1,4 @@
-"""The error of settings that contradict each other, and where in the user's modules an error was raised."""
+"""The error of settings that contradict each other, and the user's lines that errors and warnings are about."""
 
 from __future__ import annotations
 
@@ -20,3 +20,12 @@ def lines_of_user(error: BaseException) -> list[str]:
     """Return the lines of the user's modules that were being executed when `error` was raised, the innermost last."""
     called = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_NOT_OF_THE_USER)]
     return [f"  {one.filename}, line {one.lineno}, in {one.name}: {one.line}" for one in called]
+
+
+def level_of_caller() -> int:
+    """Return the ``stacklevel`` of the first frame outside this package, for a warning by this function's caller."""
+    package = __name__.partition(".")[0]
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    return level

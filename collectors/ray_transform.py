@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
 
 from collectors.distributed.ray_cluster import Cluster, connection
 from collectors.environments.specs import Array
-from collectors.environments.transforms import Key, Transform, call, call_without_trace
+from collectors.environments.transforms import Key, Transform, call
 
 _NAMESPACE = "wsync"
 
@@ -37,10 +37,6 @@ class ModuleHost:
         """Call the module, without gradients."""
         return call(self.module, inputs)
 
-    def probe(self, *inputs: Array) -> Array:
-        """Call the module in evaluation mode."""
-        return call_without_trace(self.module, inputs)
-
 
 class RayModuleTransform(Transform):
     """A transform with a module in a Ray actor as its function, shared by all environments that have a pickle of it.
@@ -54,10 +50,6 @@ class RayModuleTransform(Transform):
         scheme.connect()
         scheme.send()
 
-    Its methods raise ``wsync.NotConnected`` after ``shutdown`` and where the cluster cannot be reached, ``SyncTimeout``
-    without an answer within ``timeout``, ``WorkerDied`` if the actor is dead, and ``WorkerFailed``, with the traceback,
-    if the module raised.
-
     Args:
         make_module: called in the actor; its module maps the tensors of ``in_keys`` to one tensor.
         in_keys: see ``Transform``.
@@ -66,10 +58,11 @@ class RayModuleTransform(Transform):
         actor_options: Ray's options of an actor (``num_cpus``, 0 by default, ``num_gpus``, ``resources``).
 
     Raises:
-        ValueError: keys are unknown, or do not fit together.
-        wsync.NotConnected: Ray is not initialised.
-        wsync.WorkerDied: the actor could not start; carries its error.
-        wsync.SyncTimeout: it did not start in time.
+        ValueError: keys are unknown.
+        wsync.NotConnected: Ray is not initialised, the cluster cannot be reached, or this was shut down.
+        wsync.WorkerDied: the actor could not start, or is dead; carries its error.
+        wsync.SyncTimeout: it did not start, or answer, in time.
+        wsync.WorkerFailed: the module raised; carries the traceback.
     """
 
     def __init__(
@@ -106,10 +99,6 @@ class RayModuleTransform(Transform):
     def evaluate(self, *inputs: Array) -> Array:
         """Call the module in the actor."""
         return self._answer(self._connected().evaluate.remote(*inputs), "call the module")
-
-    def probe(self, *inputs: Array) -> Array:
-        """Call the module in evaluation mode."""
-        return self._answer(self._connected().probe.remote(*inputs), "call the module")
 
     def shutdown(self) -> None:
         """End the actor for all environments. Idempotent; does nothing after ``ray.shutdown``, which has ended it.
@@ -160,9 +149,7 @@ class RayModuleTransform(Transform):
         return f"RayModuleTransform (actor {self._name})"
 
     def __enter__(self) -> Self:
-        """Return the transform."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Shut down."""
         self.shutdown()

@@ -14,19 +14,16 @@ import wsync
 from collectors import arguments
 from collectors.arguments import EnvMaker, copy_of, make_env
 from collectors.base import BaseCollector, UpdaterOrFactory
-from collectors.batch_layout import warn_if_rounded
+from collectors.batches import Staleness, warn_if_rounded
 from collectors.envs import GymEnv
-from collectors.exploration import warn_if_greedy
 from collectors.rollouts.rollout import Actor, policy_scheme
 from collectors.rollouts.sampled import check_policy
-from collectors.staleness import Staleness
 
 
 class Collector(BaseCollector):
     """Collects batches in this process, with a copy of the policy.
 
-    It accepts every scheme and transports nothing: an update passes the same gate and the same version count into the
-    copy. Changes of the policy itself reach the copy only by ``update_policy_weights_``.
+    It accepts every scheme and transports nothing: an update passes the same gate and version count into the copy.
 
     Args:
         create_env_fn: a function that makes the environment, or the environment (or a list of one of these).
@@ -42,8 +39,6 @@ class Collector(BaseCollector):
         RuntimeError: a scheme is initialised already.
         LookupError: a model id leads nowhere.
     """
-
-    _acts_here = True
 
     def __init__(
         self,
@@ -62,6 +57,8 @@ class Collector(BaseCollector):
         track_policy_version: bool = True,
         max_staleness: int | None = None,
     ) -> None:
+        limits = (frames_per_batch, total_frames, max_frames_per_traj)
+        arguments.check_numbers(*limits, init_random_frames=init_random_frames)
         super().__init__(
             policy,
             policy_factory=policy_factory,
@@ -73,17 +70,12 @@ class Collector(BaseCollector):
             weight_updater=weight_updater,
             staleness=Staleness(max_staleness),
         )
-        arguments.check_limits(init_random_frames, max_frames_per_traj)
         makers = create_env_fn if isinstance(create_env_fn, list | tuple) else [create_env_fn]
         if len(makers) != 1:
             raise ValueError(f"a collector in one process has one environment function, not {len(makers)}")
         (factory,) = arguments.policy_factory_of_each(policy_factory, 1)
         acting = copy_of(policy) if factory is None else factory()
-        if factory is not None:
-            warn_if_greedy(acting, same_process=True)
         check_policy(acting)
-        if self._scheme_is_assumed and not arguments.has_weights(acting):
-            self._drop_assumed_scheme()
         self.env = make_env(makers[0])
         try:
             self._actor = Actor(
@@ -94,7 +86,7 @@ class Collector(BaseCollector):
                 init_random_frames=init_random_frames,
                 max_frames_per_traj=max_frames_per_traj,
             )
-            self._actor.rollout.probe_policy()
+            self._actor.rollout.buffer(1)  # calls the policy once, so that its errors come now
             for model_id, scheme in self._worker_schemes.items():
                 if not isinstance(scheme, wsync.NoWeightSyncScheme):
                     scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,11 @@ import torch
 from tensordict import TensorDict
 
 import wsync
-from collectors.arguments import has_weights, make_env
-from collectors.batch_layout import BatchLayout
-from collectors.exploration import warn_if_greedy
+from collectors.arguments import make_env
+from collectors.batches import BatchLayout
 from collectors.rollouts.rollout import Actor, policy_scheme
-from collectors.rollouts.sampled import UnusablePolicy, check_policy
-from collectors.workers.connections import Connection, Disconnected
-
-RAISED = ("error", "unusable")  # what a worker sends that has raised, and ends; the second for UnusablePolicy
+from collectors.rollouts.sampled import check_policy
+from collectors.workers.connections import Connection
 
 
 @dataclass(frozen=True)
@@ -38,10 +35,6 @@ class WorkerOptions:
     log_level: int = logging.WARNING
 
 
-Configure = Callable[[WorkerOptions], object]
-"""Applies the options to this process; called before anything is built."""
-
-
 @dataclass(frozen=True)
 class WorkerSpec:
     """What a worker is built from; sent as a pickle of its own, so that no memory is shared with the trainer."""
@@ -50,7 +43,6 @@ class WorkerSpec:
     policy: Any
     policy_factory: Any  # makes the policy, if there is one
     schemes: Mapping[str, wsync.WeightSyncScheme]  # by model id; those that the worker receives by
-    scheme_is_assumed: bool = False  # whether to leave the schemes out if the policy has no weights
 
 
 class RolloutWorker:
@@ -73,11 +65,6 @@ class RolloutWorker:
             opened.callback(env.close)
             policy = unpickled.policy if factory is None else factory()
             check_policy(policy)
-            if factory is not None and options.worker_idx == 0:  # one warning, not one of each worker
-                warn_if_greedy(policy, same_process=True)
-            self._has_weights = has_weights(policy)
-            if unpickled.scheme_is_assumed and not self._has_weights:
-                self._schemes = {}
             self._actor = Actor(
                 env,
                 policy,
@@ -100,16 +87,13 @@ class RolloutWorker:
         """Execute a command of the trainer.
 
         ``connect`` (the model ids to connect) comes before ``seed`` (the seed), ``resume`` (frames of an earlier
-        run) and ``collect`` (the index of a buffer). ``ask`` has ``("has_weights", None)``, whether the policy is a
-        module that has any, or ``("find", path)``, the pickled object at ``path``.
+        run) and ``collect`` (the index of a buffer). ``find`` (a path) is answered by the pickled object there.
 
         Returns:
             The kind and the value of the answer; ``("", None)``: no answer.
         """
-        if command == "ask":
-            question, path = argument
-            found = self._has_weights if question == "has_weights" else cloudpickle.dumps(self._actor.find(path))
-            return "answer", found
+        if command == "find":
+            return "found", cloudpickle.dumps(self._actor.find(argument))
         if command == "connect":
             for model_id in argument:
                 self._schemes[model_id].connect(worker_idx=self._worker_idx)
@@ -125,7 +109,7 @@ class RolloutWorker:
         return "", None
 
 
-def serve(connection: Connection, configure: Configure | None = None) -> None:
+def serve(connection: Connection) -> None:
     """Execute the trainer's commands until it sends ``end`` or closes the connection; the caller closes this end.
 
     The first command is ``("build", (spec, options))``, and its answer ``("ready", (layout, number of buffers, number
@@ -134,15 +118,13 @@ def serve(connection: Connection, configure: Configure | None = None) -> None:
     the connection, or has the worker's error.
     """
     try:
-        with ExitStack() as opened:
-            _serve(connection, configure or configure_process, opened)
-    except Disconnected:
-        pass
+        with ExitStack() as opened, suppress(ConnectionError):  # only the connection's: users' errors are sent
+            _serve(connection, opened)
     except (Exception, SystemExit):  # noqa: BLE001  environments may raise anything as they close
         traceback.print_exc()
 
 
-def _serve(connection: Connection, configure: Configure, opened: ExitStack) -> None:
+def _serve(connection: Connection, opened: ExitStack) -> None:
     worker: RolloutWorker | None = None
     value: Any
     while True:
@@ -152,15 +134,14 @@ def _serve(connection: Connection, configure: Configure, opened: ExitStack) -> N
         try:
             if worker is None:
                 spec, options = argument
-                configure(options)
+                configure_process(options)
                 worker = RolloutWorker(spec, options, share=connection.shares_memory)
                 opened.callback(worker.close)
                 kind, value = "ready", (worker.layout, options.buffers, worker.num_envs, worker.memory)
             else:
                 kind, value = worker.execute(command, argument)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  raised again in the trainer, with this traceback
-            kind = "unusable" if isinstance(error, UnusablePolicy) else "error"
-            connection.send(kind, traceback.format_exc())
+        except (Exception, SystemExit):  # noqa: BLE001  raised again in the trainer, with this traceback
+            connection.send("error", traceback.format_exc())
             return
         if kind == "batch" and worker is not None:
             connection.send_batch(value, worker.buffers[value])

@@ -19,7 +19,7 @@ import wsync
 from collectors import arguments
 from collectors.arguments import EnvMaker, PolicyFactory
 from collectors.base import BaseCollector, UpdaterOrFactory
-from collectors.staleness import Staleness
+from collectors.batches import Staleness
 from collectors.worker import WorkerOptions, WorkerSpec
 from collectors.workers.gathering import Gathering, How, gathering
 from collectors.workers.group import WorkerGroup
@@ -48,9 +48,9 @@ class WorkerCollector(BaseCollector):
         device: the device of the acting policies; one for all, or one per worker.
         storing_device: the device that batches are stored on.
         weight_sync_schemes: ``{model_id: scheme}``, not initialised; by default one scheme for the policy that fits the
-            workers, if that is a module with weights. With only a ``policy_factory``, workers keep the weights that
-            they have made until others are sent.
-        weight_updater: a weight updater of the older API (deprecated), or a function that makes one.
+            workers, if that is a module with weights, or if there is a ``policy_factory``: then workers keep the
+            weights that they have made until others are sent. Of functions it says ``weight_sync_schemes={}``.
+        weight_updater: one of the older API (deprecated), or a function that makes it.
         max_frames_per_traj: episodes are truncated after this number of steps.
         init_random_frames: number of first frames with random actions, over all workers.
         cat_results: synchronous: how the workers' batches are joined: ``"stack"`` with a new leading dimension, or
@@ -63,29 +63,23 @@ class WorkerCollector(BaseCollector):
             Frames of an unfinished batch are lost, and not counted.
         worker_timeout: seconds in which a worker has to answer (a batch, its environments); a late one is disconnected,
             and killed if the collector has started its process.
-        max_restarts: more failures of a worker than this within ``restart_window`` seconds, or since its last batch,
-            are raised.
-        restart_window: see ``max_restarts``.
+        max_restarts: more failures of a worker than this since its last batch are raised.
         run_ahead: asynchronous: how many further batches a worker may begin while a finished one waits for the trainer:
             1 by default. Of n workers, up to n × (run_ahead + 1) batches are begun and not taken. A worker uses new
             weights from its next step on, also within a batch.
         max_staleness: versions, at most, that the newest weights may be ahead of those that acted in any frame of a
             batch when the batch is delivered; None: no limit. A worker's batch that is older is dropped and counted
-            (``staleness``), and the worker collects another one. No batch is dropped if max_staleness is at least
-            n × (run_ahead + 1), with one update for each batch and equally fast workers.
+            (``staleness``), and the worker collects another one; more than 10 + ``run_ahead`` in a row are a
+            RuntimeError. With one update for each batch and equally fast workers, n × (run_ahead + 1) drops none.
 
     Raises:
-        TypeError: an object that a worker needs cannot be pickled; or the policy cannot be called with an observation
-            (``WorkerFailed`` as well, with a traceback, if a worker has found that out).
+        TypeError: an object that a worker needs cannot be pickled; or the policy cannot be called with one argument.
         ValueError: there is no environment, a number is out of range, ``weight_updater`` contradicts the schemes, or
             the policy is too large to be sent to a worker (1 GiB; worker processes, TCP).
         RuntimeError: a scheme is initialised already.
         wsync.WorkerFailed: a worker could not start; carries its traceback. All workers are ended.
         wsync.WorkerDied: a worker ended.
         wsync.SyncTimeout: a worker did not answer within ``worker_timeout``.
-
-    With ``max_staleness``, the next batch raises RuntimeError if one worker's batches are too old more than
-    10 + ``run_ahead`` times in a row.
     """
 
     __signature__: ClassVar[Signature]
@@ -124,14 +118,15 @@ class WorkerCollector(BaseCollector):
         on_worker_failure: OnFailure = "raise",
         worker_timeout: float | None = 600.0,
         max_restarts: int = 10,
-        restart_window: float = 60.0,
         run_ahead: int | None = None,
         max_staleness: int | None = None,
     ) -> None:
         self.num_workers = count = len(makers := arguments.env_makers(create_env_fn))
-        failure_policy = FailurePolicy(on_worker_failure, worker_timeout, max_restarts, restart_window)
+        failure_policy = FailurePolicy(on_worker_failure, worker_timeout, max_restarts)
         factories = arguments.policy_factory_of_each(policy_factory, count)
-        arguments.check_limits(init_random_frames, max_frames_per_traj, threads)
+        arguments.check_numbers(
+            frames_per_batch, total_frames, max_frames_per_traj, init_random_frames=init_random_frames, threads=threads
+        )
         self._gathering: Gathering = gathering(sync, cat_results, run_ahead)
         super().__init__(
             policy,
@@ -163,29 +158,20 @@ class WorkerCollector(BaseCollector):
         # The workers end at exit (in the order of wsync's own finalizers), or when the collector is garbage.
         self._finalizer = util.Finalize(self, _finalize, args=(weakref.ref(self), pool), exitpriority=1)
         self._group = WorkerGroup(pool, failure_policy, self._worker_schemes, self.failures)
-        schemes, assumed = self._worker_schemes, self._scheme_is_assumed
         made = zip(makers, factories, strict=True)
-        self._start([WorkerSpec(env, sent_policy, factory, schemes, assumed) for env, factory in made], options)
+        specs = [WorkerSpec(env, sent_policy, factory, self._worker_schemes) for env, factory in made]
+        self._start(specs, options)
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         return super()._default_scheme() if self._host is None else wsync.DistributedWeightSyncScheme(host=self._host)
-
-    def _remedy(self) -> str:
-        """Return what to do if a scheme cannot be pickled."""
-        kinds = [type(scheme) for scheme in self._worker_schemes.values() if type(scheme).__module__ == "__main__"]
-        if not kinds:
-            return arguments.REMEDY_GETSTATE
-        return f"define {kinds[0].__name__} in a module: one of the script is pickled with the globals that it uses"
 
     def _start(self, specs: Sequence[WorkerSpec], options: Sequence[WorkerOptions]) -> None:
         try:
             for model_id, scheme in self._worker_schemes.items():
                 scheme.init_on_sender(model_id, context=self, num_workers=self.num_workers)
             # After init_on_sender: the pickles have the schemes' addresses.
-            sent = [arguments.pickled(spec, "weight-sync scheme", self._remedy()) for spec in specs]
+            sent = [arguments.pickled(spec, "weight-sync scheme", arguments.REMEDY_GETSTATE) for spec in specs]
             self._group.build(sent, options)
-            if self._scheme_is_assumed:
-                self._settle_assumed_scheme()
             self._gathering.check_shapes(self.remote_workers, self.frames_per_batch)
             self._connect_hosted()
             self._group.connect()
@@ -193,20 +179,8 @@ class WorkerCollector(BaseCollector):
             self.shutdown()
             raise
 
-    def _settle_assumed_scheme(self) -> None:
-        """Keep the scheme that was assumed if the policies that the workers have made have weights."""
-        have_weights = self._group.ask("has_weights")
-        if not any(have_weights):
-            self._drop_assumed_scheme()
-        elif not all(have_weights):
-            without = [worker for worker, has in enumerate(have_weights) if not has]
-            raise ValueError(
-                f"policy_factory has made policies with weights, and for worker(s) {without} without: which are to be "
-                "updated? weight_sync_schemes={} is none of them"
-            )
-
     def _find_all(self, path: str) -> list[Any]:
-        return [cloudpickle.loads(found) for found in self._group.ask("find", path)]
+        return [cloudpickle.loads(found) for found in self._group.find(path)]
 
     def _gather(self) -> TensorDictBase:
         self._group.batch_begun()
@@ -219,7 +193,6 @@ class WorkerCollector(BaseCollector):
         return batch
 
     def _deliver(self, send: Callable[[Any, Any], T], weights: Any, worker_ids: int | Sequence[int] | None) -> T | None:
-        """Send; deaths and timeouts are handled as ``on_worker_failure`` says."""
         try:
             if self._group.failure_policy.on_failure != "raise":
                 self._require_open()  # also not in a forked child: messages of workers would be read there
@@ -250,20 +223,6 @@ class WorkerCollector(BaseCollector):
     def _resume(self) -> None:
         self._group.resume(self.frames)
 
-    def _update_mixed(self, schemes: Mapping[wsync.WeightSyncScheme, Any], worker_ids: object) -> Any:
-        if self._group.failure_policy.on_failure != "raise":
-            how = self._group.failure_policy.on_failure
-            raise ValueError(
-                f"with on_worker_failure='{how}', update a model in actors outside the workers by a call of its own: "
-                "a failure could not be told to be a worker's"
-            )
-        try:
-            return super()._update_mixed(schemes, worker_ids)
-        except BaseException as error:  # also Ctrl-C: messages of workers may have been lost
-            if isinstance(error, wsync.WorkerDied) or not isinstance(error, Exception):
-                self.shutdown()
-            raise
-
     def _refuse_restart(self, options: Mapping[str, Any], why: str) -> None:
         if options.get("on_worker_failure") == "restart":
             raise ValueError(f"{type(self).__name__} cannot restart these workers: {why}")
@@ -282,3 +241,45 @@ def _finalize(reference: weakref.ref[WorkerCollector], pool: WorkerPool) -> None
         collector.shutdown()
     else:  # the schemes were garbage as well, and their connections are closed
         pool.close()
+
+
+class MultiCollector(WorkerCollector):
+    """Collects batches in worker processes on this machine; batches are in shared memory.
+
+    ``MultiCollector(sync=True)`` is a ``MultiSyncCollector``: a batch has a share of every worker, and all wait for new
+    weights. ``sync=False`` is a ``MultiAsyncCollector``: a batch is one worker's.
+
+    The other arguments, and the errors, are those of ``WorkerCollector``. TypeError: ``sync`` is missing, or
+    contradicts the class.
+    """
+
+    _sync: ClassVar[bool]
+
+    def __new__(cls, *_: Any, sync: bool | None = None, **__: Any) -> MultiCollector:
+        """Choose the class by ``sync``."""
+        if cls is not MultiCollector:
+            return super().__new__(cls)
+        if sync is None:
+            raise TypeError("MultiCollector needs sync=True or sync=False")
+        chosen: Any = MultiSyncCollector if sync else MultiAsyncCollector
+        return super().__new__(chosen)
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, *, sync: bool | None = None, **options: Any) -> None:
+        if sync not in (None, self._sync):
+            raise TypeError(f"{type(self).__name__} has sync={self._sync}; MultiCollector takes either")
+        super().__init__(create_env_fn, policy, sync=self._sync, start=WorkerPool, **options)
+
+
+class MultiSyncCollector(MultiCollector):
+    """A batch has a share of every worker, with one version unless another thread updates the weights meanwhile."""
+
+    _sync = True
+
+
+class MultiAsyncCollector(MultiCollector):
+    """Workers collect while the trainer learns; a batch is the next one that any worker has completed.
+
+    A worker runs ahead of the trainer by ``run_ahead`` batches (1 by default): see ``WorkerCollector``.
+    """
+
+    _sync = False

@@ -52,7 +52,6 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
         wsync.config.store_once("policy", f"base_{name}", made)
     for name in ("ppo", "impala"):
         wsync.config.store_once("algorithm", f"base_{name}", config_of(f"learning.{name.upper()}"))
-    wsync.config.store_once("chaos", "base_chaos", config_of("collectors.chaos.Monkey"))
     wsync.config.store_once("logger", "base_wandb", config_of("learning.reporting.wandb_logger.WandbLogger"))
     wsync.config.store_once("logger", "base_none", config_of("learning.reporting.Reporter"))
 

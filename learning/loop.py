@@ -161,7 +161,6 @@ class Training:
     progress: Progress = field(default_factory=Progress)  # a resumed run starts with that of the checkpoint
     resumed_from: Path | None = None  # the folder of that checkpoint
     reporters: Sequence[Reporter] = ()  # receive the rows and the summary
-    chaos: Mapping[str, int] = field(default_factory=dict)  # number of injected faults of each kind so far
     observations: ObservationNormalizer | None = None  # of the learner's networks; the loop updates it
     rewards: RewardNormalizer = field(default_factory=RewardNormalizer)  # makes the learner's rewards
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))  # the learner's
@@ -189,7 +188,7 @@ class Training:
             if self.sync_each == "epoch":
                 self.learner.after_epoch = None
             described = {"error": None if error is None else f"{type(error).__name__}: {error}"}
-            counts = (self.scheme.metrics, collector.failures, self.chaos, collector.staleness)
+            counts = (self.scheme.metrics, collector.failures, collector.staleness)
             summary = summarise(status, self.progress, self.goal.solved_at, *counts) | described | self.facts
             steps: list[Callable[[], object]] = [partial(one.finish, summary) for one in self.reporters]
             if not isinstance(error, Diverged):

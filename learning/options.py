@@ -56,7 +56,6 @@ class TrainConfig:
     policy: Any = MISSING
     algorithm: Any = MISSING
     logger: Any = MISSING
-    chaos: Any = MISSING
     callbacks: list[Any] = field(default_factory=list)
 
 

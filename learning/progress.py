@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectors.batch_layout import frames_of
+from collectors.batches import frames_of
 from wsync.metrics import percentile
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-    from collectors.staleness import Staleness
+    from collectors.batches import Staleness
     from wsync import SyncMetrics, SyncReport
 
 WINDOW = 100  # episodes in the mean return that is compared with the threshold of a solved environment

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from collectors.staleness import Staleness
+from collectors.batches import Staleness
 from collectors.workers.records import Failures
 from learning.progress import Progress
 from wsync import SyncMetrics
@@ -28,19 +28,15 @@ def summarise(
     solved_at: float | None,
     metrics: SyncMetrics,
     failures: Failures,
-    chaos: Mapping[str, int],
     limits: Staleness,
 ) -> dict[str, Any]:
     """Return the content of ``summary.json``.
 
-    `progress` counts the whole run; the cost of updates, the `failures` of workers and the faults of `chaos` are those
-    since a resume. `status` is "solved", "finished", "interrupted" or "failed".
+    `progress` counts the whole run; the cost of updates and the `failures` of workers are those since a resume.
+    `status` is "solved", "finished", "interrupted" or "failed".
     """
     sentences = [verdict(status, progress, solved_at)]
     sentences += [f"{failures}."] if failures else []
-    if any(chaos.values()):
-        counts = ", ".join(f"{count} × {fault}" for fault, count in chaos.items())
-        sentences.append(f"Faults injected by chaos: {counts}.")
     return {
         "status": status,
         "solved": progress.solved_after is not None,
@@ -63,13 +59,12 @@ def summarise(
             "dropped_frames": progress.dropped_frames,
         },
         "worker_failures": failures.as_dict() if failures else {},
-        "chaos": dict(chaos),
     }
 
 
 def summary_without_frames() -> dict[str, Any]:
     """Return the summary of a run that has done nothing; it has every entry that others have."""
-    return summarise("finished", Progress(), None, SyncMetrics(""), Failures(), {}, Staleness())
+    return summarise("finished", Progress(), None, SyncMetrics(""), Failures(), Staleness())
 
 
 def verdict(status: str, progress: Progress, solved_at: float | None) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 from torch import nn
 
 from collectors import GymEnv
-from collectors.env_config import EnvConfig, env_factory, sample
+from collectors.config import EnvConfig, env_factory, instantiate_setting, sample
 from collectors.errors import ConfigError, lines_of_user
-from collectors.targets import instantiate_setting
 from learning import checkpoint
 from learning.making import make_actor_critic
 from learning.normalization import ObservationNormalizer

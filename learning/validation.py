@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from collectors.config import MultiAsyncConfig, RemoteConfig
 from collectors.errors import ConfigError
 from learning.options import TrainConfig
 from learning.summary import objective_of, summary_without_frames
@@ -23,7 +22,7 @@ def _each(limit: Any, names: str) -> dict[str, TypeAdapter[Any]]:
 LIMITS = {
     **_each(  # infinity is a limit itself
         Annotated[float, Field(gt=0)],
-        "num_workers num_envs total_frames timeout weight_sync.timeout collector.restart_window env.max_episode_steps "
+        "num_workers num_envs total_frames timeout weight_sync.timeout env.max_episode_steps "
         "policy.hidden policy.features policy.size algorithm.clip_rho algorithm.epochs algorithm.epochs_final "
         "algorithm.minibatch_size algorithm.anneal_frames algorithm.value_clip algorithm.max_grad_norm "
         "algorithm.max_weight",
@@ -31,13 +30,12 @@ LIMITS = {
     **_each(
         Annotated[float, Field(gt=0, allow_inf_nan=False)],
         "collector.worker_timeout collector.timeout policy.initial_std algorithm.reward_scale algorithm.lr "
-        "algorithm.clip algorithm.adam_eps chaos.rate chaos.pause",
+        "algorithm.clip algorithm.adam_eps",
     ),
     **_each(
         Annotated[float, Field(ge=0)],
         "staleness checkpoint_every collector.init_random_frames collector.max_restarts collector.run_ahead "
-        "collector.max_staleness algorithm.clip_c algorithm.target_kl logger.start_after logger.close_within "
-        "chaos.limit",
+        "collector.max_staleness algorithm.clip_c algorithm.target_kl logger.start_after logger.close_within",
     ),
     **_each(
         Annotated[float, Field(ge=0, allow_inf_nan=False)],
@@ -65,9 +63,7 @@ def check(config: TrainConfig, settings: Collection[str]) -> None:
             except ValidationError as error:
                 said = error.errors()[0]["msg"].replace("Input should", "it has to")
                 raise ConfigError(f"{name}={value}: {said}") from error
-    asynchronous = isinstance(config.collector, MultiAsyncConfig)
-    asynchronous |= isinstance(config.collector, RemoteConfig) and not config.collector.sync
-    rows = config.num_envs * (1 if asynchronous else config.num_workers)
+    rows = config.num_envs * (config.num_workers if getattr(config.collector, "sync", True) else 1)
     if config.frames_per_batch < rows:
         raise ConfigError(
             f"frames_per_batch={config.frames_per_batch}: a batch has at least one frame of each of {rows} environments"

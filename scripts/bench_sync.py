@@ -52,7 +52,7 @@ class BenchConfig:
     """All settings.
 
     Attributes:
-        backends: names of backends.
+        backends: names of backends; with ``kind=send`` also ``store`` and ``http``.
         mib: sizes of the weights of a standalone send.
         tensors: their number; ``auto``: by the size.
         policy_mib: sizes of the policies of a collector's workers; 0.018 is 2 × 64.
@@ -97,7 +97,7 @@ def check(cfg: BenchConfig) -> None:
     Raises:
         BenchError: a setting is invalid; names the valid values.
     """
-    known = [*BACKENDS, *(["cuda"] if cfg.on_gpus else [])]
+    known = [*BACKENDS, *(["store", "http"] if cfg.kind == "send" else []), *(["cuda"] if cfg.on_gpus else [])]
     if unknown := set(cfg.backends) - set(known):
         raise BenchError(f"unknown backend {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
     if cfg.kind not in ("send", "update", "both") or cfg.peer not in (None, "torchrl"):

@@ -4,7 +4,7 @@ Runs the benchmarks below one after the other, each as a user would, and writes 
 docs/figures.md, the pictures beside it. A benchmark that fails is on the page as well, with the end of its output, and
 the exit status is 1.
 
-    python scripts/figures.py                       # needs pip install -e '.[bench,mujoco,atari,delta]'
+    python scripts/figures.py                       # needs pip install -e '.[bench,mujoco,atari]'
     python scripts/figures.py --only forms --only phases
 """
 
@@ -84,19 +84,6 @@ BENCHMARKS = (
         "Where the time of a small update goes",
         "18 KiB in 6 tensors to two workers. *Warm*: one update after another. *Cold*: other work between two updates.",
         "scripts/bench_forms.py --phases",
-    ),
-    Benchmark(
-        "transforms",
-        "Transforms",
-        "Bytes that travel, and an acknowledged send, beside the whole float32 weights in the same run. *weights*: "
-        "whether each worker had, bit for bit, what the transforms make of the trainer's.",
-        "scripts/bench_transforms.py",
-    ),
-    Benchmark(
-        "delta",
-        "Exact differences",
-        "Real trainings in bfloat16: bytes, time, and the bandwidth below which a difference saves time.",
-        "scripts/measure_delta.py",
     ),
     Benchmark(
         "cartpole",

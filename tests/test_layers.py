@@ -92,7 +92,7 @@ def test_collectors_use_only_public_names_of_wsync() -> None:
 
 
 def test_only_what_shows_or_reads_configs_imports_hydra() -> None:
-    names = {"train.py", "config.py", "env_config.py", "targets.py", "help.py", "resuming.py", "trained.py"}
+    names = {"train.py", "config.py", "help.py", "resuming.py", "trained.py"}
     assert not offences([path for path in product() if path.name not in names], "hydra", "omegaconf")
 
 

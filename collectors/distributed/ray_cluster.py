@@ -31,20 +31,6 @@ def connection() -> tuple[str, str] | None:
     return context.get_node_id(), context.get_job_id()
 
 
-def describe_cluster() -> str:
-    """Return how many nodes of the cluster are alive, and their free resources; it may have ended."""
-    answers: list[str] = []
-
-    def ask() -> None:
-        alive = [node["Alive"] for node in ray.nodes()]
-        answers.append(f"{sum(alive)} of {len(alive)} nodes are alive, with {ray.available_resources()}")
-
-    asking = threading.Thread(target=ask, name="describe-cluster", daemon=True)  # Ray waits for a head that has ended
-    asking.start()
-    asking.join(_CONNECT_TIMEOUT)
-    return answers[0] if answers else "the cluster does not answer"
-
-
 class Cluster:
     """A connection of this process to Ray.
 
@@ -96,11 +82,7 @@ class Cluster:
         return self._connection is not None and self._connection == connection()
 
     def require(self) -> None:
-        """Check the connection before a call, which would otherwise start another cluster.
-
-        Raises:
-            ConnectionError: the connection has ended.
-        """
+        """Raise ConnectionError without a connection: Ray's calls would start another cluster."""
         if not self.connected:
             raise ConnectionError("ray.shutdown() has ended this process's connection to the Ray cluster")
 

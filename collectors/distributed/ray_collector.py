@@ -10,10 +10,9 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-import torch
-
 import wsync
 from wsync import missing_extra
+from wsync.control import Address
 
 try:
     import ray
@@ -22,10 +21,10 @@ except ModuleNotFoundError as error:
     raise missing_extra(error, "ray") from error
 
 from collectors.arguments import EnvMaker
-from collectors.distributed.ray_cluster import Cluster, describe_cluster, starts_one
+from collectors.distributed.ray_cluster import Cluster, starts_one
 from collectors.worker_collector import WorkerCollector
 from collectors.workers import processes
-from collectors.workers.connections import Address, Listener
+from collectors.workers.connections import Listener
 from collectors.workers.pool import WorkerHandle, WorkerPool, work
 
 
@@ -46,7 +45,7 @@ class RayCollector(WorkerCollector):
 
     Raises:
         ConnectionError: there is no cluster at ``address``, or this process is connected to another one.
-        wsync.SyncTimeout: the cluster had no place for an actor; names the required and the available resources.
+        wsync.SyncTimeout: the cluster had no place for an actor; names the required resources.
         Exception: else as ``WorkerCollector``.
     """
 
@@ -85,7 +84,7 @@ class RayWorkerActor:
 
     def work(self, address: Address, worker_idx: int, key: bytes) -> None:
         """Connect to the trainer, and execute its commands until it ends the worker."""
-        work(address, worker_idx, key, lambda options: torch.set_num_threads(options.threads))
+        work(address, worker_idx, key)
 
 
 class RayWorker(WorkerHandle):
@@ -150,7 +149,7 @@ class RayPool(WorkerPool):
     def _why_late(self, timeout: float) -> str:
         return (
             f"had no place in the Ray cluster, or did not start, within {timeout:g} s: needed for each is "
-            f"{self._resources or 'nothing special'}, and {describe_cluster()}"
+            f"{self._resources or 'nothing special'} (`ray status` says what is free)"
         )
 
     def close(self) -> None:

@@ -1,48 +1,57 @@
-"""The collector with workers in a ``torch.distributed.rpc`` group; commands and batches go over TCP connections."""
+"""The collector with workers in a ``torch.distributed.rpc`` group, all on this machine.
+
+The trainer's store listens on a port that the system has chosen. A process may form several groups, one after another,
+which torch does not support: its per-process counters are reset for each group.
+"""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Mapping, Sequence
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, NoReturn
+from multiprocessing.process import BaseProcess
+from typing import Any
+from urllib.parse import parse_qs, urlparse
 
-from torch.distributed import rpc
+from torch.distributed import (
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    register_rendezvous_handler,  # pyright: ignore[reportPrivateImportUsage]
+    rpc,
+)
 
 from collectors.arguments import EnvMaker
-from collectors.distributed import rpc_group
-from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
-from collectors.distributed.tcp import resolved
+from collectors.worker import serve
 from collectors.worker_collector import WorkerCollector
 from collectors.workers import processes
-from collectors.workers.connections import Disconnected, Listener, milliseconds
-from collectors.workers.pool import WorkerHandle, WorkerPool
-from wsync import SyncTimeout, WorkerDied
+from collectors.workers.connections import connect, milliseconds
+from collectors.workers.pool import WakeEvent, WorkerPool
+from wsync import SyncTimeout, WorkerDied, listen_on
+from wsync.control import Address
 
-_TIMED_OUT = "RPCErr:1:"  # prefix of torch's message for a call that has timed out
+StoreAddress = tuple[str, int]
+_stores: dict[str, Store] = {}  # by the name in the address that torch is given
 
 
 class RPCCollector(WorkerCollector):
     """Collects batches with workers that are called by RPC (TensorPipe).
 
-    By default it starts its workers itself, on this machine, and a group in which the trainer is ``"trainer"`` and they
-    are ``"worker0"``, ``"worker1"`` …; both end with it. Or it uses members of a group that this process has joined by
-    ``init_rpc``; those stay in it afterwards.
+    It starts its workers itself, on this machine, and a group in which the trainer is ``"trainer"`` and they are
+    ``"worker0"``, ``"worker1"`` …; both end with it.
 
     Args:
         create_env_fn: one function per worker; this, ``policy``, ``sync`` and ``options``: see ``WorkerCollector``.
-        workers: names in the group of this process, one per worker. ``threads`` has no effect on them.
-        host: the interface of a group that is started, and the one on which the default scheme listens; give it with
-            ``workers`` if they are on other machines. Unless ``TP_SOCKET_IFNAME`` is set, a loopback address keeps all
-            of the group's traffic on the loopback interface.
         timeout: seconds in which the workers have to join.
 
     Raises:
-        RuntimeError: there is a group already and no ``workers``, or ``workers`` and no group.
         wsync.SyncTimeout: a worker did not join in time.
-        wsync.NotConnected: it cannot listen on ``host``, or that would be on every interface.
-        ValueError: ``on_worker_failure="restart"``.
+        ValueError: ``on_worker_failure="restart"``; or this process belongs to an RPC group already.
         Exception: else as ``WorkerCollector``.
     """
 
@@ -52,8 +61,6 @@ class RPCCollector(WorkerCollector):
         policy: Any = None,
         *,
         sync: bool = True,
-        workers: Sequence[str] | None = None,
-        host: str = "127.0.0.1",
         timeout: float = 60.0,
         **options: Any,
     ) -> None:
@@ -62,71 +69,39 @@ class RPCCollector(WorkerCollector):
             "torch.distributed.rpc does not take a member back into a group, nor lets this process have two: "
             "use on_worker_failure=drop, or a DistributedCollector (weight_sync=distributed)",
         )
-        self._host = host
-        start = partial(RpcPool, names=workers, host=host, timeout=timeout)
-        super().__init__(create_env_fn, policy, sync=sync, start=start, **options)
+        super().__init__(create_env_fn, policy, sync=sync, start=partial(RpcPool, timeout=timeout), **options)
 
 
 class RpcPool(WorkerPool):
-    """Workers of an RPC group, which connect to this process over TCP; ``RPCCollector`` documents the arguments."""
+    """Processes that form an RPC group with this one."""
 
-    def __init__(self, count: int, *, names: Sequence[str] | None, host: str, timeout: float) -> None:
-        if names is None and is_member():
-            raise RuntimeError(
-                "this process belongs to an RPC group already: give the names of its workers (workers=[…]), "
-                "or shut the other collector down (rpc.shutdown() ends a group of your own)"
-            )
-        if names is not None:
-            _check_names(count, names)
-        super().__init__(count, Listener(host and resolved(host)), start=False)
-        self._store: Any = None
+    def __init__(self, count: int, *, timeout: float) -> None:
+        with suppress(RuntimeError):  # this process belongs to no group
+            member = rpc.get_worker_info().name
+            raise ValueError(f"this process is '{member}' of an RPC group already: shut the other collector down")
         self._joined = False
+        self._store, address = host_store()
+        limit = milliseconds(timeout) / 1e3  # torch's RPC counts them in an int, too
+        self._arguments = (count + 1, address, limit)
+        super().__init__(count)
         try:
-            if names is None:
-                self._start_group(count, host, milliseconds(timeout) / 1e3)  # torch's RPC counts them in an int, too
-            else:
-                self._enlist(names, timeout)
+            sentinels = {worker.sentinel: worker for worker in self.workers}
+            if dead := join_or_end(*self._arguments, [*sentinels]):
+                worker = sentinels[dead]
+                cause = f"{worker.exit_reason()}, before it had joined"
+                raise WorkerDied(f"worker {worker.worker_idx} {cause}", {worker.worker_idx: cause})
+            self._joined = True
             self.wait_for_workers(timeout)
         except BaseException:  # also Ctrl-C: a group that has begun to form is left
             self.close()
             raise
-        self.listener.close()
 
-    def _enlist(self, names: Sequence[str], timeout: float) -> None:
-        """Have members of the group start a worker in a thread each; all at once, with one deadline."""
-        calls = []
-        for i, name in enumerate(names):
-            worker = WorkerHandle(i, secrets.token_hex(16).encode(), name=f"('{name}' of the RPC group)")
-            self.workers.append(worker)
-            arguments = (self.listener.address, i, worker.key)
-            calls.append(rpc.rpc_async(name, rpc_group.enlist, args=arguments, timeout=timeout))
-        failed: dict[int, RuntimeError] = {}
-        for i, call in enumerate(calls):
-            try:
-                call.wait()
-            except RuntimeError as error:
-                failed[i] = error
-        if failed:
-            _raise_for(failed, names, timeout)
-
-    def _start_group(self, count: int, host: str, timeout: float) -> None:
-        """Start processes, which join a group with this one and connect to it."""
-        self._store, store_address = host_store(host)
-        for i in range(count):
-            key = secrets.token_hex(16).encode()
-            process = processes.start(
-                rpc_group.main, i, self.listener.address, i, key, count + 1, store_address, timeout
-            )
-            self.workers.append(WorkerHandle(i, key, process))
-        dead = join_or_end(count + 1, store_address, [worker.sentinel for worker in self.workers], timeout)
-        for worker in self.workers:
-            if worker.sentinel == dead:
-                cause = f"{worker.exit_reason()}, before it had joined"
-                raise WorkerDied(f"worker {worker.worker_idx} {cause}", {worker.worker_idx: cause})
-        self._joined = True
+    def start_process(self, worker_idx: int, key: bytes) -> BaseProcess:
+        """Start a worker, which joins the group and connects to this process."""
+        return processes.start(main, worker_idx, self.listener.address, worker_idx, key, *self._arguments)
 
     def close(self) -> None:
-        """End the workers, and a group that was started for them."""
+        """End the workers, and the group."""
         if self._joined:
             self._joined = False
             self._end_workers()
@@ -140,27 +115,131 @@ class RpcPool(WorkerPool):
             worker.send("end")
         for worker in self.workers:
             connection = worker.connection
-            try:
-                while connection is not None and worker.process is not None:
-                    ready = wait([connection.fileno(), worker.process.sentinel], processes.SHUTDOWN_GRACE)
+            with suppress(ConnectionError):
+                while connection is not None:
+                    ready = wait([connection.fileno(), worker.sentinel], processes.SHUTDOWN_GRACE)
                     if connection.fileno() not in ready or connection.receive()[0] == "ended":
                         break
-            except Disconnected:
-                continue
 
 
-def _check_names(count: int, names: Sequence[str]) -> None:
-    if not is_member():
-        raise RuntimeError("workers=[…] are names in an RPC group: call torch.distributed.rpc.init_rpc() first")
-    if len(names) != count:
-        raise ValueError(f"{len(names)} names of workers for {count} environment functions")
-    if len(set(names)) < count:
-        raise ValueError(f"a process can be one worker, and names has one twice: {', '.join(names)}")
+def main(address: Address, worker_idx: int, key: bytes, size: int, store: StoreAddress, timeout: float) -> None:
+    """Run a worker in a process of its own: join the group, connect, execute commands.
+
+    The process ends once the trainer has left the group, and closes the connection.
+    """
+    join_group(f"worker{worker_idx}", worker_idx + 1, size, store, timeout)
+    with closing(connect(address, worker_idx, key)) as connection:
+        serve(connection)
+        if connection.told_to_end:
+            sys.stderr.flush()
+            # torch logs errors when the trainer leaves the group first; this process has nothing more to log.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            with suppress(ConnectionError):
+                connection.send("ended")
+                while True:
+                    connection.receive()
+    leave_group()
 
 
-def _raise_for(failed: Mapping[int, RuntimeError], names: Sequence[str], timeout: float) -> NoReturn:
-    late = f"did not answer within {timeout:g} s"
-    causes = {i: late if _TIMED_OUT in str(one) else str(one).partition("\n")[0] for i, one in failed.items()}
-    lines = [f"worker {i} ('{names[i]}' of the RPC group): {cause}" for i, cause in causes.items()]
-    kind = SyncTimeout if all(cause is late for cause in causes.values()) else WorkerDied
-    raise kind("\n".join(lines), causes) from next(iter(failed.values()))
+# --- the group ---
+
+
+def _existing_store(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    where = urlparse(url)
+    query = parse_qs(where.query)
+    # Popped, so that torch's own reference to this generator does not keep the store's port open.
+    yield _stores.pop(where.netloc), int(query["rank"][0]), int(query["world_size"][0])
+
+
+register_rendezvous_handler("wsync", _existing_store)
+
+
+def host_store() -> tuple[Store, StoreAddress]:
+    """Return a store that listens on a free port of this machine, and its address."""
+    with listen_on("127.0.0.1") as listening:
+        address: StoreAddress = listening.getsockname()[:2]
+        store = TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return store, address
+
+
+def join_group(name: str, rank: int, size: int, address: StoreAddress, timeout: float) -> None:
+    """Join the group that has its store at ``address``; wait for all other members."""
+    limit = timedelta(seconds=timeout)
+    store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
+    key = f"{name}-{address[1]}"
+    _stores[key] = store
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"wsync://{key}", rpc_timeout=timeout)
+    with _reset_counters(), _loopback(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
+        rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
+
+
+@contextmanager
+def _reset_counters() -> Iterator[None]:
+    """Make torch count from 0: the counts are part of keys on which all members must agree."""
+    before, gathered = rpc._init_counter, dict(rpc.api._all_gather_sequence_id)
+    rpc._init_counter = 0
+    rpc.api._all_gather_sequence_id.clear()
+    try:
+        yield
+    finally:
+        rpc._init_counter = before
+        rpc.api._all_gather_sequence_id.clear()
+        rpc.api._all_gather_sequence_id.update(gathered)
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Make gloo and TensorPipe use the loopback interface, unless the environment sets another."""
+    mine = {name: "lo" for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name not in os.environ}
+    os.environ.update(mine)
+    try:
+        yield
+    finally:
+        for name in mine:
+            del os.environ[name]
+
+
+def join_or_end(size: int, address: StoreAddress, timeout: float, sentinels: Sequence[int]) -> int | None:
+    """Join as the trainer; return None, or the descriptor of ``sentinels`` that became readable first.
+
+    torch's call cannot be interrupted: another thread makes it, and ends when the store is closed.
+    """
+    done, errors = WakeEvent(), []
+
+    def attempt() -> None:
+        try:
+            join_group("trainer", 0, size, address, timeout)
+        except Exception as error:  # noqa: BLE001  raised below, in the thread that waits
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=attempt, name="rpc-join", daemon=True).start()
+    ready = wait([done.fileno(), *sentinels], timeout)
+    joined = done.fileno() in ready
+    if errors:
+        raise errors[0]
+    if joined:
+        return None
+    if not ready:
+        raise SyncTimeout(f"the RPC group was not complete after {timeout:g} s")
+    return next(fd for fd in ready if isinstance(fd, int))
+
+
+def leave_group() -> None:
+    """Leave the group without waiting for its other members.
+
+    A graceful shutdown needs all members, and works once per process. This one makes torch log each connection that it
+    closes: these lines are held back from stderr's descriptor.
+    """
+    stderr, held = os.dup(2), os.memfd_create("wsync-stderr", os.MFD_CLOEXEC)
+    os.dup2(held, 2)
+    try:
+        rpc.shutdown(graceful=False)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        with os.fdopen(held, "rb") as file:
+            file.seek(0)
+            os.write(2, b"".join(line for line in file if b"tensorpipe_agent.cpp" not in line))

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -23,20 +24,11 @@ from torch.distributed import (
 from collectors.arguments import EnvMaker
 from collectors.worker import serve
 from collectors.worker_collector import WorkerCollector
-from collectors.workers.connections import (
-    Address,
-    Connection,
-    Disconnected,
-    Greeting,
-    Listener,
-    connect,
-    from_public_text,
-    public_text,
-    shared_key,
-)
+from collectors.workers.connections import Connection, Listener, connect
 from collectors.workers.pool import WorkerHandle, WorkerPool
 from collectors.workers.processes import exit_when_readable, set_worker_signals
 from wsync import NotConnected, SyncTimeout
+from wsync.control import Address, shared_key
 
 Launcher = Literal["local", "join"]
 TRAINER, AUTHKEY = "WSYNC_TRAINER", "WSYNC_AUTHKEY"
@@ -95,10 +87,9 @@ class DistributedCollector(WorkerCollector):
 
 
 class TcpPool(WorkerPool):
-    """Waits until all workers have joined, and stops listening on TCP then. A restarted one connects to a Unix socket.
+    """Stops listening on TCP when all workers have joined; a restarted one connects to a Unix socket.
 
-    A worker that this process has started joins with the key that it was started with; one in another program with
-    its name, "(process … on …)".
+    A worker that this process has started joins with its key; one in another program with a name, "(process … on …)".
     """
 
     def __init__(self, count: int, *, host: str, port: int, launcher: Launcher, timeout: float) -> None:
@@ -128,19 +119,18 @@ class TcpPool(WorkerPool):
         finally:
             del store  # which had to live until all workers have read it
 
-    def _register(self, connection: Connection, greeting: Greeting) -> None:
-        """Tell a worker in another program whether it has joined; as which one, if it has named no index."""
-        if not greeting.data.startswith(b"("):
-            super()._register(connection, greeting)
+    def _register(self, connection: Connection, worker_idx: int, name: bytes) -> None:
+        if not name.startswith(b"("):
+            super()._register(connection, worker_idx, name)
             return
         missing = self._missing()
-        index = greeting.worker if greeting.worker >= 0 or not missing else missing[0]
+        index = worker_idx if worker_idx >= 0 or not missing else missing[0]
         is_accepted = index in missing
         reason = f"there is a worker {index} already, or there are only {self._count}"
-        with suppress(Disconnected):  # the worker has ended meanwhile; if it was accepted, ``poll`` reports it
+        with suppress(ConnectionError):  # the worker has ended meanwhile; if it was accepted, ``poll`` reports it
             connection.send(*(("accepted", index) if is_accepted else ("refused", reason)))
         if is_accepted:
-            self.workers.append(worker := WorkerHandle(index, b"", name=greeting.data.decode()))
+            self.workers.append(worker := WorkerHandle(index, b"", name=name.decode()))
             worker.attach(connection)
         else:
             connection.close()
@@ -158,8 +148,7 @@ def join_trainer(*, timeout: float = 60.0) -> int:
     """Run this process as a worker of a ``DistributedCollector(launcher="join")``, until it is shut down.
 
     The trainer's address is that of ``WSYNC_TRAINER`` (``host:port``), the key that of ``WSYNC_AUTHKEY``; or, under
-    torchrun, those that rank 0 has published. If the trainer's process ends, this one ends at once, with status 1;
-    if it shuts down and this one does not end in time, because a batch takes longer, with status 0.
+    torchrun, those that rank 0 has published. If the trainer's process ends, this one ends at once, with status 1.
 
     Args:
         timeout: seconds in which the trainer has to be reached.
@@ -205,7 +194,7 @@ def join(address: Address, worker_idx: int, timeout: float) -> None:
     """Join the trainer at ``address``, and execute its commands until it closes the connection."""
     deadline, where = time.monotonic() + timeout, f"{address.host}:{address.port}"
     name = f"(process {os.getpid()} on {socket.gethostname()})"
-    connection = connect(address, Greeting(worker_idx, name.encode()), deadline)
+    connection = connect(address, worker_idx, name.encode(), deadline)
     try:
         verdict, reason = connection.receive(deadline)
         if verdict == "refused":
@@ -217,7 +206,7 @@ def join(address: Address, worker_idx: int, timeout: float) -> None:
             stop_watching()
     except TimeoutError as error:
         raise NotConnected(f"the trainer at {where} does not answer: is it stopped?") from error
-    except Disconnected as error:
+    except ConnectionError as error:
         raise NotConnected(
             f"the trainer at {where} did not accept this worker: another key? Or it has its workers already"
         ) from error
@@ -242,7 +231,7 @@ def trainer_host() -> str:
 def publish(address: Address, timeout: float) -> Store:
     """Publish the trainer's address. Keep the returned store until all workers have read it."""
     store = _store(timeout)
-    store.set(_STORE_KEY, public_text(address))
+    store.set(_STORE_KEY, address.dump(public=True))
     return store
 
 
@@ -250,7 +239,7 @@ def look_up(timeout: float) -> Address:
     """Wait until the trainer has published its address; return it."""
     store = _store(timeout)
     try:
-        return from_public_text(store.get(_STORE_KEY))
+        return replace(Address.load(store.get(_STORE_KEY)), key=shared_key())
     except DistStoreError as error:
         raise SyncTimeout(
             f"rank {os.environ['RANK']}: the trainer (rank 0) did not open a DistributedCollector(launcher='join') "

@@ -8,7 +8,6 @@ environments, as a policy would give them, with their log-probabilities ``[E]`` 
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 
 import numpy as np
 import torch
@@ -50,16 +49,13 @@ class DiscreteActions:
         return taken
 
     def _checked(self, index: Array) -> Array:
-        """Return a checked copy: an environment may keep it. The first two branches are the common cases."""
-        if index.size == 1 and index.item() in range(self.n):
-            return index.astype(np.int64)
-        with suppress(ValueError, TypeError):  # an index is out of range, or not an integer
-            return np.unravel_index(index, (self.n,))[0]  # checks and copies in one call
-        known = np.isin(index, np.arange(self.n))
-        if not known.all():
-            row = int(known.argmin())
+        with np.errstate(invalid="ignore"):  # of NaN
+            taken = index.astype(np.int64)  # a copy: an environment may keep it
+        wrong = (taken != index) | (taken < 0) | (taken >= self.n)
+        if np.count_nonzero(wrong):
+            row = int(wrong.argmax())
             raise ValueError(f"the action for environment {row} is {index[row]}, and an index is 0 to {self.n - 1}")
-        return index.astype(np.int64)
+        return taken
 
     def from_env(self, action: Array) -> Array:
         """Return indices, counted from 0."""
@@ -81,30 +77,22 @@ class BoxActions:
         low = np.where(space.bounded_below, space.low, -np.inf)
         high = np.where(space.bounded_above, space.high, np.inf)
         self.spec = Spec(torch.Size(space.shape), torch.float32, *float_bounds(low, high))
-        self._bounds = (np.empty(0), np.empty(0))  # for all environments, [E, *shape]: no broadcast in each step
+        self._low, self._high = space.low, space.high
+        if self._is_integer:  # float64 rounds the largest int64 and uint64 up, out of the range of the dtype
+            self._low, self._high = space.low.astype(np.float64), space.high.astype(np.float64)
+            if space.dtype.kind in "iu":
+                self._high = np.minimum(self._high, np.nextafter(float(np.iinfo(str(space.dtype)).max), 0))
 
     def to_env(self, action: Array, num_envs: int) -> Array:
         """Return ``[E, *shape]`` in the space's dtype; raise ValueError for any other shape, or NaN."""
-        low, high = self._bounds
-        if len(low) != num_envs:
-            low, high = self._bounds = self._bounds_of(num_envs)
-        if action.size != low.size or not _has_rows(action, num_envs):
-            raise ValueError(f"an action for these environments has shape {list(low.shape)}, not {list(action.shape)}")
-        clipped = np.maximum(action.reshape(low.shape), low)
+        shape = (num_envs, *self.space.shape)
+        if action.size != math.prod(shape) or not _has_rows(action, num_envs):
+            raise ValueError(f"an action for these environments has shape {list(shape)}, not {list(action.shape)}")
+        clipped = np.minimum(np.maximum(action.reshape(shape), self._low), self._high)
         if (unknown := np.isnan(clipped)).any():
             row = int(np.argwhere(unknown)[0, 0])
             raise ValueError(f"the action for environment {row} is {clipped[row].tolist()}")
-        np.minimum(clipped, high, out=clipped)
-        if self._is_integer:
-            np.rint(clipped, out=clipped)
-        return clipped.astype(self.space.dtype, copy=False)
-
-    def _bounds_of(self, num_envs: int) -> tuple[Array, Array]:
-        space, shape = self.space, (num_envs, *self.space.shape)
-        low, high = (np.full(shape, one, np.float64 if self._is_integer else None) for one in (space.low, space.high))
-        if space.dtype.kind in "iu":  # the largest int64 and uint64 would be rounded up, out of the range of the dtype
-            np.minimum(high, np.nextafter(float(np.iinfo(str(space.dtype)).max), 0), out=high)
-        return low, high
+        return (np.rint(clipped) if self._is_integer else clipped).astype(self.space.dtype, copy=False)
 
     def from_env(self, action: Array) -> Array:
         """Return float32."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ def to_numpy(value: torch.Tensor) -> Array:
     return (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Spec:
     """Shape, dtype and bounds of one environment's observation or action (without batch dimensions).
 
@@ -74,19 +74,10 @@ class Spec:
 
     shape: torch.Size
     dtype: torch.dtype
-    low: torch.Tensor | None = None
-    high: torch.Tensor | None = None
+    low: torch.Tensor | None = field(default=None, repr=False)
+    high: torch.Tensor | None = field(default=None, repr=False)
     n: int | None = None
     nvec: tuple[int, ...] | None = None
-
-    def __repr__(self) -> str:
-        """Return the attributes that are set; of bounds the lowest and the highest number."""
-        shown = {"shape": tuple(self.shape), "dtype": self.dtype, "n": self.n, "nvec": self.nvec}
-        for name, bound in (("low", self.low), ("high", self.high)):
-            if bound is not None and bound.numel():
-                lowest, highest = bound.min().item(), bound.max().item()
-                shown[name] = lowest if lowest == highest else f"{lowest:g} to {highest:g}"
-        return f"Spec({', '.join(f'{name}={value}' for name, value in shown.items() if value is not None)})"
 
     @property
     def is_discrete(self) -> bool:

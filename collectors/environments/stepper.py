@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import operator
-from collections.abc import Callable, Sequence
-from types import EllipsisType
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import torch
 
 from collectors.environments.actions import ActionCodec, action_codec
-from collectors.environments.specs import ACTION_MASK, Array, ArrayTree, Spec, SpecTree, observation_codec, zeros
+from collectors.environments.specs import ACTION_MASK, Array, ArrayTree, SpecTree, observation_codec, zeros
 from collectors.environments.transforms import ACTION, NEXT_OBSERVATION, OBSERVATION, REWARD, Transform
 from collectors.environments.vector import VectorDriver
 
@@ -30,15 +27,12 @@ RESULTS = {
 class Stepper:
     """E environments, stepped in two halves: ``step``, after which the results are read, then ``reset_ended``.
 
-    All arrays are written in place. After ``step``: ``observation`` ``[E, *obs]`` is the true successor; ``reward``,
-    ``terminated``, ``truncated``, ``done``, ``episode_return``, ``episode_length`` (each ``[E]``) belong to this step,
-    the last two including it. ``reset_step`` is None, or bool ``[E]``: rows that this step has reset instead of acting
-    in them; the results of these rows are no frame. After ``reset_ended``: ``observation`` is what to act on next, and
-    ``is_init`` ``[E]`` says where it is the first of an episode. ``observation`` is an ``ArrayTree`` for Dict and Tuple
-    spaces.
+    All arrays are written in place. After ``step``: ``observation`` ``[E, *obs]`` (an ``ArrayTree`` for Dict and Tuple
+    spaces) is the true successor; the ``RESULTS`` (each ``[E]``) belong to this step. ``reset_step`` is None, or bool
+    ``[E]``: rows that this step has reset instead of acting in them, which are no frames. After ``reset_ended``:
+    ``observation`` is what to act on next, and ``is_init`` ``[E]`` says where it is the first of an episode.
 
-    If either half raises or is interrupted, the state of the episodes is unknown: ``is_reset`` is false, and a reset
-    has to follow.
+    If either half raises or is interrupted, ``is_reset`` is false, and a reset has to follow.
     """
 
     def __init__(self, driver: VectorDriver, seed: int | None = None) -> None:
@@ -50,7 +44,7 @@ class Stepper:
         options = self.action_spec.options
         self._first_options = np.cumsum(options, dtype=np.int64) - options  # of each choice, in an action mask
         # The input of a SampledPolicy is a view of this memory.
-        self.observation = self._raw = zeros(self.observation_spec, self.num_envs)
+        self.observation = zeros(self.observation_spec, self.num_envs)
         self._started = zeros(self.observation_spec, self.num_envs)
         self.is_init = np.ones(self.num_envs, np.bool_)
         self.reward = self._own_reward = np.zeros(self.num_envs, np.float32)
@@ -61,26 +55,14 @@ class Stepper:
         self.is_reset = False  # whether `step` may be called without a `reset`
         self._limit: int | None = None
         self._seed: int | None = None
-        self._stages: tuple[Encoder | RewardModel, ...] = ()
+        self._rewards: list[RewardModel] = []
         if seed is not None:
             self.seed(seed)
 
-    def with_transform(self, transform: Transform) -> Self:
-        """Return a stepper of the same environments that applies ``transform`` after the existing transforms.
-
-        An encoder replaces ``observation`` (an array) and ``observation_spec``, a reward model ``reward``.
-        """
-        stepper = copy.copy(self)
-        if transform.is_encoder:
-            stage = Encoder(transform, self.observation)
-            stepper.observation, stepper.observation_spec = stage.observation, stage.spec
-            if self.is_reset:
-                stage.encode(...)
-        else:
-            stage = RewardModel(transform, self.observation, self.reward, self._actions)
-            stepper.reward = stage.reward
-        stepper._stages = (*self._stages, stage)
-        return stepper
+    def append(self, transform: Transform) -> None:
+        """Replace ``reward`` by what ``transform`` makes of it, after the existing transforms."""
+        self._rewards.append(RewardModel(transform, self.observation, self.reward, self._actions))
+        self.reward = self._rewards[-1].reward
 
     @property
     def max_frames_per_traj(self) -> int | None:
@@ -110,13 +92,12 @@ class Stepper:
         if seed is not None:
             self.seed(seed)
         self.is_reset = False
-        self._observations.write(self.driver.reset(self._seed), self._raw)
+        self._observations.write(self.driver.reset(self._seed), self.observation)
         self.episode_return[:] = 0
         self.episode_length[:] = 0
         self.done[:] = False
         self.is_init[:] = True
         self._seed = None
-        self._encode(...)
         self.is_reset = True
 
     def sample(self) -> tuple[Array, Array]:
@@ -140,17 +121,14 @@ class Stepper:
         return None
 
     def step(self, action: Array) -> None:
-        """Apply ``action`` (any form that a policy may give); see the class for what can be read then.
-
-        Actions of rows that this step resets have no effect, and may be NaN as the last observation may.
-        """
+        """Apply ``action`` (any form that a policy may give); see the class for what can be read then."""
         self._check_mask()
-        taken = self._actions.to_env(self._without_reset_rows(action), self.num_envs)
-        for stage in self._stages:
-            stage.before(taken)
+        taken = self._actions.to_env(action, self.num_envs)
+        for model in self._rewards:
+            model.before(taken)
         self.is_reset = False  # until `reset_ended`
         successor, self._own_reward[:], self.terminated[:], self.truncated[:] = self.driver.step(taken)
-        self._observations.write(successor, self._raw)
+        self._observations.write(successor, self.observation)
         self.episode_return += self._own_reward
         self.episode_length += 1
         self.reset_step = self.driver.reset_step
@@ -160,8 +138,8 @@ class Stepper:
         if self._limit is not None:
             self.truncated |= self.episode_length >= self._limit
         np.logical_or(self.terminated, self.truncated, out=self.done)
-        for stage in self._stages:
-            stage.after(self.reset_step)
+        for model in self._rewards:
+            model.after(self.reset_step)
 
     def _check_mask(self) -> None:
         """Raise ValueError if an environment that acts now has no option of a choice."""
@@ -179,62 +157,18 @@ class Stepper:
                 "to be possible until the episode ends"
             )
 
-    def _without_reset_rows(self, action: Array) -> Array:
-        """Return ``action`` with zeros in the rows that the next step resets; any action space has that action."""
-        done = self.done
-        if self.reset_step is None or not np.count_nonzero(done) or action.size % len(done):
-            return action
-        rows = np.array(action).reshape(len(done), -1)
-        rows[done] = 0
-        return rows.reshape(action.shape)
-
     def reset_ended(self) -> None:
         """Start new episodes where ``done``; the other rows continue."""
         if np.count_nonzero(self.done):
             (rows,) = self.done.nonzero()
             self._observations.write(self.driver.reset_rows(self.done), self._started)
-            self._raw[rows] = self._started[rows]
+            self.observation[rows] = self._started[rows]
             self.episode_return[rows] = 0
             self.episode_length[rows] = 0
-            self._encode(rows)
         self.is_init[:] = self.done
         if self.reset_step is not None:
             self.is_init |= self.reset_step
         self.is_reset = True
-
-    def _encode(self, rows: EllipsisType | Array) -> None:
-        for stage in self._stages:
-            stage.encode(rows)
-
-
-class Encoder:
-    """Encodes observations, also those at the end and the start of an episode, into ``observation``, of ``spec``."""
-
-    def __init__(self, transform: Transform, source: Array) -> None:
-        self._transform, self._source = transform, source
-        first = transform.probe(source)
-        self._row = first.shape[1:]
-        self.spec = Spec(torch.Size(self._row or (1,)), torch.float32)
-        self.observation: Array = zeros(self.spec, len(source))
-        self._checked(first, len(source))
-
-    def before(self, taken: Array) -> None:
-        """Do nothing: an encoder reads no action."""
-
-    def after(self, reset_step: Array | None) -> None:
-        """Encode the successors."""
-        self.encode(...)
-
-    def encode(self, rows: EllipsisType | Array) -> None:
-        """Encode these rows of the source; ``...`` for all."""
-        given = self._source[rows]
-        self.observation[rows] = self._checked(self._transform.evaluate(given), len(given))
-
-    def _checked(self, encoded: Array, rows: int) -> Array:
-        if encoded.shape != (rows, *self._row):
-            message = f"{self._transform} gave observations of shape {list(encoded.shape)} for {rows} environment(s)"
-            raise ValueError(f"{message}: it has to give one row for each, {[rows, *self._row]}")
-        return encoded.reshape(rows, *self.spec.shape)
 
 
 class RewardModel:
@@ -246,9 +180,6 @@ class RewardModel:
         self._inputs: dict[Any, Array] = {NEXT_OBSERVATION: observation, REWARD: reward}
         self._inputs[OBSERVATION] = observation.copy()
         self.reward = np.zeros_like(reward)
-        zero = np.zeros((self._num_envs, *actions.spec.shape), np.float32)
-        self.before(actions.to_env(zero, self._num_envs))
-        self._result(transform.probe)
 
     def before(self, taken: Array) -> None:
         """Keep the action that the environment takes now, and the observation: the step overwrites its array."""
@@ -260,22 +191,16 @@ class RewardModel:
 
     def after(self, reset_step: Array | None) -> None:
         """Compute the rewards, which are 0 in the rows that the step has reset."""
-        self.reward[:] = self._result(self._transform.evaluate)
-        if reset_step is not None:
-            self.reward[reset_step] = 0
-
-    def encode(self, rows: EllipsisType | Array) -> None:
-        """Do nothing: a reset has no reward."""
-
-    def _result(self, function: Callable[..., Array]) -> Array:
         inputs = [self._inputs[key] for key in self._transform.in_keys]
-        reward = function(*(one[:, None] if one is self._inputs[REWARD] else one for one in inputs))
+        reward = self._transform.evaluate(*(one[:, None] if one is self._inputs[REWARD] else one for one in inputs))
         if reward.shape not in ((self._num_envs,), (self._num_envs, 1)):
             raise ValueError(
                 f"{self._transform} gave rewards of shape {list(reward.shape)} for {self._num_envs} environment(s): "
                 f"it has to give one number for each, {[self._num_envs]} or {[self._num_envs, 1]}"
             )
-        return reward.reshape(self._num_envs)
+        self.reward[:] = reward.reshape(self._num_envs)
+        if reset_step is not None:
+            self.reward[reset_step] = 0
 
 
 def sample_allowed(options: Sequence[int], allowed: Array, generator: np.random.Generator) -> tuple[Array, Array]:

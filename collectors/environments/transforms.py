@@ -1,4 +1,4 @@
-"""Transforms of an environment: a module that encodes its observations or computes its rewards."""
+"""Transforms of an environment: a module that computes its rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ Key = str | Sequence[str]
 OBSERVATION, ACTION = "observation", "action"
 NEXT_OBSERVATION, REWARD = ("next", "observation"), ("next", "reward")
 _READABLE = (OBSERVATION, ACTION, NEXT_OBSERVATION, REWARD)
-_WRITABLE = (OBSERVATION, REWARD)
 
 
 @contextmanager
@@ -42,46 +41,26 @@ def without_side_effects(function: object, device: torch.device | str = "cpu") -
 
 
 class Transform(ABC):
-    """Replaces observations or rewards of an environment by a function of arrays ``[E, *]`` (a module gets float32).
+    """Replaces the rewards of an environment by a function of arrays ``[E, *]`` (a module gets float32).
 
-    It is an encoder, reading "observation" and writing "observation"; or a reward model, reading any of "observation"
-    ``[E, *obs]``, "action" ``[E, n]`` (a choice as one-hot) or ``[E, *shape]`` (clipped to the bounds),
-    ("next", "observation") ``[E, *obs]`` and ("next", "reward") ``[E, 1]``, in the order of ``in_keys``, and writing
-    ("next", "reward") ``[E]`` or ``[E, 1]``. It reads the outputs of the environment's earlier transforms.
-
-    The function is called once per step with all environments; an encoder also after a reset, with the rows that were
-    reset.
+    It reads any of "observation" ``[E, *obs]``, "action" ``[E, n]`` (a choice as one-hot) or ``[E, *shape]`` (clipped
+    to the bounds), ("next", "observation") ``[E, *obs]`` and ("next", "reward") ``[E, 1]`` (of the transform before),
+    in the order of ``in_keys``, and writes ("next", "reward") ``[E]`` or ``[E, 1]``. It is called once per step.
 
     Args:
         in_keys: inputs of the function.
-        out_keys: its output.
+        out_keys: ``[("next", "reward")]``.
 
     Raises:
-        ValueError: unknown keys, or a combination that is not an encoder or a reward model.
+        ValueError: there is no key, or an unknown one.
     """
 
     def __init__(self, in_keys: Sequence[Key], out_keys: Sequence[Key]) -> None:
-        self.in_keys, self.out_keys = _keys("in_keys", in_keys, _READABLE), _keys("out_keys", out_keys, _WRITABLE)
-        if len(self.out_keys) != 1:
-            raise ValueError(f'out_keys is ["observation"] or [("next", "reward")], not {list(self.out_keys)}')
-        if self.is_encoder and self.in_keys != (OBSERVATION,):
-            raise ValueError(
-                f'what writes "observation" reads ["observation"] and nothing else, not {list(self.in_keys)}: '
-                "a reset gives nothing else to read"
-            )
-
-    @property
-    def is_encoder(self) -> bool:
-        """Whether it writes observations; else it writes rewards."""
-        return self.out_keys == (OBSERVATION,)
+        self.in_keys, self.out_keys = _keys("in_keys", in_keys, _READABLE), _keys("out_keys", out_keys, (REWARD,))
 
     @abstractmethod
     def evaluate(self, *inputs: Array) -> Array:
-        """Call the function. Called in every step by the acting thread."""
-
-    @abstractmethod
-    def probe(self, *inputs: Array) -> Array:
-        """Call the function for the shape of its result, without side effects. Called when it is appended."""
+        """Call the function, in every step, in the acting thread."""
 
 
 class ModuleTransform(Transform):
@@ -95,9 +74,6 @@ class ModuleTransform(Transform):
         in_keys: see ``Transform``.
         out_keys: see ``Transform``.
         device: device of the module and its input; by default the module stays and the input is on the CPU.
-
-    Raises:
-        ValueError: unknown keys, or keys that do not go together.
     """
 
     def __init__(
@@ -116,31 +92,18 @@ class ModuleTransform(Transform):
         """Call the module, without gradients."""
         return call(self.module, inputs, self.device)
 
-    def probe(self, *inputs: Array) -> Array:
-        """Call the module in evaluation mode, without changing the random number generators."""
-        return call_without_trace(self.module, inputs, self.device)
-
     def __str__(self) -> str:
         return f"ModuleTransform({type(self.module).__name__})"
 
 
 @wsync.gated
 def call(module: nn.Module, inputs: Sequence[Array], device: torch.device | str = "cpu") -> Array:
-    """Return the output of ``module`` for arrays, which it gets as new float32 tensors; without gradients.
-
-    The output may be a view of the weights: it is copied before the gate is left.
-    """
+    """Return the output of ``module`` for arrays, which it gets as new float32 tensors; without gradients."""
     with torch.no_grad():
         output = module(*(torch.tensor(one, dtype=torch.float32, device=device) for one in inputs))
     if not isinstance(output, torch.Tensor):
         raise TypeError(f"{type(module).__name__} gave a {type(output).__name__}, not one tensor")
-    return to_numpy(output).copy()
-
-
-def call_without_trace(module: nn.Module, inputs: Sequence[Array], device: torch.device | str = "cpu") -> Array:
-    """``call``, with no statistics updated and no random numbers spent."""
-    with without_side_effects(module, device):
-        return call(module, inputs, device)
+    return to_numpy(output).copy()  # inside the gate: it may be a view of the weights
 
 
 def _keys(name: str, keys: Sequence[Key], allowed: Sequence[Key]) -> tuple[str | tuple[str, ...], ...]:

@@ -7,7 +7,8 @@ row instead of acting in it; such a row is not a frame, and ``Driver.reset_step`
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -17,7 +18,7 @@ from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_i
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from collectors.environments.specs import Array, map_tree
+from collectors.environments.specs import ACTION_MASK, Array, map_tree
 
 Raw = Any
 """Observations as Gymnasium gives them: an array, or dictionaries and tuples of arrays, each ``[E, *]``."""
@@ -29,8 +30,7 @@ class VectorDriver:
 
     Attributes:
         num_envs: the number E of its environments, rows of all arrays.
-        observation_space: the observation space of one environment.
-        action_space: the action space of one environment.
+        observation_space, action_space: those of one environment.
         actions: the action space of all environments, for sampling.
         can_truncate: whether a row can be reset before the environment has ended its episode.
         reset_step: bool ``[E]``, the rows that the last step has reset instead of acting in them; None if steps never
@@ -136,27 +136,17 @@ def make_driver(source: EnvSource, num_envs: int | None, mode: str | None, kwarg
         return _from_made(source, num_envs)
     if num_envs in (None, 1):
         return _from_made(source(), num_envs)
-    return VectorDriver(SyncVectorEnv([_scalar(source)] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED))
+    return VectorDriver(
+        SyncVectorEnv([partial(_scalar, source)] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+    )
 
 
-def _scalar(make: Callable[[], gym.Env | VectorEnv]) -> Callable[[], gym.Env]:
-    """Return ``make``, checked: each call has to make one environment of its own."""
-    made: list[gym.Env] = []
-
-    def checked() -> gym.Env:
-        env = make()
-        _check_environment(env)
-        if isinstance(env, VectorEnv):
-            raise ValueError(f"the function makes {env}, which brings its own num_envs; leave num_envs out")
-        if any(env.unwrapped is other for other in made):
-            raise ValueError(
-                f"the function returns the same environment again, {env}, and each of the num_envs environments is one "
-                "of its own: make it inside the function, as lambda: gymnasium.make(…) does"
-            )
-        made.append(env.unwrapped)
-        return env
-
-    return checked
+def _scalar(make: Callable[[], gym.Env | VectorEnv]) -> gym.Env:
+    env = make()
+    _check_environment(env)
+    if isinstance(env, VectorEnv):
+        raise ValueError(f"the function makes {env}, which brings its own num_envs; leave num_envs out")
+    return env
 
 
 def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dict[str, Any]) -> VectorDriver:
@@ -206,3 +196,80 @@ def _from_made(env: gym.Env | VectorEnv, num_envs: int | None) -> VectorDriver:
     if mode is AutoresetMode.NEXT_STEP:
         return NextStepDriver(env)
     raise ValueError(f"{env} has autoreset mode {mode}: make it with gymnasium's AutoresetMode.DISABLED or NEXT_STEP")
+
+
+class ActionMask(gym.Wrapper):
+    """Moves the action mask from an environment's ``info`` into its observation, where policies read it.
+
+    The observation becomes a Dict: the entries of a Dict observation, or "observation", and "action_mask" (int8, one
+    element for each choice of a Discrete action; for a MultiDiscrete one, those of all its choices end to end).
+
+    Args:
+        env: puts a mask into the info of each ``reset`` and ``step``: an array, or a tuple of arrays.
+        key: the key of the mask in ``info``.
+
+    Raises:
+        TypeError: the actions are neither Discrete nor MultiDiscrete.
+    """
+
+    def __init__(self, env: gym.Env, key: str = ACTION_MASK) -> None:
+        super().__init__(env)
+        if isinstance(env.action_space, spaces.Discrete):
+            size = int(env.action_space.n)
+        elif isinstance(env.action_space, spaces.MultiDiscrete):
+            size = int(env.action_space.nvec.sum())
+        else:
+            raise TypeError(f"an action mask is for Discrete and MultiDiscrete actions, not {env.action_space}")
+        self._key, space = key, env.observation_space
+        self._nested = isinstance(space, spaces.Dict)
+        entries = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
+        self.observation_space = spaces.Dict(entries | {ACTION_MASK: spaces.MultiBinary(size)})
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment."""
+        observation, info = self.env.reset(seed=seed, options=options)
+        return self._with_mask(observation, info), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step the environment."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return self._with_mask(observation, info), reward, terminated, truncated, info
+
+    def _with_mask(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
+        if self._key not in info:
+            raise ValueError(f"{self.env} has no {self._key!r} in its info, only {sorted(info)}")
+        mask = info[self._key]
+        flat = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, tuple | list) else np.ravel(mask)
+        entries = observation if self._nested else {"observation": observation}
+        return {**entries, ACTION_MASK: flat.astype(np.int8)}
+
+
+class PartialObservation(gym.ObservationWrapper):
+    """Hides elements of a vector observation, so that a policy has to remember: only `keep` are left.
+
+    Args:
+        env: its observations are a Box of one dimension.
+        keep: indices of the elements that are left.
+    """
+
+    def __init__(self, env: gym.Env, keep: Sequence[int]) -> None:
+        super().__init__(env)
+        space = env.observation_space
+        if not isinstance(space, spaces.Box) or len(space.shape) != 1:
+            raise TypeError(f"PartialObservation is for vector observations, not {space}")
+        self._keep = list(keep)
+        self.observation_space = spaces.Box(space.low[self._keep], space.high[self._keep], dtype=space.dtype.type)
+
+    def observation(self, observation: Any) -> Any:
+        """Return the elements that are left."""
+        return observation[self._keep]
+
+
+def build(make: Callable[[], gym.Env], wrappers: Sequence[Callable[[gym.Env], gym.Env]]) -> gym.Env:
+    """Make an environment and put each of `wrappers` around it, the first one innermost."""
+    env = make()
+    if isinstance(env, gym.vector.VectorEnv):
+        raise ValueError(f"{env} is a vector environment: return one environment; num_envs says how many are made")
+    for wrapper in wrappers:
+        env = wrapper(env)
+    return env

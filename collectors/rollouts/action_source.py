@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import wsync
 from collectors.environments.specs import Array, ArrayTree, as_tensors, to_numpy
 from collectors.environments.stepper import RESULTS, Stepper
 from collectors.environments.transforms import without_side_effects
-from collectors.rollouts.sampled import SampledPolicy, UnusablePolicy, first_output, greedy
+from collectors.rollouts.sampled import SampledPolicy, as_policy, greedy
 
 Key = str | tuple[str, ...]
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -100,10 +100,10 @@ class RandomActions(ActionSource):
 
 
 class CalledPolicy(ActionSource):
-    """Any function of a TensorDict, or module of a tensor; its outputs are stored as they are, all or only ``keys``.
+    """Any function of a TensorDict, or module of a tensor; its outputs are stored as they are.
 
-    Each call gets a new TensorDict that holds a copy of the current "observation", and the state of a recurrent policy;
-    other outputs of earlier steps, which may be of another episode, are not in it. The first call has no state.
+    Each call gets a new TensorDict: a copy of the current "observation", and the state of a recurrent policy. The first
+    call has no state.
     """
 
     def __init__(
@@ -114,7 +114,6 @@ class CalledPolicy(ActionSource):
         device: torch.device,
         version: Callable[[], int],
         gate: Gate,
-        keys: Collection[Key] | None = None,
     ) -> None:
         self._device = device
         size = (stepper.num_envs,) if batched else ()
@@ -125,9 +124,10 @@ class CalledPolicy(ActionSource):
         example = self._input.clone(recurse=False)
         if reads_is_init:
             example.set(IS_INIT, torch.ones((*size, 1), dtype=torch.bool, device=device))
+        policy = as_policy(policy)
         with without_side_effects(policy, device):
-            policy, output = first_output(policy, example, gate)
-        written, read = _outputs(output, keys)
+            output = gate(policy)(example.clone())
+        written, read = _outputs(output)
         carries = bool(_states_of(output)) or reads_is_init
         self._state = state = RecurrentState(output, stepper, batched) if carries else None
         self.outputs = written if state is None else {**written, **state.columns}
@@ -265,13 +265,11 @@ def _states_of(output: TensorDictBase | Mapping) -> dict[str, torch.Tensor]:
     return {str(key): value for key, value in step.items() if isinstance(value, torch.Tensor)}
 
 
-def _outputs(
-    output: TensorDictBase, keys: Collection[Key] | None
-) -> tuple[dict[Key, torch.Tensor], Callable[[torch.Tensor], Array]]:
+def _outputs(output: TensorDictBase) -> tuple[dict[Key, torch.Tensor], Callable[[torch.Tensor], Array]]:
     """Return the outputs of a policy that are stored, and the function that reads them."""
     if not isinstance(output, TensorDictBase | Mapping):
-        raise UnusablePolicy(f"the policy returned a {type(output).__name__}, not the TensorDict that it was given")
-    if "mask" in output and (keys is None or "mask" in keys):
+        raise TypeError(f"the policy returned a {type(output).__name__}, not the TensorDict that it was given")
+    if "mask" in output:
         raise ValueError('the policy wrote "mask", which marks the rows of a batch that are frames: rename it')
     if taken := sorted(_states_of(output).keys() & {"observation", "policy_version", IS_INIT, *RESULTS}):
         raise ValueError(
@@ -281,7 +279,6 @@ def _outputs(
         key: value
         for key, value in output.items()
         if isinstance(value, torch.Tensor) and key not in ("observation", "policy_version", IS_INIT)
-        if keys is None or key in keys
     }
     if "action" not in outputs:
         raise ValueError(f'the policy wrote {sorted(outputs)}, and no "action" among them')

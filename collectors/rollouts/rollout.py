@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from collectors.environments import specs
 from collectors.environments.specs import as_tensors
 from collectors.environments.stepper import RESULTS
 from collectors.rollouts import action_source as sources
-from collectors.rollouts.action_source import NO_VERSION, ActionSource, Gate, Key, Policy
+from collectors.rollouts.action_source import NO_VERSION, ActionSource, Gate, Policy
 from collectors.rollouts.sampled import acts_in_parts
 
 
@@ -33,8 +34,7 @@ class Rollout:
         env: a ``GymEnv``; only the rollout may step it afterwards.
         policy: reads "observation" and writes "action" (``[*B]`` index, ``[*B, n]`` scores or one-hot, ``[*B, dim]``
             continuous) and other outputs, or a module that maps one tensor to the other; None for random actions. What
-            it writes under ("next", key) is its input ``key`` in the next step: see ``RecurrentState``; other outputs
-            are not passed to it again. A ``SampledPolicy`` is used in parts, which takes a third less time.
+            it writes under ("next", key) is its input ``key`` in the next step: see ``RecurrentState``.
         device: device of the policy's input; outputs are copied to the CPU.
         version: called after each step's policy call, inside the gate; stored as ``policy_version``.
         gate: wraps a function so that it runs inside a gate; applied to the policy call and the reading of its
@@ -67,7 +67,6 @@ class Rollout:
         self._device = torch.device(device or "cpu")
         self._gate, self._version = gate, version
         self._at_random = sources.RandomActions(self.stepper, self._batched)
-        self._source: ActionSource | None = None
         self._ended_at_random = False  # whether the last batch did
 
     def seed(self, seed: int) -> None:
@@ -79,7 +78,6 @@ class Rollout:
     def buffer(self, steps: int) -> TensorDict:
         """Make an empty batch of ``steps`` per environment: ``[T]``, or ``[E, T]``.
 
-        Where steps of the environment may reset rows (``Stepper.reset_step``), a bool "mask" is false for these rows.
         The first call runs the policy once on the current observation, without a step, to see what it writes.
         """
         if steps < 1:
@@ -93,7 +91,7 @@ class Rollout:
             return as_tensors(specs.zeros(self.stepper.observation_spec, *size), *size)
 
         batch = TensorDict({"observation": observations()}, size)
-        outputs = self._action_source().outputs
+        outputs = self._source.outputs
         written = {key: zeros(value.dtype, *value.shape[len(self.batch_size) :]) for key, value in outputs.items()}
         batch.update({key: value for key, value in written.items() if isinstance(key, str)})
         batch.set("policy_version", zeros(torch.int64))
@@ -105,18 +103,13 @@ class Rollout:
             batch.set(key, written[key])
         return batch
 
-    def probe_policy(self) -> None:
-        """Call the policy once, unless that has been done, so that its errors come before the first batch."""
-        self._action_source()
-
     def collect(self, batch: TensorDictBase) -> TensorDictBase:
         """Fill ``batch``, made by ``buffer`` (or a slice of such ones), and return it.
 
         Errors of the environment and the policy are raised unchanged, and the batch is then undefined. After an error
-        in a step (or a reset) of the environment, the next batch starts new episodes, unless the environments are in
-        processes of their own (``vectorization_mode="async"``): Gymnasium's cannot be reset then.
+        of the environment, the next batch starts new episodes.
         """
-        source, stepper = self._action_source(), self.stepper
+        source, stepper = self._source, self.stepper
         columns = sources.Columns(batch, source.outputs, self._batched)
         policy_from = columns.steps  # step of this batch from which on the policy acts
         versions = np.full(columns.steps, NO_VERSION)
@@ -141,17 +134,9 @@ class Rollout:
         columns.version[:] = versions[:, None]
         return batch
 
-    def _action_source(self) -> ActionSource:
-        """Return the source of actions; the first call runs the policy once."""
-        in_parts, source = acts_in_parts(self.policy), self._source
-        if source is None:
-            source = self._probe(in_parts)
-        elif isinstance(source, sources.PolicyInParts) and not in_parts:  # hooks were added
-            source = self._probe(in_parts, keys=source.outputs)  # the existing buffers have these keys
-        self._source = source
-        return source
-
-    def _probe(self, in_parts: bool, keys: Collection[Key] | None = None) -> ActionSource:
+    @cached_property
+    def _source(self) -> ActionSource:
+        """The source of actions; the policy is run once to make it."""
         policy: Any = self.policy
         if policy is None:
             return self._at_random
@@ -159,7 +144,8 @@ class Rollout:
             self.stepper.reset()
         common = (policy, self.stepper, self._batched, self._device, self._version)
         with torch.no_grad():
-            return sources.PolicyInParts(*common) if in_parts else sources.CalledPolicy(*common, self._gate, keys)
+            in_parts = acts_in_parts(policy)
+            return sources.PolicyInParts(*common) if in_parts else sources.CalledPolicy(*common, self._gate)
 
 
 def seed_generators(seed: int) -> None:
@@ -221,9 +207,5 @@ def find_in(roots: Mapping[str, object], path: str, find: Callable[[object, str]
             except wsync.NoSuchPath as miss:
                 misses[name] = miss
     furthest = max(len(miss.reached) for miss in misses.values())
-    lacking = [
-        f"in {name}, {miss.lacking}" if miss.reached else miss.lacking.replace("the context", name)
-        for name, miss in misses.items()
-        if len(miss.reached) == furthest
-    ]
-    raise LookupError(f"no '{path}' in this collector: {'; '.join(lacking)}")
+    said = [f"in {name}, {miss.lacking}" for name, miss in misses.items() if len(miss.reached) == furthest]
+    raise LookupError(f"no '{path}' in this collector: {'; '.join(said).replace('the context', 'it')}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBase
 from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
@@ -21,9 +21,8 @@ class SampledPolicy(TensorDictModuleBase, ABC):
     It samples, unless ``tensordict.nn.set_interaction_type(InteractionType.DETERMINISTIC)`` (or ``MODE``, ``MEAN``)
     asks for the most likely action. The caller decides about gradients: acting belongs under ``torch.no_grad()``.
 
-    Subclasses define the four parts, and ``forward`` combines them. Collectors call the parts instead: noise once per
-    batch, parameters and choice in each step, log-probabilities once per batch. A policy that overrides ``forward`` or
-    ``__call__``, or has hooks, is called like any other.
+    Subclasses define the four parts, and ``forward`` combines them. Collectors call the parts instead: noise and
+    log-probabilities once per batch. A policy that overrides ``forward``, or has hooks, is called like any other.
     """
 
     def __init__(self) -> None:
@@ -79,20 +78,12 @@ def acts_in_parts(policy: object) -> bool:
     )
 
 
-class UnusablePolicy(TypeError):
-    """A policy cannot be called with an observation, or returns no action."""
-
-
 def check_policy(policy: Any) -> None:
-    """Check that ``policy`` can be called with one argument, a TensorDict or (a module) a tensor.
-
-    Raises:
-        UnusablePolicy: it cannot.
-    """
+    """Raise TypeError if ``policy`` cannot be called with one argument, a TensorDict or (a module) a tensor."""
     if policy is None:
         return
     if not callable(policy):
-        raise UnusablePolicy(f"a policy is a module, or a function of a TensorDict, not a {type(policy).__name__}")
+        raise TypeError(f"a policy is a module, or a function of a TensorDict, not a {type(policy).__name__}")
     try:
         signature = inspect.signature(policy.forward if isinstance(policy, nn.Module) else policy)
     except (TypeError, ValueError):  # it has none that Python can read
@@ -101,38 +92,21 @@ def check_policy(policy: Any) -> None:
         signature.bind(None)
     except TypeError as error:
         kind = type(policy).__name__
-        raise UnusablePolicy(
+        raise TypeError(
             f"{kind}{signature} cannot be called with one argument, the observation ({error}): wrap it so that it "
             f'reads "observation" and writes "action", as TensorDictModule({kind}(…), ["observation"], ["action"]) does'
         ) from error
 
 
-def first_output(policy: Call, example: TensorDict, gate: Callable[[Call], Call]) -> tuple[Call, Any]:
-    """Call ``policy`` with a copy of ``example``, its input; return what to call from now on, and the output.
+def as_policy(policy: Call) -> Call:
+    """Return a function of a TensorDict: a module of tensors is wrapped in a ``TensorDictModule``.
 
-    A module of tensors is wrapped: ``TensorDictModule(policy, ["observation"], ["action"])``. What a module takes is
-    known if it is of ``tensordict.nn``, has ``in_keys`` and ``out_keys``, or declares its argument as a TensorDict (by
-    a type, or the name "tensordict" or "td"). Else both are tried, the tensor first.
-
-    Raises:
-        UnusablePolicy: the module takes neither a tensor nor a TensorDict; carries both errors.
-        Exception: whatever any other policy raises.
+    A module takes a TensorDict if it is of ``tensordict.nn``, has ``in_keys`` and ``out_keys``, or declares its
+    argument as one (by a type, or the name "tensordict" or "td").
     """
     if not isinstance(policy, nn.Module) or _takes_tensordict(policy):
-        return policy, gate(policy)(example.clone())
-    wrapped = TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
-    errors: list[str] = []
-    for function, what in ((wrapped, "with the tensor of ['observation']"), (policy, "with a TensorDict")):
-        try:
-            output = gate(function)(example.clone())
-        except Exception as error:  # noqa: BLE001  it is raised again below, if the other call fails as well
-            errors.append(f"{what}: {type(error).__name__}: {error}")
-            continue
-        if isinstance(output, TensorDictBase | Mapping) and isinstance(output.get("action"), Tensor):
-            return function, output
-        errors.append(f'{what}: no "action" came of it')
-    kind = type(policy).__name__
-    raise UnusablePolicy(f"{kind} is not usable as a policy\n" + "\n".join(f"  called {error}" for error in errors))
+        return policy
+    return TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
 
 
 def _takes_tensordict(policy: nn.Module) -> bool:

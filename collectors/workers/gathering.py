@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 
-from collectors.batch_layout import warn_if_rounded
-from collectors.staleness import check_count
+from collectors.batches import check_count, warn_if_rounded
 from collectors.workers.group import WorkerGroup
 from collectors.workers.pool import WorkerHandle
 
@@ -26,15 +25,9 @@ def join(batches: Sequence[Any], how: How) -> Any:
 
 
 class SyncGathering:
-    """Every worker collects its share of a batch, then waits for the next one.
+    """Every worker collects its share of a batch, then waits for the next one; that of one that fails is left out."""
 
-    The share of a worker that fails before it is complete is left out.
-
-    Attributes:
-        buffers: batches of one worker that are in flight.
-    """
-
-    buffers = 1
+    buffers = 1  # batches of one worker that are in flight
 
     def __init__(self, cat_results: How) -> None:
         if cat_results != "stack" and (isinstance(cat_results, bool) or not isinstance(cat_results, int)):
@@ -126,14 +119,12 @@ Gathering = SyncGathering | AsyncGathering
 
 def gathering(sync: bool, cat_results: How, run_ahead: int | None) -> Gathering:
     """Return the way of gathering for a collector's arguments."""
-    synchronous = SyncGathering(cat_results)
-    if not sync:
-        if cat_results != "stack":
-            raise ValueError(
-                f"cat_results={cat_results} is for synchronous collection: an asynchronous batch is one worker's; "
-                "leave cat_results out, or collect synchronously"
-            )
-        return AsyncGathering(1 if run_ahead is None else run_ahead)
-    if run_ahead is not None:
-        raise ValueError(f"run_ahead={run_ahead} is for asynchronous collection: a synchronous one never runs ahead")
-    return synchronous
+    if sync:
+        if run_ahead is not None:
+            raise ValueError(f"run_ahead={run_ahead} is for asynchronous collection: a synchronous one waits")
+        return SyncGathering(cat_results)
+    if cat_results != "stack":
+        raise ValueError(
+            f"cat_results={cat_results} is for synchronous collection: an asynchronous batch is one worker's"
+        )
+    return AsyncGathering(1 if run_ahead is None else run_ahead)

@@ -17,8 +17,8 @@ from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 import wsync
-from collectors.batch_layout import frames_of
-from collectors.worker import RAISED, WorkerOptions
+from collectors.batches import frames_of
+from collectors.worker import WorkerOptions
 from collectors.workers.pool import Event, WakeEvent, WorkerHandle, WorkerPool
 from collectors.workers.records import FailureCause, FailurePolicy, Failures, WorkerRecord, WorkerState
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Send = Callable[[Any, Any], T]
 """``send(weights, worker_ids)``, as ``WeightSyncScheme.send``; of several schemes, with ``{scheme: weights}``."""
 
-_ENDED = (*RAISED, "died")
+_ENDED = ("error", "died")
 _REJOIN_TIMEOUT = 10.0  # seconds that a restarted worker has to join a scheme, or the scheme's timeout if longer
 _STOP_GRACE = 2.0  # seconds in which a batch has to be complete after ``interrupt``
 _CLOSE_GRACE = 2.0  # seconds in which a thread that gathers or updates has to notice ``close``
@@ -54,7 +54,7 @@ class WorkerGroup:
         self._records: list[WorkerRecord] = []
         self._events: deque[Event] = deque()  # received, and not yet handled
         self._batches: deque[tuple[WorkerHandle, int]] = deque()
-        self._answers: dict[int, Any] = {}  # to the last question, by worker
+        self._found: dict[int, bytes] = {}  # by ``find``, by worker
         self._started = False
         self._next_seed: int | None = None
         self._stop_at: float | None = None
@@ -103,17 +103,17 @@ class WorkerGroup:
             for record in self._records:
                 record.spec = b""
 
-    def ask(self, question: str, argument: Any = None) -> list[Any]:
-        """Ask all workers, between ``build`` and ``connect``; return their answers: see ``RolloutWorker.execute``."""
-        self._answers.clear()
+    def find(self, path: str) -> list[bytes]:
+        """Return the pickled object at a path in each worker. Called between ``build`` and ``connect``."""
+        self._found.clear()
         for record in self._records:
-            self._send(record.worker, "ask", (question, argument))
-        while len(self._answers) < len(self._records):
+            self._send(record.worker, "find", path)
+        while len(self._found) < len(self._records):
             self._step()
-        return [self._answers[record.index] for record in self._records]
+        return [self._found[record.index] for record in self._records]
 
     def connect(self) -> None:
-        """Connect all workers by the schemes that there are now. Called once, after ``build`` and ``ask``."""
+        """Connect all workers by the schemes that there are now. Called once, after ``build`` and ``find``."""
         for record in self._records:
             self._connect(record)
         for scheme in self.schemes.values():
@@ -160,10 +160,7 @@ class WorkerGroup:
             self._send(worker, "collect", buffer)
 
     def next_batch(self, awaited: Collection[WorkerHandle]) -> tuple[WorkerHandle, int] | None:
-        """Return the next batch: its worker, which may have failed since, and the buffer.
-
-        None if another event came, or if none of ``awaited`` is active any more.
-        """
+        """Return the next batch (its worker, which may have failed since, and the buffer), or None to look again."""
         with self._locked():
             if not self._batches and any(worker in awaited for worker in self.active_workers):
                 self._step()
@@ -200,10 +197,9 @@ class WorkerGroup:
     # --- for threads that deliver weights ---
 
     def deliver(self, send: Send[T], weights: Any, worker_ids: int | Sequence[int] | None) -> T | None:
-        """Call ``send(weights, worker_ids)``, and again for the other workers where a failure prevented it.
+        """Return ``send(weights, worker_ids)``, tried again for the other workers where a failure prevented it.
 
-        For the policies ``drop`` and ``restart``. Returns what ``send`` has returned; None if a worker failed
-        meanwhile, and the others have the update.
+        For the policies ``drop`` and ``restart``. None if a worker failed meanwhile, and the others have the update.
         """
         everyone = range(len(self._records))
         wanted = everyone if worker_ids is None else wsync.worker_list(worker_ids, len(everyone))
@@ -269,15 +265,12 @@ class WorkerGroup:
     # --- for any thread ---
 
     def interrupt(self) -> None:
-        """Limit the wait for the current batch, or the next one, to two seconds."""
+        """See ``BaseCollector.interrupt``."""
         self._stop_at = time.monotonic() + _STOP_GRACE
         self._wakeup.set()
 
     def close(self) -> None:
-        """End all workers, those that are being restarted at once. Idempotent.
-
-        In a thread that waits for a batch meanwhile, ``NotConnected`` is raised.
-        """
+        """End all workers. Idempotent. A thread that waits for a batch meanwhile gets ``NotConnected``."""
         self.closing = True
         with self._locked(_CLOSE_GRACE):
             for record in self._records:
@@ -300,7 +293,7 @@ class WorkerGroup:
             worker.send(command, argument)
 
     def _step(self, wait_for_events: bool = True) -> None:
-        """Wait for events, and for the next deadline or restart; handle them."""
+        """Wait for events, or for the next deadline or restart; handle them."""
         self._require_open()
         if self.ended_by_failure:
             raise wsync.NotConnected("a worker's failure was raised in another thread, and has ended this collector")
@@ -351,8 +344,8 @@ class WorkerGroup:
             left = 0.0 if wait([worker.sentinel], 0.0) else max(0.0, deadline - time.monotonic())
             if not self._poll(left) and not left:
                 break
-        errors = (event for event in self._events if event.worker is worker and event.kind in RAISED)
-        return next((FailureCause.of(worker.worker_idx, one.kind, one.value) for one in errors), None)
+        errors = (event for event in self._events if event.worker is worker and event.kind == "error")
+        return next((FailureCause(wsync.WorkerFailed, worker.worker_idx, one.value) for one in errors), None)
 
     def _handle_events(self) -> None:
         while self._events:
@@ -372,8 +365,8 @@ class WorkerGroup:
             index: int = value
             record.frames += frames_of(worker.batches[index])
             self._batches.append((worker, index))
-        elif kind == "answer":
-            self._answers[record.index] = value
+        elif kind == "found":
+            self._found[record.index] = value
         elif kind == "ready":
             record.state, record.num_envs = WorkerState.READY, worker.num_envs
             if self._started:
@@ -383,7 +376,8 @@ class WorkerGroup:
             if self._started:
                 self._begin_again(record, worker)
         else:
-            self._fail(record, FailureCause.of(record.index, kind, value))
+            failed = wsync.WorkerFailed if kind == "error" else wsync.WorkerDied
+            self._fail(record, FailureCause(failed, record.index, value))
 
     # --- failures and restarts; the lock is held ---
 
@@ -419,8 +413,7 @@ class WorkerGroup:
         pause = record.pause_before_restart()
         if pause is None:
             self.ended_by_failure = True
-            window = f"{self.failure_policy.restart_window:g} s"
-            often = f"more than {self.failure_policy.max_restarts} times within {window} or since its last batch"
+            often = f"more than {self.failure_policy.max_restarts} times since its last batch"
             raise cause.error(f"worker {record.index} has failed {often}; the last time: ")
         record.state, record.restart_at = WorkerState.RESTART_DUE, time.monotonic() + pause
         return f"a new process is started in {pause:g} s"

@@ -16,20 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict
 
-from collectors.batch_layout import BatchLayout
-from collectors.worker import RAISED, Configure, configure_process, serve
+from collectors.batches import BatchLayout
+from collectors.worker import serve
 from collectors.workers import processes
-from collectors.workers.connections import (
-    Address,
-    Connection,
-    Disconnected,
-    Greeting,
-    Listener,
-    connect,
-    milliseconds,
-    readable_within,
-)
+from collectors.workers.connections import Connection, Listener, connect, milliseconds
 from wsync import NotConnected, SyncTimeout, WorkerDied
+from wsync.control import Address, readable
 
 
 class WakeEvent:
@@ -39,16 +31,16 @@ class WakeEvent:
         self._file: Any = open(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", buffering=0)  # noqa: SIM115
 
     def fileno(self) -> int:
-        """Return the descriptor; raise ValueError after ``close``."""
+        """Return the descriptor."""
         return self._file.fileno()
 
     def set(self) -> None:
-        """Make the descriptor readable."""
+        """Make it readable."""
         with suppress(ValueError):  # it is closed
             self._file.write((1).to_bytes(8, sys.byteorder))
 
     def clear(self) -> None:
-        """Make the descriptor not readable."""
+        """Make it not readable."""
         with suppress(ValueError):
             self._file.read(8)
 
@@ -57,7 +49,6 @@ class WakeEvent:
         self._file.close()
 
     def __del__(self) -> None:
-        """Close the descriptor of a collector that was not shut down."""
         self.close()
 
 
@@ -66,10 +57,10 @@ class Event(NamedTuple):
 
     Attributes:
         worker: the worker.
-        kind: ``ready``, ``answer``, ``connected`` or ``batch``: the answer to a command; ``error`` or ``unusable`` (the
-            policy): the worker raised, and ends; ``accepted``: its connection was accepted; ``died``: it, or its
-            connection, ended without a message.
-        value: the buffer's index for ``batch``, the answer for ``answer``; else a traceback or a reason.
+        kind: ``ready``, ``found``, ``connected`` or ``batch``: the answer to a command; ``error``: the worker raised,
+            and ends; ``accepted``: its connection was accepted; ``died``: it, or its connection, ended without a
+            message.
+        value: the buffer's index for ``batch``, the object for ``found``; else a traceback or a reason.
     """
 
     worker: WorkerHandle
@@ -81,11 +72,9 @@ class WorkerHandle:
     """One worker, seen from the trainer; a ``wsync.RemoteWorker``. Commands are kept until it has a connection.
 
     Attributes:
-        worker_idx: its index.
         process: the worker's process, if this process has started it.
         name: of a worker in another program, for messages.
         key: what it greets with; empty if any worker may have this index.
-        connection: the connection, once there is one.
         gave_up: set when a worker in another program has ended before it had a connection.
         num_envs: number of its environments; 0 until it is ready.
         buffers: memory of its batches, one ``uint8`` tensor each.
@@ -126,13 +115,13 @@ class WorkerHandle:
             self.send(command, argument)
 
     def send(self, command: str, argument: Any = None) -> None:
-        """Send a command; ``WorkerPool.poll`` reports a worker that has ended."""
+        """Send a command; of a worker that has ended, ``WorkerPool.poll`` says so."""
         if self.connection is None:
             self._commands.append((command, argument))
             return
         try:
             self.connection.send(command, argument)
-        except Disconnected:
+        except ConnectionError:
             return
         except ValueError as error:
             raise ValueError(
@@ -156,18 +145,13 @@ class WorkerHandle:
 class WorkerPool:
     """Workers with a connection each; waits for connections, messages and the ends of all of them at once.
 
-    The first command for each worker is ``build``. Every command has one answer, except ``seed`` and ``resume``, which
-    have none: ``build`` is answered by ``ready``, ``ask`` by ``answer``, ``connect`` by ``connected``, ``collect`` by
-    ``batch``. A worker executes its commands in order. Methods are called by one thread at a time, which holds the
-    ``WorkerGroup``'s lock.
+    The first command for each worker is ``build``. A worker executes its commands in order; each has one answer, except
+    ``seed`` and ``resume``, which have none. The thread that calls holds the ``WorkerGroup``'s lock.
 
     Args:
         count: number of workers.
         listener: accepts their connections; by default a Unix socket, over which batches are in shared memory.
         start: whether to start them, by ``start_worker``.
-
-    Attributes:
-        workers: all workers that were not discarded.
     """
 
     def __init__(self, count: int, listener: Listener | None = None, *, start: bool = True) -> None:
@@ -181,21 +165,17 @@ class WorkerPool:
             raise
 
     def start_worker(self, worker_idx: int) -> WorkerHandle:
-        """Start a worker, in place of a discarded one, without waiting for it.
-
-        Raises:
-            OSError: the process could not be started.
-        """
+        """Start a worker, in place of a discarded one, without waiting for it; OSError: that is not possible."""
         key = secrets.token_hex(16).encode()
-        process = processes.start(work, worker_idx, self.listener.address, worker_idx, key)
-        self.workers.append(worker := WorkerHandle(worker_idx, key, process))
+        self.workers.append(worker := WorkerHandle(worker_idx, key, self.start_process(worker_idx, key)))
         return worker
 
-    def poll(self, workers: Collection[WorkerHandle], wakeup_fd: int, timeout: float | None) -> list[Event]:
-        """Return the events of ``workers``; a message comes before the end of the worker that has sent it.
+    def start_process(self, worker_idx: int, key: bytes) -> BaseProcess:
+        """Start a process that connects to ``listener`` with ``key``."""
+        return processes.start(work, worker_idx, self.listener.address, worker_idx, key)
 
-        Waits until there is one, until the descriptor ``wakeup_fd`` is readable, or for ``timeout`` seconds.
-        """
+    def poll(self, workers: Collection[WorkerHandle], wakeup_fd: int, timeout: float | None) -> list[Event]:
+        """Wait for events, for ``wakeup_fd``, or for ``timeout`` seconds; a message comes before its sender's end."""
         poller = select.poll()  # one sixth of the time of multiprocessing.connection.wait
         poller.register(wakeup_fd, select.POLLIN)
         for worker in workers:
@@ -203,23 +183,18 @@ class WorkerPool:
             poller.register(self.listener if worker.connection is None else worker.connection, select.POLLIN)
         ready = {descriptor for descriptor, _ in poller.poll(None if timeout is None else milliseconds(timeout))}
         events: list[Event] = []
-        if self.listener.fileno() in ready and (accepted := self.listener.accept()) is not None:
+        if self.listener.fileno() in ready and (accepted := self.listener.accept_worker()) is not None:
             waiting = [worker for worker in workers if worker.connection is None]
             self._register(*accepted)
             events += [Event(worker, "accepted") for worker in waiting if worker.connection is not None]
         for worker in workers:
-            readable = worker.connection is not None and worker.connection.fileno() in ready
-            if readable or worker.sentinel in ready:
-                events.append(Event(worker, *self._receive(worker, readable)))
+            has_message = worker.connection is not None and worker.connection.fileno() in ready
+            if has_message or worker.sentinel in ready:
+                events.append(Event(worker, *self._receive(worker, has_message)))
         return events
 
     def wait_for_workers(self, timeout: float) -> None:
-        """Wait until all workers have connected.
-
-        Raises:
-            SyncTimeout: they have not in time; names them.
-            WorkerDied: one ended before.
-        """
+        """Wait until all workers have connected; SyncTimeout or WorkerDied names one that has not."""
         deadline = time.monotonic() + timeout
         while missing := self._missing():
             starting = {worker.sentinel: worker for worker in self.workers if worker.connection is None}
@@ -230,7 +205,7 @@ class WorkerPool:
                 raise SyncTimeout(
                     f"worker(s) {listed} {self._why_late(timeout)}", dict.fromkeys(missing, "never joined")
                 )
-            if (accepted := self.listener.accept()) is not None:
+            if (accepted := self.listener.accept_worker()) is not None:
                 self._register(*accepted)
             for worker in (starting[fd] for fd in ready if isinstance(fd, int) and fd in starting):
                 if worker.connection is None:
@@ -245,15 +220,15 @@ class WorkerPool:
     def _why_late(self, timeout: float) -> str:
         return f"did not join within {timeout:g} s"
 
-    def _register(self, connection: Connection, greeting: Greeting) -> None:
+    def _register(self, connection: Connection, worker_idx: int, name: bytes) -> None:
         """Give a connection to the worker that has made it; close one of a worker that was discarded meanwhile."""
         for worker in self.workers:
-            if worker.connection is None and worker.key == greeting.data:
+            if worker.connection is None and worker.key == name:
                 worker.attach(connection)
                 return
         connection.close()
 
-    def _receive(self, worker: WorkerHandle, readable: bool) -> tuple[str, Any]:
+    def _receive(self, worker: WorkerHandle, has_message: bool) -> tuple[str, Any]:
         """Receive a message; return an event's kind and value."""
         connection = worker.connection
         if connection is None:
@@ -262,7 +237,7 @@ class WorkerPool:
         # never come: a forked child may hold the socket.
         patience = 0.0 if connection.shares_memory else processes.SHUTDOWN_GRACE
         try:
-            if not (readable or readable_within(connection.fileno(), time.monotonic() + patience)):
+            if not (has_message or readable([connection.fileno()], time.monotonic() + patience)):
                 return "died", worker.exit_reason()
             kind, value = connection.receive()
             if kind == "ready":
@@ -271,9 +246,9 @@ class WorkerPool:
                 value, data = value
                 if data:
                     worker.buffers[value].numpy().data[:] = data
-            elif kind in RAISED:
+            elif kind == "error":
                 wait([worker.sentinel], processes.SHUTDOWN_GRACE)  # it closes its environments after the message
-        except (Disconnected, OSError):
+        except OSError:
             return "died", worker.exit_reason()
         return kind, value
 
@@ -304,11 +279,11 @@ class WorkerPool:
                 worker.close()
 
 
-def work(address: Address, worker_idx: int, key: bytes, configure: Configure = configure_process) -> None:
+def work(address: Address, worker_idx: int, key: bytes) -> None:
     """Connect to the trainer, and execute its commands until it ends the worker."""
     try:
-        connection = connect(address, Greeting(worker_idx, key))
+        connection = connect(address, worker_idx, key)
     except NotConnected:
         return  # the trainer has shut down meanwhile
     with closing(connection):
-        serve(connection, configure)
+        serve(connection)

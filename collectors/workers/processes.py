@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -45,11 +44,7 @@ def hidden_main() -> Iterator[None]:
 
 @contextmanager
 def known_start_method() -> Iterator[None]:
-    """Keep a new process from being given a start method that it does not know.
-
-    A child is given this process's default, which another library may have registered: in a job of Hydra's joblib
-    launcher it is "loky", and the child would end by a ValueError.
-    """
+    """Keep a child from being given a default start method that it does not know: joblib's is "loky"."""
     method = multiprocessing.get_start_method(allow_none=True)
     if method is None or method in multiprocessing.get_all_start_methods():
         yield
@@ -61,15 +56,11 @@ def known_start_method() -> Iterator[None]:
         multiprocessing.set_start_method(method, force=True)
 
 
-def _context() -> BaseContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    return context
-
-
 def start(target: Callable[..., None], worker_idx: int, *arguments: Any) -> BaseProcess:
     """Start a process that runs ``target(*arguments)`` in this environment and ends when this process ends."""
-    process = _context().Process(  # pyright: ignore[reportAttributeAccessIssue]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(
         target=_run, args=(target, os.getpid(), dict(os.environ), arguments), name=f"collector-worker-{worker_idx}"
     )
     with hidden_main(), known_start_method():  # the second one inside the lock of the first

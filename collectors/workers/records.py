@@ -14,12 +14,10 @@ A worker that dies, raises or does not answer leaves these states. Once all work
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from collectors.worker import WorkerOptions
 from collectors.workers.pool import WorkerHandle
@@ -40,17 +38,15 @@ class FailurePolicy:
     on_failure: OnFailure = "raise"
     worker_timeout: float | None = 600.0
     max_restarts: int = 10
-    restart_window: float = 60.0
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.on_failure not in get_args(OnFailure):
             raise ValueError(f"on_worker_failure is one of {', '.join(get_args(OnFailure))}, not {self.on_failure!r}")
         if self.worker_timeout is not None and not 0 < self.worker_timeout < math.inf:
             limit = "a finite number of seconds above 0, or None for no limit"
             raise ValueError(f"worker_timeout is {limit}, not {self.worker_timeout}")
-        if self.max_restarts < 0 or self.restart_window <= 0:
-            raise ValueError("max_restarts is at least 0, and restart_window a number of seconds above 0")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts is at least 0, not {self.max_restarts}")
 
 
 @dataclass
@@ -65,27 +61,13 @@ class Failures:
         """Return the counts for a JSON file: ``{"failed": {"1": 2}, …}``."""
         return {name: {str(w): n for w, n in sorted(counts.items())} for name, counts in vars(self).items()}
 
-    def including(self, earlier: Mapping[str, Mapping[str, int]]) -> Failures:
-        """Return these counts plus those of an earlier run's ``as_dict``."""
-        before = {name: Counter({int(w): n for w, n in earlier.get(name, {}).items()}) for name in vars(self)}
-        return Failures(**{name: before[name] + counts for name, counts in vars(self).items()})
-
     def __bool__(self) -> bool:
-        """Whether any worker has failed."""
         return bool(self.failed)
 
     def __str__(self) -> str:
-        """Summarise the counts in one line."""
         done = [(self.dropped.total(), "dropped"), (self.restarted.total(), "restarted")]
         more = "".join(f", {count} {what}" for count, what in done if count)
         return f"{self.failed.total()} worker failure(s){more}"
-
-
-class PolicyRefused(WorkerFailed, TypeError):
-    """A worker cannot act with its policy; carries the worker's traceback."""
-
-
-_KINDS = {"error": WorkerFailed, "unusable": PolicyRefused, "died": WorkerDied}
 
 
 @dataclass(frozen=True)
@@ -95,11 +77,6 @@ class FailureCause:
     kind: type[WorkerDied] | type[WorkerFailed] | type[SyncTimeout]
     worker: int
     detail: str
-
-    @classmethod
-    def of(cls, worker_idx: int, kind: str, value: Any) -> FailureCause:
-        """Return the cause that an event ``error``, ``unusable`` or ``died`` reports."""
-        return cls(_KINDS[kind], worker_idx, value)
 
     @property
     def raised(self) -> bool:
@@ -148,7 +125,6 @@ class WorkerRecord:
     restart_at: float = 0.0
     num_envs: int = 0
     frames: int = 0  # collected in all, also in batches that were dropped; including those of an earlier run
-    failure_times: deque[float] = field(default_factory=deque)
     failures_in_a_row: int = 0
 
     @property
@@ -173,12 +149,8 @@ class WorkerRecord:
         return self.state in (WorkerState.CONNECTING, WorkerState.ACTIVE)
 
     def pause_before_restart(self) -> float | None:
-        """Record a failure; return the seconds until the restart, or None if the limit is exceeded."""
-        now, policy = time.monotonic(), self.failure_policy
-        self.failure_times.append(now)
-        self.failures_in_a_row += 1  # the window alone would not catch a worker that fails slowly and delivers nothing
-        while self.failure_times[0] < now - policy.restart_window:
-            self.failure_times.popleft()
-        if max(len(self.failure_times), self.failures_in_a_row) > policy.max_restarts:
+        """Count a failure; return the seconds until the restart, or None if the limit is exceeded."""
+        self.failures_in_a_row += 1
+        if self.failures_in_a_row > self.failure_policy.max_restarts:
             return None
         return min(_FIRST_PAUSE * 2 ** (self.failures_in_a_row - 1), _LONGEST_PAUSE)

@@ -198,23 +198,16 @@ def _receiving(channel: Connection, worker: int, model: nn.Module) -> Iterator[w
 
 @contextmanager
 def _serving(channel: Connection, _worker: int, model: nn.Module) -> Iterator[None]:
-    """Serve ``model`` as an engine, and send its URL."""
-    with engine(wsync.engine_app(model, token=None)) as url:
-        channel.send(url)
-        channel.recv()
-        yield
-
-
-@contextmanager
-def engine(app: Any) -> Iterator[str]:
-    """Serve an ``engine_app`` on the loopback interface; return its URL."""
+    """Serve ``model`` as an engine on the loopback interface, and send its URL."""
     import uvicorn
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(wsync.engine_app(model, token=None), log_level="warning"))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        channel.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        channel.recv()
+        yield
         server.should_exit = True
         thread.join()
 

@@ -24,7 +24,6 @@ from harness.models import ConstantEnv, RevealingModel, fill, revealing_policy
 from harness.processes import worker_processes
 
 MakeScheme = Callable[[], wsync.WeightSyncScheme]
-PATIENCE = 60.0  # seconds that a reader of a store waits for its next version
 _ENOUGH = 10  # mixed forwards after which the control ends
 
 
@@ -147,22 +146,6 @@ def standalone(
             total.seconds = time.monotonic() - started
             channels.send("end")
     return total
-
-
-def read_store(channel: Connection, worker: int, url: str, mib: float, last: int) -> None:
-    """Forward until the store's version ``last`` is here, or no new one has come for a minute; then report."""
-    model, tally = RevealingModel(mib, 2), Tally()
-    with wsync.StoreWeightSyncScheme(url) as scheme:
-        scheme.init_on_receiver("policy", model=model, worker_idx=worker)
-        scheme.connect()
-        channel.send("ready")
-        until = time.monotonic() + PATIENCE
-        while scheme.version < last and time.monotonic() < until:
-            if scheme.receive(1.0) is not None:
-                until = time.monotonic() + PATIENCE
-            low, high = model().tolist()
-            tally.count(low, high, 0, worker)
-        channel.send((time.time(), tally, scheme.version))
 
 
 # --- workers of a collector ---

@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 REWARD: list[Key] = [("next", "reward")]
-OBSERVATION: list[Key] = ["observation"]
 
 
 class Scaled(nn.Module):
@@ -71,19 +70,6 @@ def test_an_update_is_seen_by_the_next_step(rewards: RayModuleTransform) -> None
             assert scheme.version == value - 1
             assert reward_of(env) == reward_of(copy) == [value, value]
     assert reward_of(env) == [19, 19]  # the module keeps what it has
-
-
-def test_an_encoder_in_an_actor(cluster: None) -> None:
-    with RayModuleTransform(partial(nn.Linear, 4, 6), OBSERVATION, OBSERVATION) as transform:
-        env = GymEnv("CartPole-v1", 3, seed=0, transforms=[transform])
-        bare = GymEnv("CartPole-v1", 3, seed=0)
-        ours = nn.Linear(4, 6)
-        with scheme_for(transform, ours):
-            assert env.observation_spec["observation"].shape == (6,)
-            encoded, raw = env.rollout(40), bare.rollout(40)
-            assert raw["next", "done"].any()
-            for key in ("observation", ("next", "observation")):
-                torch.testing.assert_close(encoded[key], ours(raw[key]).detach())
 
 
 def scaled(value: float) -> Scaled:

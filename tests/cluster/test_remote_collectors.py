@@ -44,9 +44,7 @@ every_family_ray_slow = pytest.mark.parametrize("family", ["tcp", "rpc", pytest.
 """Each test with Ray starts actors, which takes seconds: ``make test`` has those that kill and update them."""
 
 
-def collect_with(family, *, workers=2, workers_of=None, trained=None, env=cartpole, **options):
-    if workers_of is not None:
-        options["workers"] = workers_of
+def collect_with(family, *, workers=2, trained=None, env=cartpole, **options):
     options.setdefault("frames_per_batch", 16)
     if family == "ray":
         options.setdefault("timeout", START_TIMEOUT)

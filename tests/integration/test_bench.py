@@ -9,21 +9,17 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-import typer
 from programs import run_program
 from stopping import ends
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench_sync
-import check_store
 import compare_editions
 from harness.models import RevealingModel, fill, revealing_policy
 from harness.sides import Case, Side
-from harness.torn import Tally
 
 SCRIPT = Path(bench_sync.__file__)
 TINY = ("mib=[0.01]", "policy_mib=[0.018]", "workers=[1]", "rounds=2")
@@ -31,30 +27,6 @@ TINY = ("mib=[0.01]", "policy_mib=[0.018]", "workers=[1]", "rounds=2")
 
 def options(folder: Path, *overrides: str) -> list[str]:
     return [f"out={folder}", *TINY, *overrides]
-
-
-def without_the_last_version(channel: Connection, worker: int, url: str, mib: float, last: int) -> None:
-    channel.send("ready")
-    channel.send((time.time(), Tally(), last - 1))
-
-
-@pytest.mark.slow
-def test_a_reader_of_a_store_without_the_last_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_store.main(readers=1, versions=2, kib=1)
-    monkeypatch.setattr(check_store, "read_store", without_the_last_version)
-    with pytest.raises(typer.Exit):
-        check_store.main(readers=1, versions=2, kib=1)
-
-
-@pytest.mark.slow
-def test_what_transforms_send_arrives_exactly(tmp_path: Path) -> None:
-    small = ("--mib=0.1", "--tensors=10", "--rounds=2", "--backend=http")
-    done = run_program(SCRIPT.with_name("bench_transforms.py"), *small, folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "×" in line]
-    sizes = {name: int(size.replace(",", "")) for name, size, *_ in rows}
-    assert len(rows) == 6 and all(row[-1] == "exact" for row in rows)
-    assert sizes["Cast(bfloat16)"] < 0.6 * sizes["plain"] and sizes["Select one tenth"] < 0.2 * sizes["plain"]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from wsync.testing.models import Small
 def test_nothing_is_read_before_the_token() -> None:
     """Also by an application of one's own, which is asked by ASGI."""
     app = wsync.engine_app(load=list, token="right")
-    for route in (protocol.INIT, protocol.UPDATE, protocol.WORLD_SIZE, "/nowhere"):
+    for route in ("/init_weight_transfer_engine", "/update_weights", "/get_world_size", "/nowhere"):
         sent = list[Any]()
 
         async def receive() -> Any:

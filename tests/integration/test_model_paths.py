@@ -58,8 +58,8 @@ MISSES = [
     ("module.wait", r"in its policy, module has no wait; it has weight, bias$"),
     (
         "polcy",
-        r"the collector has no polcy; it has env, policy; its policy has no polcy; it has module"
-        r".*; its environment has no polcy; it has .*\btransform\b",
+        r"in the collector, it has no polcy; it has env, policy; in its policy, it has no polcy; it has module"
+        r".*; in its environment, it has no polcy; it has .*\btransform\b",
     ),
 ]
 

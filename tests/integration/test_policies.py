@@ -20,10 +20,10 @@ EVERY = [Collector, MultiSyncCollector, MultiAsyncCollector]
 
 
 class OfTensorDict(Scores):
-    """The same as a function of a TensorDict, which it does not declare."""
+    """The same as a function of a TensorDict, which it declares by a name."""
 
-    def forward(self, given):
-        return given.set("action", super().forward(given["observation"]))
+    def forward(self, td):
+        return td.set("action", super().forward(td["observation"]))
 
 
 def collect_with(cls, acting=None, *, workers=2, **options):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from stores import reader, trainer
+from torch import nn
 
 import wsync
 from wsync.testing.models import Small, fill

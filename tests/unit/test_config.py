@@ -16,10 +16,8 @@ import collectors.config
 import learning.config
 import learning.validation
 import wsync
-from collectors.config import MultiSyncConfig
-from collectors.env_config import EnvConfig, sample
+from collectors.config import EnvConfig, MultiSyncConfig, instantiate_setting, sample
 from collectors.errors import ConfigError
-from collectors.targets import instantiate_setting
 from learning import CNN, MLP, PPO, RNN
 from learning.config import describe_error
 from learning.options import TrainConfig
@@ -31,7 +29,7 @@ from wsync.config import config_of
 from wsync.registry import import_string, load_backend
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-GROUPS = ("weight_sync", "collector", "env", "policy", "algorithm", "logger", "chaos", "experiment")
+GROUPS = ("weight_sync", "collector", "env", "policy", "algorithm", "logger", "experiment")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 BACKENDS = sorted(wsync.registered_backends())
 SHARED_MEM = import_string("shared_mem").replace(":", ".")

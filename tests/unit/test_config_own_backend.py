@@ -16,8 +16,8 @@ from yaml import YAMLError
 import collectors.config
 import learning.config
 import wsync
+from collectors.config import instantiate_setting
 from collectors.errors import ConfigError
-from collectors.targets import instantiate_setting
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {

@@ -1,176 +1,319 @@
-"""What an engine and its trainer refuse over HTTP: requests of anybody, and answers that do not fit."""
+"""Both halves of the protocol with engines, ``Engines`` and ``engine_app``, with plain buffers."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import httpx
 import pytest
-from http_engines import EngineServer
+import torch
+import uvicorn
+from torch import Tensor
 
-import wsync
-from wsync.testing.asgi import serve
-from wsync.testing.models import Small, fill
+from wsync.deadlines import deadline_in
+from wsync.engine import protocol
+from wsync.engine.app import engine_app
+from wsync.engine.client import BodyTransfer, EngineClient
+from wsync.engine.outlet import Engines
+from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
+from wsync.gate import gate
+from wsync.update import Cause, Update
+from wsync.weights.packing import packed
 
-WEIGHTS = {"content_type": "application/octet-stream"}
-INIT, START, UPDATE, FINISH = (
-    "/init_weight_transfer_engine",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-)
-USUAL = {"world_size": 1, "weight_version": "1", "apply_seconds": 0.5}
+TOKEN = "a token"
 
 
-def recorded(requests: dict[str, bytes], answers: dict[str, Any]) -> Any:
-    """A server that records the bodies of requests by their routes; it answers what ``answers`` says, or ``USUAL``."""
+@contextmanager
+def serve(app: Any, port: int = 0) -> Iterator[str]:
+    options: dict[str, Any] = {"lifespan": "on", "log_level": "critical", "timeout_graceful_shutdown": 0}
+    with socket.create_server(("127.0.0.1", port)) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, **options))
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+class Loaded:
+    """An engine's weights."""
+
+    def __init__(self, token: str | None = TOKEN) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.calls = 0
+        self.app = engine_app(load=self._load, token=token)
+
+    def _load(self, pairs: Any) -> None:
+        self.calls += 1
+        self.weights = {name: tensor.clone() for name, tensor in pairs}
+
+
+class Trainer:
+    def __init__(self, urls: list[str], first: dict[str, Tensor], timeout: float = 10.0, **options: Any) -> None:
+        clients = [EngineClient(url, options.get("token", TOKEN)) for url in urls]
+        self.timeout = timeout
+        transfer = options.get("transfer", BodyTransfer)
+        self.engines = Engines(clients, transfer, options.get("pause"), lambda: self.timeout)
+        self.layout = packed(first)[0]
+        self.version, self.first, self.everyone = 0, first, [*range(len(urls))]
+
+    def __enter__(self) -> Trainer:
+        try:
+            self.engines.set_layout(self.layout)
+            self.publish(self.first)
+            self.engines.connect(None, deadline_in(self.timeout))
+        except BaseException:
+            self.engines.close(graceful=True)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engines.close(graceful=True)
+
+    def publish(self, weights: dict[str, Tensor], workers: list[int] | None = None, **options: Any) -> None:
+        buffer = self.engines.reserve(None)
+        buffer.pack([weights[name] for name in self.layout.names])
+        self.version += 1
+        self.engines.publish(Update(self.version, buffer, **options), self.everyone if workers is None else workers)
+
+    def send(self, weights: dict[str, Tensor]) -> dict[int, Cause]:
+        self.publish(weights)
+        return dict(self.engines.wait(self.engines.workers, self.version, "installed", deadline_in(self.timeout)))
+
+
+def weights(value: float, size: int = 1000) -> dict[str, Tensor]:
+    return {"one": torch.full((size,), float(value)), "two": torch.full((3, 5), value, dtype=torch.bfloat16)}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_every_version_arrives() -> None:
+    first, second = Loaded(), Loaded()
+    with ExitStack() as ends:
+        urls = [ends.enter_context(serve(engine.app)) for engine in (first, second)]
+        trainer = ends.enter_context(Trainer(urls, weights(1)))
+        assert same(first.weights, weights(1)) and first.app.version == "1"
+        assert not trainer.send(weights(2))
+        assert same(second.weights, weights(2)) and same(first.weights, weights(2))
+        assert trainer.engines.costs([0, 1], 2)[2] == trainer.layout.nbytes
+        trainer.publish(weights(3), [1])
+        assert not trainer.engines.wait([1], 3, "installed", None)
+        assert first.app.version == "2" and second.app.version == "3"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("wsync-eng")]
+
+
+def test_the_later_one_of_two_trainers_wins() -> None:
+    loaded = Loaded()
+    with serve(loaded.app) as url, Trainer([url], weights(1)) as trainer:
+        with Trainer([url], weights(6)):
+            assert same(loaded.weights, weights(6))
+        assert "another trainer" in trainer.send(weights(7))[0].text
+
+
+def test_an_engine_that_has_died_and_was_started_again() -> None:
+    loaded = Loaded()
+    with serve(loaded.app) as url:
+        trainer = Trainer([url], weights(1)).__enter__()
+    cause = trainer.send(weights(2))[0]
+    assert cause.kind == "died" and "phase start" in cause.text and "refused" in cause.text.lower()
+    assert not trainer.engines.workers and url in trainer.engines.causes()[0]
+    with pytest.raises(SyncTimeout, match="refused"):
+        trainer.engines.readmit(0, None, deadline_in(0.2))
+    again = Loaded()
+    with serve(again.app, int(url.rsplit(":", 1)[1])):
+        trainer.engines.readmit(0, None, deadline_in(10))
+        assert same(again.weights, weights(2)) and not trainer.send(weights(3))
+        trainer.__exit__()
+
+
+def test_a_disconnect_ends_every_wait() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def load(pairs: Any) -> None:
+        if dict(pairs)["one"][0] == 2:
+            entered.set()
+            assert go_on.wait(10)
+
+    with serve(engine_app(load=load, token=None)) as url, Trainer([url], weights(1)) as trainer:
+        thread = threading.Thread(target=lambda: (entered.wait(10), trainer.engines.disconnect(0, "disconnected")))
+        thread.start()
+        assert trainer.send(weights(2)) == {0: Cause("died", "disconnected")}
+        go_on.set()
+        thread.join()
+        trainer.engines.readmit(0, None, deadline_in(10))
+    with pytest.raises(WorkerDied, match="worker 0: disconnect"):
+        trainer = Trainer(["http://127.0.0.1:9", url], weights(1), timeout=30)
+        threading.Timer(0.3, trainer.engines.disconnect, [0, "disconnected"]).start()
+        trainer.__enter__()
+
+
+def answering(answer: Callable[[str], Any]) -> Callable[..., Awaitable[None]]:
+    """Return a server that answers a route with what ``answer`` returns, or awaits."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message["body"], message.get("more_body")
-        requests[scope["path"]] = body
-        answer = answers.get(scope["path"], json.dumps(USUAL).encode())
-        if answer is None:
+        if scope["type"] == "lifespan":
+            return
+        while (await receive()).get("more_body"):
+            pass
+        status, content = answer(scope["path"])
+        if content is None:
             await asyncio.Event().wait()
-        headers = [(b"content-length", str(len(answer)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": answer})
+        headers = [(b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
 
     return app
 
 
 @pytest.mark.parametrize(
-    ("route", "answer", "kind"),
+    ("route", "content", "kind"),
     [
-        ("/get_world_size", b"{}", wsync.WorkerFailed),
-        (INIT, b"<html>welcome</html>", wsync.WorkerFailed),
-        (INIT, None, wsync.SyncTimeout),
-        (FINISH, b"{}", wsync.WorkerFailed),
-        (FINISH, b'{"weight_version": "7"}', wsync.WorkerFailed),
-        (FINISH, b'{"weight_version": "1", "apply_seconds": -1}', wsync.WorkerFailed),
+        (protocol.WORLD_SIZE, b"[]", WorkerFailed),
+        (protocol.INIT, b"<html>welcome</html>", WorkerFailed),
+        (protocol.INIT, None, SyncTimeout),
+        (protocol.FINISH, b"null", WorkerFailed),
+        (protocol.FINISH, b'{"weight_version": "7"}', WorkerFailed),
+        (protocol.FINISH, b'{"weight_version": "1", "apply_seconds": "?"}', WorkerFailed),
+        ("", b"", None),
     ],
 )
-def test_an_answer_that_does_not_fit_is_a_failure_of_that_engine(route: str, answer: Any, kind: Any) -> None:
-    requests = dict[str, bytes]()
-    with serve(recorded(requests, {route: answer})) as url:
-        scheme = wsync.HTTPWeightSyncScheme(url, timeout=1.0 if answer is None else 10.0, pause="keep")
-        with scheme, pytest.raises(kind, match=url):
-            scheme.init_on_sender("policy", model=Small())
-            scheme.connect()
-    assert ("/pause" in requests) == ("/resume" in requests)  # nothing stays paused
+def test_an_answer_that_does_not_fit_is_a_failure_of_that_engine(route: str, content: Any, kind: Any) -> None:
+    asked = list[str]()
 
+    def answer(path: str) -> tuple[int, bytes | None]:
+        asked.append(path)
+        usual = {"world_size": 1, "weight_version": "1", "apply_seconds": 0.5}
+        return 200, content if path == route else json.dumps(usual).encode()
 
-@pytest.fixture(scope="module")
-def started() -> dict[str, bytes]:
-    """The bodies that a trainer of a ``Small`` has sent for its first version."""
-    requests = dict[str, bytes]()
-    with serve(recorded(requests, {})) as url, wsync.HTTPWeightSyncScheme(url) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 1))
-        scheme.connect()
-    return requests
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[EngineServer]:
-    with EngineServer().serving() as engine:
-        yield engine
-
-
-@pytest.mark.parametrize(
-    ("route", "change", "body", "status", "said"),
-    [
-        ("/nowhere", {}, b"", 404, "nowhere"),
-        (INIT, {}, b"{", 400, "not JSON"),
-        (INIT, {}, b"[" * 100_000, 400, "not JSON"),
-        (INIT, {}, b"{}", 400, "transfer"),
-        (INIT, {"layout": "AAAA"}, None, 400, "layout"),
-        (INIT, {"chunk_bytes": 1 << 60}, None, 413, "chunk_bytes"),
-        (START, {"session": 3}, None, 400, "'session'"),
-        (START, {"session": "\ud800"}, None, 409, "another trainer"),
-        (START, {"base": "7"}, None, 409, "is not here"),
-        (FINISH, {"checksum": "0" * 16}, None, 409, "0 of"),
-        ("/pause?mode=stop", {}, b"", 400, "mode"),
-        (UPDATE, {}, b"{}", 415, "octet-stream"),
-    ],
-)
-def test_requests_that_are_refused(
-    engine: EngineServer, started: Any, route: str, change: Any, body: bytes | None, status: int, said: str
-) -> None:
-    for known in (INIT, START):
-        assert engine.ask("POST", known, started[known])[0] == 200
-    if body is None:
-        fields = json.loads(started[route])
-        fields.get("init_info", fields).update(change)
-        body = json.dumps(fields).encode()
-    answer, content = engine.ask("POST", route, body)
-    assert answer == status and said in content["error"] and not engine.calls
-
-
-@pytest.mark.parametrize(
-    ("change", "body", "status", "said"),
-    [
-        ({}, b"x", 400, "the body has 1 bytes"),
-        ({}, bytes(64 << 20), 413, "may have"),
-        ({"begin": "64"}, b"", 409, "not the next ones"),
-        ({"end": "9" * 30}, b"", 409, "not the next ones"),
-        ({"base": "0"}, b"", 409, "has not named"),
-        ({"weight_version": "9"}, b"", 409, "has not been started"),
-    ],
-)
-def test_weights_that_are_refused(
-    engine: EngineServer, started: Any, change: dict[str, str], body: bytes, status: int, said: str
-) -> None:
-    for known in (INIT, START):
-        assert engine.ask("POST", known, started[known])[0] == 200
-    tags = json.loads(started[START])
-    query = {**tags, "begin": "0", "end": str(len(started[UPDATE])), **change}
-    answer, content = engine.ask("POST", f"{UPDATE}?{'&'.join(f'{k}={v}' for k, v in query.items())}", body, **WEIGHTS)
-    assert answer == status and said in content["error"] and not engine.calls
+    with serve(answering(answer)) as url:
+        trainer = Trainer([url], weights(1), timeout=1.0 if content is None else 10.0, pause="keep")
+        if kind is None:
+            with trainer:
+                assert trainer.engines.costs([0], 1)[:2] == (0.0, 0.5)
+        else:
+            with pytest.raises(kind, match=url):
+                trainer.__enter__()
+        assert asked.count(protocol.PAUSE) == asked.count(protocol.RESUME)  # nothing stays paused
 
 
 def test_a_transfer_of_ones_own_has_the_methods_of_vllm() -> None:
     class Own:
-        def __init__(self, client: Any, source: Any) -> None:
+        def __init__(self, client: EngineClient, source: Any) -> None:
             self.client, self.source = client, source
             client.init_weight_transfer_engine({"world_size": 1 + client.get_world_size()})
 
         def send_weights(self) -> None:
             self.client.start_weight_update()
             self.client.update_weights({"names": [name for name, _ in self.source]})
-            if model.weight[0] == 2:
+            if self.client.version == 2:
                 raise ArithmeticError("the transfer fails")
             self.client.finish_weight_update()
 
-    requests, model = dict[str, bytes](), fill(Small(), 1)
-    with (
-        serve(recorded(requests, {FINISH: b"{}"})) as url,
-        wsync.HTTPWeightSyncScheme(url, transfer=Own, pause="keep") as scheme,
-    ):
-        scheme.init_on_sender("policy", model=model)
-        scheme.connect()
-        assert [*requests] == ["/get_world_size", INIT, "/pause", START, UPDATE, FINISH, "/resume"]
-        with pytest.raises(wsync.WorkerFailed, match="the transfer fails"):
-            scheme.send(fill(model, 2))
-        scheme.send(fill(model, 3))
+    asked = list[str]()
+    app = answering(lambda path: (asked.append(path), (200, b'{"world_size": 2}'))[1])
+    with serve(app) as url, Trainer([url], weights(1), transfer=Own, pause="keep") as trainer:
+        assert asked[1:] == [protocol.WORLD_SIZE, protocol.INIT, protocol.PAUSE, protocol.START, protocol.UPDATE,
+                             protocol.FINISH, protocol.RESUME]  # fmt: skip
+        cause = trainer.send(weights(2))[0]
+        assert cause.kind == "failed" and "the transfer fails" in cause.text and asked[-1] == protocol.RESUME
+        assert not trainer.send(weights(3))
 
 
-def test_many_pauses_do_not_keep_a_resume_out() -> None:
-    with EngineServer().serving() as engine, engine.app.generation() as generation:
-        with generation.step():
-            pass
-        threads = [threading.Thread(target=engine.ask, args=("POST", "/pause?mode=wait")) for _ in range(40)]
-        for thread in threads:
-            thread.start()
-        while not engine.ask("GET", "/is_paused")[1]["is_paused"]:
-            pass
-        assert engine.ask("GET", "/health")[0] == 200
-        while engine.ask("GET", "/is_paused")[1]["is_paused"] or any(one.is_alive() for one in threads):
-            assert engine.ask("POST", "/resume")[1] == {"status": "resumed"}
-        engine.ask("POST", "/pause?mode=abort")
-        with pytest.raises(wsync.GenerationAborted), generation.step():
-            pass
+def test_what_cannot_be_sent_is_refused() -> None:
+    loaded = Loaded()
+    with serve(loaded.app) as url:
+        for token in (None, "other"):
+            with pytest.raises(WorkerFailed, match=r"401.*token"):
+                Trainer([url], weights(1), token=token).__enter__()
+        with Trainer([url], weights(1)) as trainer, pytest.raises(LayoutMismatch, match="extra state cannot be sent"):
+            trainer.publish(weights(2), extra=b"\x80\x04}\x94\x8c\x01aK\x01s.")
+    target = {"one": torch.zeros(2)}
+    with serve(engine_app(target, token=TOKEN)) as url, pytest.raises(WorkerFailed, match="422: Layout"):
+        Trainer([url], weights(1)).__enter__()
+
+
+# --- the engine's half alone ---
+
+
+def init(session: str = "s", **fields: Any) -> dict[str, Any]:
+    layout = base64.b64encode(packed(weights(1))[0].encode()).decode()
+    return {"init_info": {"transfer": "body", "session": session, "layout": layout, **fields}}
+
+
+FLAT = packed(weights(1))[1].memory
+TAGS = {"session": "s", "weight_version": "1"}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[tuple[Loaded, httpx.Client]]:
+    loaded = Loaded(token=None)
+    with serve(loaded.app) as url, httpx.Client(base_url=url, timeout=20) as client:
+        yield loaded, client
+
+
+def begin(client: httpx.Client) -> None:
+    assert client.post(protocol.INIT, json=init()).status_code == 200
+    assert client.post(protocol.START, json=TAGS).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "sent", "status", "said"),
+    [
+        (protocol.INIT, {"content": b"{"}, 400, "not JSON"),
+        (protocol.INIT, {"content": b"[" * 100_000}, 400, "not JSON"),
+        (protocol.INIT, {"json": {}}, 400, "transfer"),
+        (protocol.INIT, {"json": init(layout="AAAA")}, 400, "layout"),
+        (protocol.START, {"json": {"session": 3}}, 400, "'session'"),
+        (protocol.START, {"content": json.dumps({**TAGS, "session": "\ud800"})}, 409, "another trainer"),
+        (protocol.UPDATE, {"content": b"{}"}, 400, "'session'"),
+        (protocol.UPDATE, {"content": bytes(64 << 20), "params": TAGS}, 413, "may have"),
+        (protocol.UPDATE, {"params": {**TAGS, "session": "other"}}, 409, "another trainer"),
+        (protocol.FINISH, {"json": {**TAGS, "checksum": "0" * 16}}, 409, "incomplete"),
+    ],
+)
+def test_requests_that_are_refused(engine: Any, route: str, sent: dict[str, Any], status: int, said: str) -> None:
+    loaded, client = engine
+    begin(client)
+    answer = client.post(route, **sent)
+    assert answer.status_code == status and said in answer.json()["error"]
+    begin(client)
+    assert client.post(protocol.UPDATE, content=bytes(FLAT), params=TAGS).status_code == 200
+    assert client.post(protocol.FINISH, json={**TAGS, "checksum": "0" * 16}).status_code == 409 and not loaded.calls
+
+
+def test_an_engine_that_cannot_pause_says_so() -> None:
+    with serve(engine_app(load=list, token=None)) as url, pytest.raises(WorkerFailed, match=r"phase pause .* 404"):
+        Trainer([url], weights(1), pause="keep").__enter__()
+
+
+def test_an_engine_whose_load_has_failed_half_way_is_not_used_until_a_version_is_loaded() -> None:
+    fails = False
+
+    def load(pairs: Any) -> None:
+        for _ in pairs:
+            if fails:
+                raise ArithmeticError("no memory")
+
+    with serve(engine_app(load=load, token=None)) as url, Trainer([url], weights(1)) as trainer:
+        fails = True
+        for value in (2, 3):
+            assert "no memory" in trainer.send(weights(value))[0].text
+            with pytest.raises(WeightSyncError, match="this engine may have weights of two versions"), gate():
+                pass
+            answer = httpx.get(url + protocol.HEALTH)
+            assert answer.status_code == 503 and "two versions" in answer.json()["error"]
+        fails = False
+        assert not trainer.send(weights(4))
+        with gate():
+            assert httpx.get(url + protocol.HEALTH).json() == {}

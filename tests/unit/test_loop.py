@@ -12,9 +12,9 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 import collectors.workers.records
+from collectors.batches import Staleness
 from collectors.environments.specs import Spec
 from collectors.errors import ConfigError
-from collectors.staleness import Staleness
 from learning import IMPALA, PPO, checkpoint, make_critic, make_policy
 from learning.actor_critic import Diverged, UnusableBatch
 from learning.loop import Goal, StopRequest, Training

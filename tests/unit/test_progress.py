@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from collectors.staleness import Staleness
+from collectors.batches import Staleness
 from collectors.workers.records import Failures
 from learning.progress import WINDOW, Progress
 from learning.summary import summarise
@@ -51,7 +51,7 @@ def test_solved_is_to_have_been_reached_once_and_a_resumed_run_keeps_that() -> N
     again.load_state_dict(progress.state_dict())
     again.collected(batch(torch.full((WINDOW,), 0.8)), 1)
     for status in ("failed", "finished", "interrupted"):
-        told = summarise(status, again, 0.85, SyncMetrics(""), Failures(), {}, Staleness())
+        told = summarise(status, again, 0.85, SyncMetrics(""), Failures(), Staleness())
         assert (told["solved"], told["solved_after_frames"]) == (True, 100)
         assert told["verdict"].startswith(f"{status.capitalize()} after 200 frames in ")
         assert "mean return 0.800 over the last 100 episodes; 0.85 counts as solved, first reached after 100" in str(
@@ -119,7 +119,7 @@ def test_the_verdict_on_a_control_names_the_version_that_acted() -> None:
     progress = Progress()
     for _ in range(3):
         progress.collected(batch(torch.full((WINDOW,), 20.0), 0), 0)
-    summary = summarise("finished", progress, 475.0, SyncMetrics("none"), Failures(), {}, Staleness())
+    summary = summarise("finished", progress, 475.0, SyncMetrics("none"), Failures(), Staleness())
     assert "Finished after 300 frames" in summary["verdict"]
     assert "475 counts as solved, and was not reached" in summary["verdict"]
     assert "Nothing reached the workers: version 0 acted in all frames" in summary["verdict"]

@@ -12,7 +12,7 @@ import wandb
 from PIL import Image
 from rich.console import Console
 
-from collectors.staleness import Staleness
+from collectors.batches import Staleness
 from collectors.workers.records import Failures
 from learning.progress import Progress, Row, SyncRow
 from learning.reporting import Reporter
@@ -40,7 +40,7 @@ def summary(sync: bool = True, status: str = "solved") -> dict:
     if sync:
         metrics.record(SyncReport(1, 18432, 1e-4, tuple(us / 1e6 for us in PHASES.values()), {}))
     progress = Progress(frames=1024, episodes=3)
-    return summarise(status, progress, 475.0, metrics, Failures(), {}, Staleness()) | {
+    return summarise(status, progress, 475.0, metrics, Failures(), Staleness()) | {
         "env": "CartPole-v1",
         "seed": 0,
         "num_workers": 2,

@@ -95,7 +95,7 @@ def init(
     WithExtraState.worker_idx = worker_idx
     state.schemes[model_id], state.models[model_id] = scheme, (model := make())
     if isinstance(model, Loader):
-        scheme.init_on_receiver(model_id, load=model.load, chunk_bytes=model.chunk_bytes, worker_idx=worker_idx)
+        scheme.init_on_receiver(model_id, load=model.load, worker_idx=worker_idx)
     else:
         scheme.init_on_receiver(model_id, model=model, worker_idx=worker_idx)
 

@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -557,11 +556,9 @@ class BackendContract(BackendHooks):
                         one.nbytes for one in session.model.parameters()
                     )
 
-    @pytest.mark.parametrize("chunk_bytes", [None, 64])
-    def test_an_engine_with_a_function_that_loads(self, chunk_bytes: int | None) -> None:
+    def test_an_engine_with_a_function_that_loads(self) -> None:
         """It gets every version whole; what it raises reaches the trainer, and the next version arrives."""
-        receiver = partial(Loader, chunk_bytes)
-        with self.connected(1, Trained, receiver=receiver, send_transform=TO_ENGINE) as session:
+        with self.connected(1, Trained, receiver=Loader, send_transform=TO_ENGINE) as session:
             for refuses in (False, True, False):
                 session.workers.call(_refuse, refuses)
                 nudge(session.model)

@@ -119,14 +119,9 @@ class Engine(nn.Module):
 
 
 class Loader:
-    """An engine without a module: it keeps copies of the weights that ``load`` is given, and raises when told to.
+    """An engine without a module: it keeps copies of the weights that ``load`` is given, and raises when told to."""
 
-    Args:
-        chunk_bytes: for ``init_on_receiver``.
-    """
-
-    def __init__(self, chunk_bytes: int | None = None) -> None:
-        self.chunk_bytes = chunk_bytes
+    def __init__(self) -> None:
         self.loaded = dict[str, Tensor]()
         self.refuses = False
 
