@@ -201,10 +201,11 @@ class Sender:
                 self._raise(sent, {worker: cause for worker, cause in causes.items() if cause.kind == "died"})
                 return self._report(sent, time.monotonic() - sent.began)
             self._kept.append(sent)  # so that a wait that Ctrl-C ends is not forgotten
-            report = self._finish(sent) if wait else None
+            if wait:
+                return self._finish(sent)
             self._collect(sent)
             self._raise_failed()
-            return report
+            return None
 
     def _publish_usual(self, weights: object, acknowledge: bool) -> Sent | SyncReport | None:
         """Publish weights of a form that was sent before, to all workers; None if there is anything unusual.
