@@ -142,6 +142,9 @@ def sample(env: EnvConfig, option: str | None = None) -> GymEnv:
     """
     if env.rewards not in REWARDS:
         raise ConfigError(f"env.rewards={env.rewards}: it is one of {', '.join(REWARDS)}")
+    for i, wrapper in enumerate(env.wrappers):
+        if "_target_" not in wrapper:
+            raise ConfigError(f"env.wrappers[{i}] has no _target_: name the class of the wrapper")
     with ExitStack() as opened:
         try:
             made = env_factory(env, None)()

@@ -25,6 +25,7 @@ from wsync.engine.outlet import Engines
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate
 from wsync.update import Cause, Update
+from wsync.weights.binding import dump_extra
 from wsync.weights.packing import packed
 
 TOKEN = "a token"
@@ -237,7 +238,7 @@ def test_what_cannot_be_sent_is_refused() -> None:
             with pytest.raises(WorkerFailed, match=r"401.*token"):
                 Trainer([url], weights(1), token=token).__enter__()
         with Trainer([url], weights(1)) as trainer, pytest.raises(LayoutMismatch, match="extra state cannot be sent"):
-            trainer.publish(weights(2), extra=b"\x80\x04}\x94\x8c\x01aK\x01s.")
+            trainer.publish(weights(2), extra=dump_extra({"a": 1}))
     target = {"one": torch.zeros(2)}
     with serve(engine_app(target, token=TOKEN)) as url, pytest.raises(WorkerFailed, match="422: Layout"):
         Trainer([url], weights(1)).__enter__()
