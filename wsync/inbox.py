@@ -101,7 +101,7 @@ class WorkerConnection:
         if settings.arena is not None:
             blocks, block = settings.arena
             binds = self._binds_arena and owner.bind
-            arena = ArenaInbox(fds, block, blocks, owner, self._refuse, binds=binds, checksum=settings.checksum)
+            arena = ArenaInbox(fds, block, blocks, owner, self._refuse, binds=binds)
             arena.set_wakeups(True)
             self._watch(arena.wake, arena.woken)
         self._session = SessionInbox(

@@ -125,7 +125,6 @@ class WeightSyncScheme:
         self.bind = bind
         self.send_transform = send_transform
         self.receive_transform = receive_transform
-        self.checksum: bool | None = None  # None: where weights do not go through shared memory
         self.metrics = SyncMetrics(self.name or type(self).__name__)
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -175,7 +174,6 @@ class WeightSyncScheme:
             num_workers,
             lambda worker: scheme.make_medium(worker),
             arena=self.arena,
-            checksum=self.checksum,
             on_request=self.initiator == "receiver",
             delta=delta_of(self.send_transform),
             device=self.device,

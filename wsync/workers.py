@@ -68,7 +68,6 @@ class Workers(Outlet):
         num_workers: how many there are.
         make_medium: makes a connection's medium, for workers that do not use the arena; given the worker's index.
         arena: whether workers on this machine use the arena.
-        checksum: whether updates carry a checksum; None: where they do not go through the arena.
         on_request: whether workers fetch updates.
         delta: makes differences of weights in main memory, for workers that do not use the arena; None for whole ones.
         device: where weights are packed.
@@ -82,7 +81,6 @@ class Workers(Outlet):
         make_medium: Callable[[int], Medium],
         *,
         arena: bool,
-        checksum: bool | None,
         on_request: bool,
         delta: Delta | None = None,
         device: torch.device | str = "cpu",
@@ -92,7 +90,7 @@ class Workers(Outlet):
         self._listener, self._make_medium = listener, make_medium
         self.name = secrets.token_hex(8)
         self._num_workers = num_workers
-        self._checksum, self._on_request = checksum, on_request
+        self._on_request = on_request
         in_main_memory = torch.device(device).type == "cpu"
         self._difference = partial(_difference, delta, {}) if delta is not None and in_main_memory else None
         self._blocks = 2 * num_workers + _SPARE_BLOCKS  # of the arena
@@ -139,6 +137,7 @@ class Workers(Outlet):
                 worker,
                 link,
                 Medium() if member.block >= 0 else self._make_medium(worker),
+                remote=member.pidfd < 0,
                 on_request=self._on_request,
                 difference=self._difference,
                 on_change=partial(self._note_change, member),
@@ -163,7 +162,6 @@ class Workers(Outlet):
             Settings(
                 self.name,
                 layout.encode() if layout is not None else b"",
-                self._checksum is True,
                 self._on_request,
                 newest.version if newest is not None else 0,
                 None if self._arena is None or member.block < 0 else (self._blocks, member.block),
@@ -341,7 +339,7 @@ class Workers(Outlet):
         with self._lock:
             if everyone:
                 self._newest = [update] * self._num_workers
-                if self._all_blocks and not (update.acknowledge or update.extra or update.requires or self._checksum):
+                if self._all_blocks and not (update.acknowledge or update.extra or update.requires):
                     assert self._arena is not None
                     if self._arena.publish(self._all_blocks, update.version, update.buffer.slot, False):
                         return True
@@ -367,8 +365,7 @@ class Workers(Outlet):
                 blocks.append(member.block)
             else:
                 others.append(member.session)
-        if others or self._checksum:
-            self._add_checksum(update)
+        self._add_checksum(update, others)
         if arena is not None and blocks:
             self._store_header(update)
             acknowledge = update.acknowledge if acknowledge is None else acknowledge
@@ -378,14 +375,14 @@ class Workers(Outlet):
         return alive
 
     def _store_header(self, update: Update) -> None:
-        if self._arena is not None and (update.extra or update.requires or update.checksum):
+        if self._arena is not None and (update.extra or update.requires):
             if update.requires != self._serial_of:
                 self._serial, self._serial_of = self._serial + 1, dict(update.requires)
             self._arena.store_header(update, self._serial if update.requires else 0)
 
-    def _add_checksum(self, update: Update) -> None:
-        wanted = update.buffer.flat.is_cpu if self._checksum is None else self._checksum
-        if wanted and not update.checksum:
+    def _add_checksum(self, update: Update, sessions: Iterable[WorkerSession]) -> None:
+        """Add a checksum where weights cross a network, or a medium wants one; not if they are on a GPU."""
+        if not update.checksum and update.buffer.flat.is_cpu and any(one.checks for one in sessions):
             update.checksum = checksum_of(update.buffer.memory, update.extra)
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
@@ -452,8 +449,7 @@ class Workers(Outlet):
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
         given = {w: one for w, one in self._members.items() if w in workers}
         self._given[update.version] = {**self._given.get(update.version, {}), **given}
-        if any(one.block < 0 for one in given.values()) or self._checksum:
-            self._add_checksum(update)
+        self._add_checksum(update, [one.session for one in given.values() if one.block < 0])
         self._store_header(update)
         for member in given.values():
             if member.block >= 0:

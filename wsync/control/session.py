@@ -57,9 +57,11 @@ class Medium:
     """Carries the weights of one connection; used by the control thread. The base class: by the connection itself.
 
     Attributes:
+        checks: whether weights carry a checksum also on one machine.
         waits_for_close: on the sender, whether ``send`` is in code that only ``close`` ends.
     """
 
+    checks: bool = False
     waits_for_close: bool = False
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
@@ -117,6 +119,7 @@ class WorkerSession:
         worker: the worker's index.
         link: the connection.
         medium: carries weights to a worker that does not take them from the arena.
+        remote: whether the worker is on another machine.
         on_request: whether updates are sent only when the worker asks.
         difference: returns what turns one buffer into another, or None if that is not smaller; None: whole weights
             are sent.
@@ -130,6 +133,7 @@ class WorkerSession:
         failed: the newest version that was refused and has taken the place of older ones.
         fits: the answer to the last layout; None while there is none.
         cause: why the connection has ended; None while it has not.
+        checks: whether updates carry a checksum, which the worker checks.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class WorkerSession:
         link: Link,
         medium: Medium,
         *,
+        remote: bool = False,
         on_request: bool = False,
         difference: Callable[[Buffer, Buffer], bytes | None] | None = None,
         on_change: Callable[[], None] = lambda: None,
@@ -150,6 +155,7 @@ class WorkerSession:
         self.failed = 0
         self.fits: str | None = None
         self.cause: str | None = None
+        self.checks = remote or medium.checks
         self._link, self._medium, self._difference = link, medium, difference
         self._on_request, self._on_change = on_request, on_change
         self._messages: deque[Message] = deque()

@@ -37,7 +37,6 @@ class Settings(Message, frozen=True, tag=True):
     Attributes:
         sender: identifies the sender, for ``requires``.
         layout: of the weights; empty if no weights have defined it yet. The worker answers with ``Fits``.
-        checksum: whether updates in the arena carry a checksum.
         on_request: whether the worker fetches versions (``initiator="receiver"``).
         first: the version that ``connect`` of the worker waits for; 0 for none.
         arena: how many blocks of words the arena has, and which one is this connection's; None without an arena.
@@ -46,7 +45,6 @@ class Settings(Message, frozen=True, tag=True):
 
     sender: str
     layout: bytes
-    checksum: bool
     on_request: bool
     first: int
     arena: tuple[int, int] | None

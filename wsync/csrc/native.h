@@ -98,7 +98,6 @@ typedef struct {
 /* The records follow the blocks. Written by the trainer while no worker reads the slot. */
 typedef struct {
     int64_t version;
-    uint64_t checksum;
     int64_t header_size, has_extra, serial;
 } Record;
 

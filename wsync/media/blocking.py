@@ -17,6 +17,8 @@ _PATIENCE = 2.0  # seconds for calls to end after ``close``
 class BlockingMedium(Medium):
     """A medium that makes calls that block, each in a thread of its own."""
 
+    checks = True
+
     def __init__(self) -> None:
         self._closed = asyncio.Event()
         self._running: set[asyncio.Future[Any]] = set()

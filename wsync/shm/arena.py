@@ -3,7 +3,7 @@
 A *word* is an integer of 8 bytes. The arena has two files, the second for what accompanies the weights::
 
     file 1   one block per connection   words
-             one record per slot        words: version, checksum, size of the header, whether it has extra state, serial
+             one record per slot        words: version, size of the header, whether it has extra state, serial
              slots                      one version of the packed weights each
     file 2   one header per slot        every _SPAN bytes, sparse: extra state, and what the version requires
 
@@ -51,8 +51,8 @@ stored in one order that every process sees (sequentially consistent atomics, in
 
 **How long a slot is used** depends on how a model takes the weights. A model that is *bound* (its parameters point into
 the slot) uses it during forwards only: between them the trainer may overwrite the slot once it has published a newer
-version, to which the next forward binds. It *holds* the slot between forwards as well if an install may fail (checksum,
-extra state, tied tensors), or once a transaction was prepared: then the model can stay on it although a newer version
+version, to which the next forward binds. It *holds* the slot between forwards as well if an install may fail (extra
+state, tied tensors), or once a transaction was prepared: then the model can stay on it although a newer version
 is published. ``held`` is stored before ``used`` is cleared, and loaded after ``used``, so the slot is found in one of
 them. A model that *copies* uses the slot until its bytes are copied. A model that holds nothing, and whose install
 fails because its structure has changed, may be bound to a slot that is written: its receiver refuses forwards until a
@@ -78,7 +78,6 @@ from typing import Any
 import msgspec
 import torch
 
-from wsync.control.session import checksum_of
 from wsync.deadlines import remaining
 from wsync.errors import SyncTimeout, WeightSyncError, join_indices
 from wsync.gate import process_gate
@@ -89,9 +88,9 @@ from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 from wsync.weights.tensors import PinnedMapping, in_clean_thread
 
-_BLOCK, _RECORD = 16, 5  # words
+_BLOCK, _RECORD = 16, 4  # words
 _PUBLISHED, _USED, _INSTALLED, _WAIT, _APPLY = 0, 8, 11, 13, 14  # in a block
-_CHECKSUM, _HEADER_SIZE, _HAS_EXTRA, _SERIAL = 1, 2, 3, 4  # in a record
+_HEADER_SIZE, _HAS_EXTRA, _SERIAL = 1, 2, 3  # in a record
 _SPAN = 1 << 36  # bytes of (sparse) file between two headers
 _SPARE = 2  # slots besides those that are published, held and leased: one to write, one that may still be in use
 
@@ -122,7 +121,6 @@ class _Slots:
         self._slots_at = size_of_words(capacity)
         self.control = mmap.mmap(fds[0], self._slots_at)
         self.words = memoryview(self.control).cast("q")
-        self.unsigned_words = memoryview(self.control).cast("Q")
         self.numbers = memoryview(self.control).cast("d")
         self._records_at = capacity * _BLOCK
         self._mapping = threading.Lock()  # guards both lists: in a worker, two threads may map a slot at the same time
@@ -302,7 +300,6 @@ class SenderArena:
             write_at(self._slots.fds[1], header, slot * _SPAN)
             words[record + _HEADER_SIZE] = len(header)
         words[record + _HAS_EXTRA], words[record + _SERIAL] = bool(update.extra), serial
-        self._slots.unsigned_words[record + _CHECKSUM] = update.checksum
 
     def set_pending(self, blocks: Iterable[int], version: int, slot: int) -> None:
         """Store what ``publish`` is about to publish, in a transaction: for all models before the first ``publish``."""
@@ -347,7 +344,6 @@ class ArenaInbox(Inbox):
         owner: the receiver.
         refuse: called with an update that could not be installed, and the error.
         binds: whether the model stays bound to its slot; otherwise it copies.
-        checksum: whether updates carry a checksum.
 
     Attributes:
         wake: this connection's eventfd. When it can be read, an update has come that somebody waits for.
@@ -363,19 +359,15 @@ class ArenaInbox(Inbox):
         refuse: Callable[[Update, str], None],
         *,
         binds: bool,
-        checksum: bool,
     ) -> None:
         weights, headers, self._signal, self.wake = fds
         self.binds = binds
         self._slots = _Slots((weights, headers), blocks)
         self._block, self._owner, self._refuse = block, owner, refuse
         self._target: Any = None
-        self._checksum = checksum
-        self._may_refuse = checksum
-        self._checked = 0  # the newest version with a checksum that was right
+        self._may_refuse = False
         self._waited_for = False
         self.words = native.WorkerWords(self._slots.control, blocks, block, self._signal, binds, self._slots.plans)
-        self.words.hold = binds and checksum
 
     def use(self, layout: Layout, target: Any) -> None:
         """Map all slots that exist: mapping takes longer than an update."""
@@ -423,7 +415,7 @@ class ArenaInbox(Inbox):
         """
         self.words.hold = self.words.hold or (self.binds and version > self.newest)
         record, words = self._slots.record(slot), self._slots.words
-        size, checksum = words[record + _HEADER_SIZE], self._slots.unsigned_words[record + _CHECKSUM]
+        size = words[record + _HEADER_SIZE]
         try:
             buffer = self._slots.buffer(slot)
             blob = read_at(self._slots.fds[1], size, slot * _SPAN)
@@ -431,14 +423,7 @@ class ArenaInbox(Inbox):
         except (OSError, RuntimeError, ValueError) as error:  # no descriptor, memory or thread is left to map the slot
             absent: Any = None
             return Update(version, absent, acknowledge=acknowledge, damage=f"{version} could not be mapped: {error}")
-        damage = ""
-        if self._checksum and version != self._checked:
-            if checksum_of(buffer.memory, header.extra) != checksum:
-                damage = f"version {version} arrived corrupt: its checksum differs"
-            self._checked = self._checked if damage else version  # once is enough for one that is prepared, then taken
-        return Update(
-            version, buffer, header.extra, checksum, header.requires, acknowledge=bool(acknowledge), damage=damage
-        )
+        return Update(version, buffer, header.extra, 0, header.requires, acknowledge=bool(acknowledge))
 
     def settled(self, update: Update, error: str) -> None:
         words = self.words

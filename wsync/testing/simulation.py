@@ -506,7 +506,6 @@ class World:
                 len(INDICES),
                 lambda index: Medium(),
                 arena=False,
-                checksum=None,  # type: ignore[arg-type]
                 on_request=False,
                 loop=DirectLoop(),  # type: ignore[arg-type]
             )
