@@ -416,7 +416,7 @@ class BackendContract(BackendHooks):
                 assert session.outputs() == [value, value]
 
     def test_a_damaged_update_is_refused(self) -> None:
-        with self.connected(**self.checksum_options) as session:
+        with self.connected() as session:
             session.update(2)
             for worker in session.workers:
                 worker.stop()

@@ -89,14 +89,12 @@ class BackendHooks:
         acknowledged: whether a finished ``send`` means that every worker has installed the update; else that every
             forward that starts from then on uses it.
         connects_within: seconds in which a worker that is there is connected.
-        checksum_options: for ``make_scheme``, where ``corrupt`` is overridden: they turn checksums on.
     """
 
     pool_type: ClassVar[type[WorkerPool]] = WorkerPool
     first_weights_at_connect: ClassVar[bool] = True
     acknowledged: ClassVar[bool] = True
     connects_within: ClassVar[float] = SHORT
-    checksum_options: ClassVar[Mapping[str, Any]] = {}
     pool: ClassVar[WorkerPool]
 
     def make_scheme(self, **options: Any) -> wsync.WeightSyncScheme:
