@@ -513,12 +513,12 @@ class Workers(Outlet):
             self._release(member)
 
 
-def _difference(delta: Delta, known: dict[tuple[int, int], bytes | None], base: Buffer, new: Buffer) -> bytes | None:
-    """Return what turns one buffer into another; the same for several workers."""
-    key = id(base), id(new)
+def _difference(delta: Delta, known: dict[Any, bytes | None], base: Update, new: Update) -> bytes | None:
+    """Return what turns one version into another; the same for several workers."""
+    key = base.version, id(base.buffer), new.version, id(new.buffer)  # a buffer has one version after the other
     if key not in known:
         known.clear()
-        known[key] = delta.difference(base.memory, new.memory, new.layout.width)
+        known[key] = delta.difference(base.buffer.memory, new.buffer.memory, new.buffer.layout.width)
     return known[key]
 
 

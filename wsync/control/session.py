@@ -121,7 +121,7 @@ class WorkerSession:
         medium: carries weights to a worker that does not take them from the arena.
         remote: whether the worker is on another machine.
         on_request: whether updates are sent only when the worker asks.
-        difference: returns what turns one buffer into another, or None if that is not smaller; None: whole weights
+        difference: returns what turns one version into another, or None if that is not smaller; None: whole weights
             are sent.
         on_change: called after each answer, and at the end.
 
@@ -144,7 +144,7 @@ class WorkerSession:
         *,
         remote: bool = False,
         on_request: bool = False,
-        difference: Callable[[Buffer, Buffer], bytes | None] | None = None,
+        difference: Callable[[Update, Update], bytes | None] | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker = worker
@@ -316,7 +316,7 @@ class WorkerSession:
     async def _deliver(self, update: Update) -> None:
         """Send one update, and wait until it has been received; newer ones take each other's place meanwhile."""
         base, payload = self._base, update.buffer
-        difference = None if base is None or self._difference is None else self._difference(base.buffer, payload)
+        difference = None if base is None or self._difference is None else self._difference(base, update)
         if base is None or difference is None:
             size, on = payload.layout.nbytes, 0
         else:
