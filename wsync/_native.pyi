@@ -34,15 +34,13 @@ class PackPlan:
     """Whether the views lie where they lay; PyTorch moves a storage that it shares with another process."""
 
     def __init__(self, views: Sequence[Tensor], shared: bool, /) -> None: ...
-    def fill(self, tensors: list[Tensor], keep: bool = False, /) -> bool:
-        """Copy a list of tensors into the views, one each.
-
-        ``keep`` keeps references to them, which saves time if the same objects are copied again.
+    def fill(self, tensors: list[Tensor] | TensorTree, /) -> bool | None:
+        """Copy a list of tensors, or those of a tree, into the views, one each. Those of a tree are known the next time.
 
         Returns:
-            False, with nothing copied, if they are not as many as the views; if one is not plain bytes in main memory
-            with its view's dtype, shape and strides; if tied views get tensors in different memory; or if the views
-            are not in main memory.
+            None, if the tree's module has changed. False, with nothing copied, if they are not as many as the views; if
+            one is not plain bytes in main memory with its view's dtype, shape and strides; if tied views get tensors in
+            different memory; or if the views are not plain bytes themselves.
         """
 
 class TensorTree:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-_REVISION = 103  # of csrc/module.c
+_REVISION = 104  # of csrc/module.c
 
 
 def _load() -> tuple[ModuleType | None, str]:

@@ -8,7 +8,7 @@
 
 #include "native.h"
 
-#define REVISION 103 /* of the interface; wsync/native.py names the one that it expects */
+#define REVISION 104 /* of the interface; wsync/native.py names the one that it expects */
 
 const DLPackExchange *dlpack;
 PyTypeObject *TensorTree_type, *Installer_type;

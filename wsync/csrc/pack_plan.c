@@ -141,19 +141,22 @@ static void copy(PackPlan *self)
     copy_spans(self->spans, count, self->shared);
 }
 
-static PyObject *PackPlan_fill(PackPlan *self, PyObject *args)
+/* Copy tensors, a list or a TensorTree, into the views: True; False if they are not plain bytes that fit; None if the
+ * tree's module has changed. Those of a tree are kept, and known the next time. */
+static PyObject *PackPlan_fill(PackPlan *self, PyObject *given)
 {
-    PyObject *tensors;
-    int keep = 0;
-    if (!PyArg_ParseTuple(args, "O|p:fill", &tensors, &keep))
-        return NULL;
-    if (!self->plain || !PyList_CheckExact(tensors) || PyList_GET_SIZE(tensors) != self->count)
-        Py_RETURN_FALSE;
-    int fits = know_tensors(self, tensors);
-    if (fits > 0)
-        copy(self); /* since they were looked at, no other thread has run; one may, if the copy is large */
-    if (!keep)
-        forget(self);
+    int tree = Py_IS_TYPE(given, TensorTree_type), fits = 0;
+    PyObject *tensors = tree ? TensorTree_tensors((TensorTree *)given, NULL) : Py_NewRef(given);
+    if (!tensors || tensors == Py_None)
+        return tensors;
+    if (self->plain && PyList_CheckExact(tensors) && PyList_GET_SIZE(tensors) == self->count) {
+        fits = know_tensors(self, tensors);
+        if (fits > 0)
+            copy(self); /* since they were looked at, no other thread has run; one may, if the copy is large */
+        if (!tree)
+            forget(self);
+    }
+    Py_DECREF(tensors);
     return fits < 0 ? NULL : PyBool_FromLong(fits);
 }
 
@@ -176,7 +179,7 @@ static PyObject *PackPlan_in_place(PackPlan *self, void *Py_UNUSED(closure))
     return PyBool_FromLong(PackPlan_views(self) != NULL);
 }
 
-static PyMethodDef PackPlan_methods[] = {{"fill", (PyCFunction)PackPlan_fill, METH_VARARGS, NULL}, {NULL}};
+static PyMethodDef PackPlan_methods[] = {{"fill", (PyCFunction)PackPlan_fill, METH_O, NULL}, {NULL}};
 static PyGetSetDef PackPlan_attributes[] = {{"in_place", (getter)PackPlan_in_place, NULL, NULL, NULL}, {NULL}};
 static PyType_Slot PackPlan_slots[] = {
     SLOT(tp_new, PackPlan_new),         SLOT(tp_dealloc, PackPlan_free),

@@ -126,7 +126,6 @@ static PyObject *SenderWords_close(SenderWords *self, PyObject *given)
 }
 
 enum { NAMED = 1, USED = 2, HELD = 4 };
-
 /* Return whether no open block needs a slot for one of these reasons. They are looked at in this order: a worker that
  * will hold a slot stores `held` before it ceases to use the slot. */
 static int is_free(SenderWords *self, int64_t slot, int reasons)
@@ -190,7 +189,6 @@ static PyObject *SenderWords_publish(SenderWords *self, PyObject *args)
 }
 
 enum { NOT_YET, ALL, LOOK, INTERRUPTED };
-
 static int state_of(SenderWords *self, const Py_ssize_t *blocks, Py_ssize_t count, int64_t version)
 {
     int state = ALL;

@@ -233,8 +233,8 @@ class SenderArena:
             SyncTimeout: there was none before ``deadline``; names the workers whose forwards use them.
             WeightSyncError: the machine has no memory left for a further slot; nothing has changed.
         """
-        found = self._claim()
-        if found is None:
+        found = self._words.claim(self._slots.buffers)
+        if type(found) is int and (found := self._claim()) is None:
             self._words.want_freed(True)
             try:
                 while (found := self._claim()) is None:

@@ -59,11 +59,12 @@ class Buffer(msgspec.Struct, weakref=True, eq=False):
 
         ``tensors`` are a list in the layout's order, or what ``Source.usual`` returned. LayoutMismatch: no fit.
         """
-        given = tensors if type(tensors) is list else tensors.tensors()
+        filled = False if self.plan is None else self.plan.fill(tensors)
+        if filled is not False:
+            return filled is True
+        given = tensors if isinstance(tensors, list) else tensors.tensors()
         if given is None:
             return False
-        if self.plan is not None and self.plan.fill(given, given is not tensors):
-            return True
         self.layout.check(given)  # not plain bytes in main memory: PyTorch would convert what does not fit
         leaders = self.layout.leaders
         copy_all([self.views[i] for i in leaders], [given[i] for i in leaders])
