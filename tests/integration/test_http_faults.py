@@ -7,11 +7,11 @@ import threading
 from typing import Any
 
 import pytest
+from asgi_server import serve
 from http_engines import engines, refuse_next, start_engine, stop_engine, trainer, value
 
 import wsync
 from wsync.testing import WorkerPool
-from wsync.testing.asgi import serve
 from wsync.testing.models import Small, WithExtraState, fill
 
 
