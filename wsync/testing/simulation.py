@@ -303,6 +303,7 @@ class World:
         self.loop.time = lambda: clock.now
         self.latency = 10 ** self.random.uniform(-4, -1)
         self.rate = 10 ** self.random.uniform(-1, 1)  # of faults, per second
+        self.failures = list[BaseException]()
         self.events = Counter[str]()
         self.order = list[Any]()  # of what happened
         self.committed, self.aborted = list[dict[str, int]](), list[dict[str, int]]()
@@ -442,6 +443,10 @@ class World:
 
     async def history(self) -> None:
         """The whole history."""
+        self.main: Any = asyncio.current_task()
+        self.loop.set_exception_handler(
+            lambda loop, context: self.fail(context.get("exception") or RuntimeError(context["message"]))
+        )
         self.trainer = Process(self)
         self.outlets = {name: make_outlet() for name in MODELS}
         for name, outlet in self.outlets.items():
@@ -477,34 +482,25 @@ class World:
 
     def run(self) -> World:
         """Run the history; raise what does not hold."""
-        asyncio.set_event_loop(self.loop)
         deadlines.time = SimpleNamespace(monotonic=self.loop.time)  # pyright: ignore[reportAttributeAccessIssue]
-        main, failure = self.loop.create_task(self.history()), list[BaseException]()
-
-        def failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            failure.append(context.get("exception") or RuntimeError(context["message"]))
-            main.cancel()
-
-        self.loop.set_exception_handler(failed)
         try:
-            self.loop.run_until_complete(main)
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+                runner.run(self.history())
         except asyncio.CancelledError:
-            raise failure[0] from None
+            raise self.failures[0] from None
         finally:
-            self.loop.set_exception_handler(lambda loop, context: None)
-            while tasks := asyncio.all_tasks(self.loop):
-                for task in tasks:
-                    task.cancel()
-                self.loop.run_until_complete(asyncio.wait(tasks))
-            self.loop.close()
-            asyncio.set_event_loop(None)
             deadlines.time = time
         return self
 
+    def fail(self, error: BaseException) -> None:
+        """End the history."""
+        self.failures.append(error)
+        self.main.cancel()
+
     def task_ended(self, task: asyncio.Task[Any]) -> None:
         """A task's exception ends the history when it happens."""
-        if not task.cancelled() and task.exception() is not None:
-            self.loop.call_exception_handler({"message": "", "exception": task.exception()})
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
 
 
 # --- does it find anything? Each bug is one change, as somebody could make it ---
