@@ -73,10 +73,9 @@ class Session:
 
     def restart(self, index: int) -> int:
         """Have another process join in the place of worker ``index``, which has ended; returns its version."""
-        successor = self.workers.spare()
+        successor = self.workers.replace(index)
         self.begin_join(successor, index)
         self.scheme.readmit(index)
-        self.workers.replace(index, successor)
         return successor.result()
 
 

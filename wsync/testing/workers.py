@@ -203,14 +203,11 @@ class WorkerGroup:
     def __iter__(self) -> Iterator[Worker]:
         return (worker for worker in self._members if worker.alive)
 
-    def spare(self) -> Worker:
-        """One more worker, which has no index yet."""
-        self.used += self._pool.take(1)
-        return self.used[-1]
-
-    def replace(self, index: int, worker: Worker) -> None:
-        """Give ``worker`` the index of another one."""
-        self._members[index] = worker
+    def replace(self, index: int) -> Worker:
+        """Return another worker, which has the index from now on."""
+        (self._members[index],) = added = self._pool.take(1)
+        self.used += added
+        return self._members[index]
 
     def results(self) -> list[Any]:
         """Wait for the outcome of the oldest command of each."""
