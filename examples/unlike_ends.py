@@ -5,12 +5,14 @@
 Trainer: a GPT-2 of ``transformers`` from a config: float32, tied embeddings, weights ``[in, out]`` (without that
 package: the engine's class in float32). Engine: PyTorch's layers, bfloat16, weights ``[out, in]``, other names; it
 generates all the time. Each version's logits are compared with those of a reference in the trainer's process. With
-``-int8`` a quarter of the bytes travel; each weight is then off by at most half a step. http: ``.[engine,testing]``.
+``-int8`` a quarter of the bytes travel; each weight is then off by at most half a step. http: ``.[engine]``.
 """
 
 import multiprocessing
+import socket
 import sys
 import tempfile
+import threading
 from functools import reduce
 from importlib.util import find_spec
 from multiprocessing.connection import Client, Listener
@@ -65,10 +67,12 @@ def generate(pipe, scheme, receive_transform):
     options = {"model": engine, "load": engine.load_weights}  # its forwards pass through the gate
     end = scheme or wsync.engine_app(**options, token=TOKEN, receive_transform=receive_transform)
     if scheme is None:
-        from wsync.testing.asgi import serve  # in production: uvicorn, or any other ASGI server
+        import uvicorn  # or any other ASGI server
 
-        server = serve(end)
-        pipe.send(server.__enter__())
+        listening = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(end, lifespan="off", log_level="critical"))
+        threading.Thread(target=server.run, args=([listening],), daemon=True).start()
+        pipe.send(f"http://127.0.0.1:{listening.getsockname()[1]}")
     else:
         scheme.init_on_receiver("policy", **options, worker_idx=0)
         scheme.connect()

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from asgi_server import serve
 from torch import Tensor, nn
 
 import wsync
 from wsync.testing import WorkerPool
-from wsync.testing.asgi import serve
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 

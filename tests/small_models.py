@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -46,3 +48,17 @@ def linear(value: float) -> nn.Linear:
 def policy_of(value: float) -> nn.Linear:
     """The same with four inputs."""
     return fill(nn.Linear(4, 2), value)
+
+
+def make_trained() -> Any:
+    """A trainer's model: three projections, and a head with its weight tied to that of the embedding."""
+    model: Any = nn.ModuleDict({name: nn.Linear(16, 16) for name in "qkv"})
+    model.embed, model.head = nn.Embedding(8, 16), nn.Linear(16, 8, bias=False)
+    model.head.weight = model.embed.weight
+    return model
+
+
+def make_engine() -> nn.Module:
+    """A worker's model for that: one fused projection, other names, bfloat16."""
+    tokens, qkv = nn.Embedding(8, 16, dtype=torch.bfloat16), nn.Linear(16, 48, dtype=torch.bfloat16)
+    return nn.ModuleDict({"tokens": tokens, "qkv": qkv})

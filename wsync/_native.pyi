@@ -35,7 +35,7 @@ class PackPlan:
 
     def __init__(self, views: Sequence[Tensor], shared: bool, /) -> None: ...
     def fill(self, tensors: list[Tensor] | TensorTree, /) -> bool | None:
-        """Copy a list of tensors, or those of a tree, into the views, one each. Those of a tree are known the next time.
+        """Copy tensors into the views, one each: a list of them, or those of a tree, which are known the next time.
 
         Returns:
             None, if the tree's module has changed. False, with nothing copied, if they are not as many as the views; if

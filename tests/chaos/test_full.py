@@ -14,7 +14,7 @@ from programs import run_program
 
 import wsync
 from learning import checkpoint
-from wsync.testing.models import Large, WithExtraState, fill
+from wsync.testing.models import WithExtraState, fill, make_large
 
 ARENAS = ("shared_mem", "shared_mem-published", "multiprocess")
 GLOO = "distributed-gloo"
@@ -28,7 +28,7 @@ def test_shared_memory_full(cell: Cell, backend: BuiltIn, backend_name: str) -> 
     if backend_name == "rpc":
         pytest.skip("its first weights come with the first send, and their memory is allocated as in distributed")
     with backend.connected() as session, backend.make_scheme() as other:
-        other.init_on_sender("other", model=fill(Large(), 1), num_workers=2)
+        other.init_on_sender("other", model=fill(make_large(), 1), num_workers=2)
         with no_file_beyond(16 * MIB):
             with cell.detects(wsync.WeightSyncError, r"no shared memory left: 32\.0 MiB"):
                 other.connect()
@@ -43,7 +43,7 @@ def test_shared_memory_full_in_a_run(cell: Cell, backend: BuiltIn, backend_name:
     send says so, they keep what they have, and with memory again the next one works."""
     if backend_name not in ARENAS:
         pytest.skip("it needs no more shared memory than it has allocated at connect")
-    with backend.connected(make=Large) as session:
+    with backend.connected(make=make_large) as session:
         session.send(2, worker_ids=0)
         with no_file_beyond(72 * MIB), cell.detects(wsync.WeightSyncError, "no shared memory left"):
             session.update(3)

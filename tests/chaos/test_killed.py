@@ -16,7 +16,7 @@ from cells import VICTIM, Cell
 import wsync
 from wsync.testing import Session
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import Large, Small
+from wsync.testing.models import Small, make_large
 
 
 class Blocking(Small):
@@ -64,7 +64,7 @@ def test_killed_between_updates(cell: Cell, backend: BuiltIn) -> None:
 def test_killed_during_an_update(cell: Cell, backend: BuiltIn) -> None:
     """A worker is killed at a random moment (seeded) while 32 MiB are packed and transferred. The send names it and
     ends, and the others have the update."""
-    with backend.connected(make=Large) as session:
+    with backend.connected(make=make_large) as session:
         session.workers[VICTIM].stop()  # so that it has not answered by then
         killed: list[float] = []
 

@@ -37,7 +37,7 @@ class SharedMemory(BuiltIn):
 
     @contextmanager
     def starve(self, session: Session) -> Iterator[None]:
-        with no_file_beyond(72 * MIB):  # two slots of a Large model fit, and three are needed
+        with no_file_beyond(72 * MIB):  # two slots of a large model fit, and three are needed
             yield
 
 

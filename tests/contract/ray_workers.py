@@ -13,10 +13,10 @@ import pytest
 import ray
 from backends import BuiltIn
 
-from wsync.testing import Worker, WorkerPool, commands
-from wsync.testing.commands import Command, Outcome, WorkerState
+from wsync.testing import Worker, WorkerPool
+from wsync.testing.commands import WorkerState
 from wsync.testing.contract import resources
-from wsync.testing.workers import ANSWER_TIMEOUT
+from wsync.testing.workers import ANSWER_TIMEOUT, execute
 
 START_TIMEOUT = 110.0
 """Seconds until an actor's process has started: it imports torch, while other processes do as well."""
@@ -49,16 +49,15 @@ class Actor:
         """Of its process."""
         return os.getpid()
 
-    def execute(self, command: Command) -> Outcome:
+    def execute(self, *command: Any) -> Any:
         """Run a command."""
-        return commands.execute(self.state, command)
+        return execute(self.state, *command)
 
 
 class RayWorker(Worker):
     """A Ray actor."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.actor = ray.remote(Actor).options(num_cpus=0).remote()
         self._refs: list[Any] = []
         self.sentinel = -1
@@ -68,21 +67,23 @@ class RayWorker(Worker):
         self.pid: int = ray.get(self.actor.pid.remote(), timeout=START_TIMEOUT)
         self.sentinel = os.pidfd_open(self.pid)
 
-    def post(self, command: Command) -> None:
-        self._refs.append(self.actor.execute.remote(command))
+    def post(self, *command: Any) -> None:
+        self._refs.append(self.actor.execute.remote(*command))
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Any:
         return ray.get(self._refs.pop(0), timeout=ANSWER_TIMEOUT)
 
-    def close(self) -> None:
-        """End the actor; the cluster that it was in may have ended before."""
-        if self.sentinel < 0:
-            return
-        with suppress(ProcessLookupError):
+    def kill(self) -> None:
+        self.alive = False
+        with suppress(ProcessLookupError):  # the cluster that it was in may have ended before
             signal.pidfd_send_signal(self.sentinel, signal.SIGKILL)
         select.select([self.sentinel], [], [], ANSWER_TIMEOUT)
-        os.close(self.sentinel)
-        self.sentinel = -1
+
+    def close(self) -> None:
+        if self.sentinel >= 0:
+            self.kill()
+            os.close(self.sentinel)
+            self.sentinel = -1
 
 
 class RayWorkerPool(WorkerPool):

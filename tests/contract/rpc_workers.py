@@ -16,7 +16,7 @@ from torch.distributed import (
     rpc,
 )
 
-from wsync.testing import ProcessWorker, Worker, WorkerGroup, WorkerPool, commands
+from wsync.testing import Worker, WorkerGroup, WorkerPool, commands, workers
 
 os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
 SPARES = 2
@@ -67,9 +67,9 @@ register_rendezvous_handler("held", _rendezvous)
 
 
 def serve(pipe: Any, membership: Membership) -> None:
-    """A worker's main function: ``commands.serve`` as a member of the group."""
+    """A worker's main function: ``workers.serve`` as a member of the group."""
     membership.join()
-    commands.serve(pipe)
+    workers.serve(pipe)
     rpc.shutdown(graceful=False)
 
 
@@ -93,9 +93,9 @@ class RpcWorkerPool(WorkerPool):
         started: list[Worker] = []
         for rank in itertools.islice(self._ranks, count):
             membership = Membership(self._store.port, self._group, rank, f"worker{rank}")
-            started.append(ProcessWorker(main=serve, args=(membership,)))
+            started.append(Worker(main=serve, args=(membership,)))
         for worker in started:
-            worker.call(commands.ping)  # a group does not survive the death of a member while another one joins
+            worker.call(commands.reset)  # a group does not survive the death of a member while another one joins
         return started
 
     @contextmanager

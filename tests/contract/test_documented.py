@@ -6,7 +6,6 @@ import gc
 import inspect
 import os
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +32,7 @@ TIMEOUT = 60.0
 
 def threads(state: WorkerState) -> int:
     """How many threads of wsync this worker has."""
-    return len([thread for thread in threading.enumerate() if thread.name.startswith(commands.THREAD_PREFIX)])
+    return len(commands.wsync_threads())
 
 
 def properties(state: WorkerState, model_id: str) -> dict[str, Any]:
@@ -108,7 +107,8 @@ def test_init_communicates_nothing_and_the_scheme_can_be_pickled_after_it(backen
         for worker, worker_idx, copy in zip(workers, range(2), copies, strict=True):
             expected = {"version": 0, "model_id": "policy", "worker_idx": worker_idx}
             assert worker.call(initialise_with, copy, worker_idx) == expected
-        workers.start(commands.connect)
+        for worker in workers:
+            worker.start(commands.connect)
         scheme.connect()
         assert workers.results() == [1, 1]
         assert [output[0] for output in workers.call(commands.output)] == [5, 5]

@@ -11,7 +11,7 @@ from typing import Any
 from backends import BuiltIn
 
 import wsync
-from wsync.testing import ProcessWorker, WorkerPool, commands
+from wsync.testing import Worker, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import EveryTensorKind, digest, scramble
 
@@ -19,8 +19,8 @@ from wsync.testing.models import EveryTensorKind, digest, scramble
 class ForkedPool(WorkerPool):
     """Workers that are forked from the test's process."""
 
-    def start_workers(self, count: int) -> list[Any]:
-        return [ProcessWorker("fork") for _ in range(count)]
+    def start_workers(self, count: int) -> list[Worker]:
+        return [Worker("fork") for _ in range(count)]
 
 
 def test_forked_workers(backend: BuiltIn) -> None:

@@ -70,6 +70,7 @@ def test_a_listed_worker_that_dies_before_it_connects_is_named(backend: BuiltIn)
 
 
 def init_and_shut_down(state: WorkerState, scheme: wsync.WeightSyncScheme) -> None:
+    scheme.timeout = 0.5  # seconds that its connection, in the background, may take until the trainer accepts
     scheme.init_on_worker("policy", model=Small(), worker_idx=0)
     scheme.shutdown()
 

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from backends import BuiltIn
+from small_models import make_engine, make_trained
 from tensordict import TensorDict
 from torch import nn
 
 import wsync
 from wsync.testing import WorkerError, commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import Engine, Small, Trained, fill
+from wsync.testing.models import Small, fill
 from wsync.transforms import Fuse
 
 
@@ -68,8 +69,8 @@ def test_a_worker_with_a_model_that_does_not_fit_is_named(backend: BuiltIn, make
 def test_a_transform_that_does_not_fit_is_an_error_at_connect(backend: BuiltIn) -> None:
     with backend.workers(1) as workers, backend.make_scheme(timeout=60.0) as scheme:
         scheme.receive_transform = Fuse({"qkv.weight": ["q.weight", "o.weight"]})
-        scheme.init_on_sender("policy", model=Trained(), num_workers=1)
-        workers[0].start(commands.join, scheme, Engine, 0, "policy")
+        scheme.init_on_sender("policy", model=make_trained(), num_workers=1)
+        workers[0].start(commands.join, scheme, make_engine, 0, "policy")
         with pytest.raises(wsync.WeightSyncError, match=r"receive_transform Fuse.*o\.weight"):
             scheme.connect()
         with pytest.raises(WorkerError, match=r"receive_transform Fuse.*o\.weight"):
@@ -236,7 +237,8 @@ def test_a_successor_gets_the_weights_of_its_predecessor(backend: BuiltIn) -> No
 def test_without_a_model_the_first_weights_sent_define_the_layout(backend: BuiltIn) -> None:
     with backend.connected(init={}) as session:
         assert session.versions() == [0, 0]
-        session.workers.start(commands.receive, 20.0)
+        for worker in session.workers:
+            worker.start(commands.receive, 20.0)
         session.send(5)
         assert all(session.workers.results())
         assert session.outputs() == [5, 5]

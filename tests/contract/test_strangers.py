@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from asgi_server import serve
 from backends import BuiltIn, Multiprocess
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -21,7 +22,6 @@ from workers_here import connect, make_worker, model_of
 
 import wsync
 from wsync.testing import Worker, WorkerPool, commands
-from wsync.testing.asgi import serve
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from backends import BuiltIn
-from small_models import Wide
+from small_models import Wide, make_trained
 from torch import nn
 
 import wsync
 from wsync.testing import WorkerPool, commands
-from wsync.testing.models import Trained, digest, nudge
+from wsync.testing.commands import WorkerState
+from wsync.testing.models import digest, nudge
 from wsync.transforms import Cast, Delta, Dequantize, QuantizeInt8
 
 
@@ -84,6 +85,11 @@ def test_every_version_is_that_of_the_model_as_it_is(pool: WorkerPool, backend: 
         assert workers.call(commands.digest) == [expected()] * 2
 
 
+def weights_of(state: WorkerState) -> list[torch.Tensor]:
+    with wsync.gate():
+        return [parameter.detach().clone() for parameter in state.models["policy"].parameters()]
+
+
 def bytes_of(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
@@ -93,7 +99,7 @@ def test_quantised_weights_are_off_by_half_a_step_at_most(backend: BuiltIn) -> N
     with backend.connected(1, Wide, **transforms) as session:
         nudge(session.model)
         report = session.scheme.send()
-        ((weight, bias),) = [found.values() for found in session.workers.call(commands.tensors)]
+        weight, bias = session.workers[0].call(weights_of)
         expected = session.model.weight.detach()
         assert ((weight - expected).abs() <= 0.5001 * expected.abs().amax(1, keepdim=True) / 127).all()
         assert torch.equal(bias, session.model.bias.detach())
@@ -102,8 +108,8 @@ def test_quantised_weights_are_off_by_half_a_step_at_most(backend: BuiltIn) -> N
 
 def test_a_partial_update(backend: BuiltIn) -> None:
     """The rest keeps the values that were sent last, not the trainer's newest; it is one version."""
-    with backend.connected(make=Trained) as session:
-        scheme, model, reference = session.scheme, session.model, Trained()
+    with backend.connected(make=make_trained) as session:
+        scheme, model, reference = session.scheme, session.model, make_trained()
         reference.load_state_dict(model.state_dict())
         for _ in range(3):
             nudge(model)

@@ -46,12 +46,11 @@ def test_replacements_may_connect_in_any_order_and_before_they_are_readmitted(ba
     with backend.connected(timeout=20.0) as session:
         for worker in session.workers:
             worker.kill()
-        successors = [session.workers.spare() for _ in range(2)]
+        successors = [session.workers.replace(index) for index in range(2)]
         for index in (1, 0):
             session.begin_join(successors[index], index)
         for index, successor in enumerate(successors):
             session.scheme.readmit(index)
-            session.workers.replace(index, successor)
             successor.result()
         session.send(3)
         assert session.outputs() == [3, 3]

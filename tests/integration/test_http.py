@@ -6,12 +6,12 @@ import threading
 from typing import Any
 
 import torch
+from asgi_server import serve
 from http_engines import engines, trainer, value
 from torch import Tensor
 
 import wsync
 from wsync.testing import WorkerPool
-from wsync.testing.asgi import serve
 from wsync.testing.models import Small, fill
 
 

@@ -7,11 +7,11 @@ import threading
 from typing import Any
 
 import pytest
+from asgi_server import serve
 from http_engines import engines, refuse_next, start_engine, stop_engine, trainer, value
 
 import wsync
 from wsync.testing import WorkerPool
-from wsync.testing.asgi import serve
 from wsync.testing.models import Small, WithExtraState, fill
 
 
@@ -23,7 +23,7 @@ def test_a_killed_engine_is_an_error_at_once_and_another_takes_its_place(pool: W
         assert list(caught.value.workers) == [1]
         assert workers[0].call(value) == ("2", [2.0] * 4)
         scheme.send(fill(Small(), 3))  # to those that are left
-        workers.replace(1, workers.spare())
+        workers.replace(1)
         workers[1].call(start_engine, int(urls[1].rsplit(":", 1)[1]))
         scheme.readmit(1)
         assert workers.call(value) == [("3", [3.0] * 4)] * 2

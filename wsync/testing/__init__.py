@@ -15,12 +15,11 @@ pytest.register_assert_rewrite("wsync.testing.contract", "wsync.testing.workers"
 
 from wsync.testing.contract import BackendContract  # noqa: E402
 from wsync.testing.hooks import BackendHooks, Session  # noqa: E402
-from wsync.testing.workers import ProcessWorker, Worker, WorkerError, WorkerGroup, WorkerPool  # noqa: E402
+from wsync.testing.workers import Worker, WorkerError, WorkerGroup, WorkerPool  # noqa: E402
 
 __all__ = [
     "BackendContract",
     "BackendHooks",
-    "ProcessWorker",
     "Session",
     "Worker",
     "WorkerError",

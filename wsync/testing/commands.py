@@ -1,4 +1,4 @@
-"""The worker's side of the contract suite: a process that runs the commands of a test, one after the other.
+"""What a test has its workers do.
 
 A command is an importable function. Its first argument is the worker's ``WorkerState``; the others, and its result,
 cross a pipe as pickles.
@@ -6,24 +6,16 @@ cross a pipe as pickles.
 
 from __future__ import annotations
 
-import pickle
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import wsync
-from wsync.testing.models import Loader, WithExtraState, named_tensors
+from wsync.testing.models import Loader, WithExtraState
 from wsync.testing.models import digest as digest_of
-
-THREAD_PREFIX = "wsync"
-"""With which the names of wsync's own threads begin."""
 
 
 @dataclass
@@ -35,56 +27,9 @@ class WorkerState:
     kept: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Command:
-    """A function to call in a worker, and its arguments after the ``WorkerState``."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a command: its value; or the names of the exception's classes, its own first, and its message."""
-
-    value: Any = None
-    error: Sequence[str] = ()
-    message: str = ""
-
-
-def execute(state: WorkerState, command: Command) -> Outcome:
-    """Run one command."""
-    try:
-        return Outcome(command.function(state, *command.args, **command.kwargs))
-    except Exception as error:  # noqa: BLE001  any error of a command is its outcome, which the test judges
-        return Outcome(error=[kind.__name__ for kind in type(error).__mro__], message=str(error))
-
-
-def serve(pipe: Connection) -> None:
-    """A worker's main function: run commands until the test closes its end of the pipe, or sends None."""
-    state = WorkerState()
-    try:
-        while (message := pipe.recv()) is not None:
-            path, request = message
-            sys.path[:] = path  # as in the test's process: the request names its modules
-            pipe.send_bytes(ForkingPickler.dumps(execute(state, Command(_run, (request,)))))
-    except (EOFError, ConnectionError):  # the test's process has ended
-        pass
-    for scheme in state.schemes.values():
-        scheme.shutdown()
-
-
-def _run(state: WorkerState, request: bytes) -> Any:
-    command = pickle.loads(request)
-    return command.function(state, *command.args, **command.kwargs)
-
-
-# --- commands ---
-
-
-def ping(state: WorkerState) -> None:
-    """Do nothing: the worker has started when this returns."""
+def wsync_threads() -> set[threading.Thread]:
+    """The threads of wsync in this process."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("wsync")}
 
 
 def init(
@@ -94,10 +39,8 @@ def init(
     torch.set_num_threads(1)
     WithExtraState.worker_idx = worker_idx
     state.schemes[model_id], state.models[model_id] = scheme, (model := make())
-    if isinstance(model, Loader):
-        scheme.init_on_receiver(model_id, load=model.load, worker_idx=worker_idx)
-    else:
-        scheme.init_on_receiver(model_id, model=model, worker_idx=worker_idx)
+    receiver: dict[str, Any] = {"load": model.load} if isinstance(model, Loader) else {"model": model}
+    scheme.init_on_receiver(model_id, worker_idx=worker_idx, **receiver)
 
 
 def connect(state: WorkerState, model_id: str = "policy") -> int:
@@ -130,12 +73,6 @@ def plain_digest(state: WorkerState, model_id: str = "policy") -> dict[str, Any]
     return digest_of(state.models[model_id])
 
 
-def tensors(state: WorkerState, model_id: str = "policy") -> dict[str, Tensor]:
-    """Copies of the model's weights, as a forward that starts now would use them."""
-    with wsync.gate():
-        return {name: tensor.detach().clone() for name, tensor in named_tensors(state.models[model_id]).items()}
-
-
 def version(state: WorkerState, model_id: str = "policy") -> int:
     """The version that a forward that starts now would use."""
     with wsync.gate():
@@ -159,7 +96,7 @@ def shutdown(state: WorkerState) -> list[str]:
     for scheme in state.schemes.values():
         scheme.shutdown()
         scheme.shutdown()
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
+    return [thread.name for thread in wsync_threads()]
 
 
 def reset(state: WorkerState) -> list[str]:

@@ -73,10 +73,9 @@ class Session:
 
     def restart(self, index: int) -> int:
         """Have another process join in the place of worker ``index``, which has ended; returns its version."""
-        successor = self.workers.spare()
+        successor = self.workers.replace(index)
         self.begin_join(successor, index)
         self.scheme.readmit(index)
-        self.workers.replace(index, successor)
         return successor.result()
 
 
@@ -98,28 +97,22 @@ class BackendHooks:
     pool: ClassVar[WorkerPool]
 
     def make_scheme(self, **options: Any) -> wsync.WeightSyncScheme:
-        """Make a scheme of the backend. The only hook that has to be overridden.
-
-        Args:
-            options: options of ``WeightSyncScheme``: ``timeout``, ``strategy``, ``sync``, ``initiator`` and others.
-        """
+        """Make a scheme, with options of ``WeightSyncScheme``. The only hook that has to be overridden."""
         raise NotImplementedError
 
     def corrupt(self, session: Session) -> None:
         """Damage a byte of the update that was just sent, for worker 1 or for every worker.
 
-        Called once, on the test's thread, while all workers are stopped: none has read the update. ``send_weights``
-        may not have returned: wait until the update is stored, e.g. until it equals ``session.model.state_dict()``.
-        Change a value of a tensor; padding of a file format has no effect. The default skips the test: the backend has
-        no means to damage an update.
+        Called while all workers are stopped: none has read the update. ``send_weights`` may not have returned: wait
+        until the update is stored, e.g. until it equals ``session.model.state_dict()``. Change a value of a tensor;
+        padding of a file format has no effect. The default skips the test.
         """
         pytest.skip("this backend does not say how an update is damaged: it has no hook `corrupt`")
 
     def starve(self, session: Session) -> AbstractContextManager[None]:
-        """Take away the room (memory, disk) that the next update needs.
+        """Take away the room (memory, disk) that an update needs: ``send`` is to raise ``WeightSyncError``.
 
-        Called once, on the test's thread. A ``send`` inside the context is to raise ``WeightSyncError``. The default
-        skips the test.
+        The default skips the test.
         """
         pytest.skip("this backend does not say how it runs out of room: it has no hook `starve`")
 
@@ -139,13 +132,7 @@ class BackendHooks:
 
     @contextmanager
     def connected(self, count: int = 2, make: Callable[[], nn.Module] = Small, **options: Any) -> Iterator[Session]:
-        """A sender and ``count`` workers that have its first weights, which are ones.
-
-        Args:
-            count: of the workers.
-            make: makes the sender's model, and each worker's.
-            options: of ``join``.
-        """
+        """``join``, with ``count`` workers of its own."""
         with self.workers(count) as workers, self.join(workers, make, **options) as session:
             yield session
 
@@ -160,7 +147,7 @@ class BackendHooks:
         init: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Iterator[Session]:
-        """A sender that is connected to ``workers``, which may have other models with schemes of their own.
+        """A sender, and workers that have its first weights, which are ones, beside what other senders have sent.
 
         Args:
             workers: all of the sender's.

@@ -13,24 +13,19 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Small(nn.Module):
-    """One parameter of ``size`` values, which is also the output."""
+    """One parameter of ``size`` values; the output is the first four."""
 
     def __init__(self, size: int = 4, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size, dtype=dtype))
 
     def forward(self) -> Tensor:
-        return self.weight
+        return self.weight[:4]
 
 
-class Large(Small):
-    """32 MiB in one parameter: more than a socket buffers. The output is its first value, of shape ``[1]``."""
-
-    def __init__(self) -> None:
-        super().__init__(2**23)
-
-    def forward(self) -> Tensor:
-        return self.weight[:1]
+def make_large() -> Small:
+    """32 MiB in one parameter: more than a socket buffers."""
+    return Small(2**23)
 
 
 class WithExtraState(Small):
@@ -98,43 +93,17 @@ class TwoReads(Small):
         return torch.stack([both.min(), both.max()])
 
 
-class Trained(nn.Module):
-    """A trainer's model: three projections, and a head with its weight tied to that of the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(8, 16)
-        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
-        self.head = nn.Linear(16, 8, bias=False)
-        self.head.weight = self.embed.weight
-
-
-class Engine(nn.Module):
-    """A worker's model for ``Trained``: one fused projection, other names, bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(8, 16, dtype=torch.bfloat16)
-        self.qkv = nn.Linear(16, 48, dtype=torch.bfloat16)
-
-
-class Loader:
-    """An engine without a module: it keeps copies of the weights that ``load`` is given, and raises when told to."""
-
-    def __init__(self) -> None:
-        self.loaded = dict[str, Tensor]()
-        self.refuses = False
+class Loader(dict[str, Tensor]):
+    """An engine without a module: it keeps copies of the weights that ``load`` is given."""
 
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        if self.refuses:
-            raise ArithmeticError("the engine refuses")
-        self.loaded.update((name, tensor.clone()) for name, tensor in pairs)
+        self.update((name, tensor.clone()) for name, tensor in pairs)
 
 
 def named_tensors(model: Any) -> dict[str, Tensor]:
     """Every parameter and buffer of a module by name; a tied tensor under each of its names."""
     if not isinstance(model, nn.Module):
-        return model.loaded if isinstance(model, Loader) else dict(model)
+        return dict(model)
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
@@ -169,14 +138,12 @@ def nudge(model: nn.Module, count: int | None = None) -> None:
 
 def digest(model: Any) -> dict[str, Any]:
     """The model's weights as plain values: dtype, shape and a hash of the bytes of each tensor, and the extra state."""
-    result: dict[str, Any] = {name: _digest_of(tensor) for name, tensor in named_tensors(model).items()}
+    result = dict[str, Any]()
+    for name, tensor in named_tensors(model).items():
+        dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+        data = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+        result[name] = str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(data).hexdigest()[:16]
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, WithExtraState):
             result[f"{name}._extra_state".lstrip(".")] = repr(module.state)
     return result
-
-
-def _digest_of(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
-    dense = tensor.detach().clone(memory_format=torch.contiguous_format)
-    data = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(data).hexdigest()[:16]

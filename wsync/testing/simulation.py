@@ -19,7 +19,7 @@ import selectors
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -29,15 +29,12 @@ from wsync.control import session
 from wsync.control.session import Medium, SessionInbox, WorkerSession, choose, wait_for
 from wsync.control.wire import Link
 from wsync.deadlines import deadline_in
-from wsync.update import Cause, Update
+from wsync.update import Cause, Stage, Update
 from wsync.workers import Workers
 
 MODELS, INDICES, TIMEOUT, KEEPALIVE = ("actor", "critic"), (0, 1, 2), 5.0, 2.0
 KEYS = (b"t" * 32, b"w" * 32)
-
-
-class Violation(AssertionError):
-    """Something that must hold does not hold."""
+CAPACITY, SIZE = 300, 24  # bytes of a connection, and of an update
 
 
 # --- the loop, the clock, the network ---
@@ -49,36 +46,9 @@ class VirtualTime(selectors.DefaultSelector):
     now = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
-        if timeout is None:
-            raise Violation("everything waits, and nothing is going to happen")
+        assert timeout is not None, "everything waits, and nothing is going to happen"
         self.now += max(timeout, 0.0)
         return super().select(0)
-
-
-class Loop(asyncio.SelectorEventLoop):
-    """A loop with a clock of its own."""
-
-    def __init__(self) -> None:
-        self._virtual = VirtualTime()
-        super().__init__(self._virtual)
-
-    def time(self) -> float:
-        return self._virtual.now
-
-
-class DirectLoop:
-    """What the product calls its control loop: everything runs in the simulated one already."""
-
-    inherited, here = False, True
-
-    def acquire(self) -> DirectLoop:
-        return self
-
-    def release(self) -> None:
-        """Do nothing."""
-
-    def post(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        asyncio.get_running_loop().call_soon(lambda: function(*args, **kwargs))
 
 
 class Process:
@@ -91,7 +61,7 @@ class Process:
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Run a task of this process."""
-        task = asyncio.ensure_future(coroutine)
+        task = self.world.loop.create_task(coroutine)
         task.add_done_callback(self.world.task_ended)
         self.tasks.append(task)
 
@@ -112,7 +82,6 @@ class Process:
 class Stream:
     """One end of a connection. Bytes arrive late and in pieces, in order; a cut one loses them from any byte on."""
 
-    CAPACITY = 300
     host = ""
 
     def __init__(self, process: Process) -> None:
@@ -130,9 +99,9 @@ class Stream:
         self.in_flight += len(data)
         while data:
             size = self.world.random.randint(1, len(data))
-            piece, data = data[:size], data[size:]
-            self._later(self.peer._arrive, piece)
-        while self.in_flight > self.CAPACITY:
+            self._later(self.peer._arrive, data[:size])
+            data = data[size:]
+        while self.in_flight > CAPACITY:
             await self._change()
 
     async def read(self, size: int) -> bytes:
@@ -187,42 +156,39 @@ class Stream:
 # --- what the product is given ---
 
 
-class FakeBuffer:
+def make_buffer(data: bytes) -> Any:
     """Packed weights without tensors."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = bytearray(data)
-        self.flat, self.layout = SimpleNamespace(is_cpu=True), SimpleNamespace(nbytes=len(data))
-
-    @property
-    def memory(self) -> memoryview:
-        return memoryview(self.data)
+    memory = memoryview(bytearray(data))
+    return SimpleNamespace(memory=memory, flat=SimpleNamespace(is_cpu=True), layout=SimpleNamespace(nbytes=len(data)))
 
 
-class FakeLayout:
-    """A layout of so many bytes."""
+def make_outlet() -> Workers:
+    """An outlet as the product has it, whose control loop is the simulated one."""
 
-    SIZE = 24
+    def post(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        asyncio.get_running_loop().call_soon(lambda: function(*args, **kwargs))
 
-    def encode(self) -> bytes:
-        return b"layout"
+    loop: Any = SimpleNamespace(inherited=False, here=True, acquire=lambda: loop, release=lambda: None, post=post)
+    listener: Any = SimpleNamespace(start=lambda welcome: None, close=lambda: None)
+    options: Any = {"arena": False, "on_request": False, "loop": loop}
+    outlet = Workers(listener, len(INDICES), lambda index: Medium(), **options)
+    outlet._layout = SimpleNamespace(encode=lambda: b"layout")  # type: ignore[assignment]
+    return outlet
 
 
-class Visitor:
-    """A worker that asks to be accepted."""
+async def welcome(outlet: Workers, index: int, there: Stream) -> None:
+    """Have the outlet accept a worker, by the trainer's end of its connection."""
 
-    def __init__(self, index: int, there: Stream) -> None:
-        self.hello, self.pid = SimpleNamespace(worker=index, native=False), 0
-        self._stream = there
+    async def accept(fds: Sequence[int] = ()) -> Link:
+        return Link(there, "trainer", KEYS)
 
-    async def accept(self, fds: Sequence[int] = ()) -> Link:
-        return Link(self._stream, "trainer", KEYS)
+    async def refuse(why: str) -> None:
+        there.close()
 
-    async def refuse(self, why: str) -> None:
-        self._stream.close()
-
-    async def gone(self) -> None:
-        await asyncio.Event().wait()
+    hello = SimpleNamespace(worker=index, native=False)
+    visitor: Any = SimpleNamespace(hello=hello, pid=0, accept=accept, refuse=refuse, gone=asyncio.Event().wait)
+    with suppress(ConnectionError):
+        await outlet._welcome(visitor)
 
 
 class Model:
@@ -239,8 +205,8 @@ class Model:
     async def use_layout(self, layout: bytes, *, try_only: bool) -> str:
         return ""
 
-    def new_buffer(self) -> FakeBuffer:
-        return FakeBuffer(bytes(FakeLayout.SIZE))
+    def new_buffer(self) -> Any:
+        return make_buffer(bytes(SIZE))
 
     async def check(self, update: Update) -> str:
         await self.worker.step()
@@ -274,23 +240,28 @@ class SimulatedWorker(Process):
         for name in MODELS:
             self.start(self.stay_connected(name))
 
+    @property
+    def versions(self) -> dict[str, int]:
+        return {name: model.version for name, model in self.models.items()}
+
     async def stay_connected(self, name: str) -> None:
         """Connect, and connect again whenever the connection has ended."""
         model = self.models[name]
         while True:
-            stream = self.world.dial(self, name)
-            link = Link(stream, "worker", (KEYS[1], KEYS[0]))
+            here, there = Stream(self), Stream(self.world.trainer)
+            here.peer, there.peer = there, here
+            self.world.trainer.start(welcome(self.world.outlets[name], self.index, there))
+            link = Link(here, "worker", (KEYS[1], KEYS[0]))
             try:
                 await link.receive()  # its settings
-                loop = asyncio.get_running_loop()
-                inbox = SessionInbox(link, Medium(), model, loop.call_soon)  # pyright: ignore[reportArgumentType]
+                inbox = SessionInbox(link, Medium(), model, self.world.loop.call_soon)  # type: ignore[arg-type]
                 await link.send(session.Fits())
                 if model.inbox is not None:  # what was promised stays promised
                     inbox._staged.extend(model.inbox.poll())
                 model.inbox = inbox
                 await inbox.run()
             except ConnectionError:
-                stream.close()
+                here.close()
             await asyncio.sleep(0.1)
 
     def install(self) -> None:
@@ -298,7 +269,6 @@ class SimulatedWorker(Process):
         chosen: dict[Any, Update] = {**choose(self.models.values())}
         for model, update in chosen.items():
             model.version, model.installed = update.version, update
-            assert model.inbox is not None
             model.inbox.settled(update, "")
             model.inbox.answer(update, "", 0.0, 0.0)
 
@@ -310,24 +280,32 @@ class SimulatedWorker(Process):
             self.install()
             self.gate_held = True
             world.check_forward(self)
-            before = {name: model.version for name, model in self.models.items()}
+            before = self.versions
             await self.step(world.random.choice([0.0001, 0.01, 0.3]))
-            if {name: model.version for name, model in self.models.items()} != before:
-                raise Violation(f"worker {self.index}: an update was installed during a forward")
+            assert self.versions == before, f"worker {self.index}: an update was installed during a forward"
             self.gate_held = False
             self.install()
+
+    def break_connection(self, way: str) -> None:
+        """``close`` or ``cut`` a connection, if there is one."""
+        if found := [stream for stream in self.streams if not stream.error]:
+            self.world.say(way, worker=self.index)
+            getattr(self.world.random.choice(found), way)()
 
 
 class World:
     """One history: three workers, two models, a trainer, and faults, all drawn from one seed."""
 
     def __init__(self, seed: int, *, trace: bool = False) -> None:
-        self.seed, self.random, self.loop, self.tracing = seed, random.Random(seed), Loop(), trace
+        self.random, self.tracing = random.Random(seed), trace
+        clock = VirtualTime()
+        self.loop = asyncio.SelectorEventLoop(clock)
+        self.loop.time = lambda: clock.now
         self.latency = 10 ** self.random.uniform(-4, -1)
         self.rate = 10 ** self.random.uniform(-1, 1)  # of faults, per second
+        self.failures = list[BaseException]()
         self.events = Counter[str]()
-        self.digest = list[Any]()  # the order of what happened
-        self.connections = list[Stream]()
+        self.order = list[Any]()  # of what happened
         self.committed, self.aborted = list[dict[str, int]](), list[dict[str, int]]()
         self.payloads: dict[tuple[str, int], bytes] = {}
         self.versions = dict.fromkeys(MODELS, 0)
@@ -338,32 +316,18 @@ class World:
     def say(self, what: str, **more: Any) -> None:
         """Note, and print, a step."""
         self.events[what] += 1
-        self.digest.append((what, *more.values()))
+        self.order.append((what, *more.values()))
         if self.tracing:
             print(f"{self.loop.time():8.4f} {what}", *(f"{key}={value}" for key, value in more.items()))
 
-    # --- its parts ---
-
-    def dial(self, process: Process, name: str) -> Stream:
-        """Connect a worker to the outlet of a model; return the worker's end."""
-        here, there = Stream(process), Stream(self.trainer)
-        here.peer, there.peer = there, here
-        self.connections.append(here)
-        self.trainer.start(self._welcome(name, Visitor(self._index_of(process), there)))
-        return here
-
-    async def _welcome(self, name: str, visitor: Visitor) -> None:
-        with suppress(ConnectionError):
-            await self.outlets[name]._welcome(visitor)  # pyright: ignore[reportArgumentType]
-
-    def _index_of(self, process: Process) -> int:
-        return process.index if isinstance(process, SimulatedWorker) else -1
+    def any_worker(self) -> SimulatedWorker:
+        return self.random.choice(list(self.workers.values()))
 
     async def faults(self) -> None:
         """Break something now and then."""
         while True:
             await asyncio.sleep(self.random.expovariate(self.rate))
-            worker = self.random.choice(list(self.workers.values()))
+            worker = self.any_worker()
             match self.random.choice(["kill", "stop", "cut", "close"]):
                 case "kill":
                     self.say("kill", worker=worker.index)
@@ -377,142 +341,107 @@ class World:
                     await asyncio.sleep(seconds)
                     worker.running.set()
                 case way:
-                    if found := [stream for stream in worker.streams if not stream.error]:
-                        self.say(way, worker=worker.index)
-                        getattr(self.random.choice(found), way)()
-
-    def close_one(self) -> None:
-        """Close a connection: about when a decision is on its way."""
-        worker = self.random.choice(list(self.workers.values()))
-        if found := [stream for stream in worker.streams if not stream.error]:
-            self.say("close", worker=worker.index)
-            self.random.choice(found).close()
+                    worker.break_connection(way)
 
     # --- what must hold ---
 
     def check_forward(self, worker: SimulatedWorker) -> None:
         """At the beginning of a forward."""
-        versions = {name: model.version for name, model in worker.models.items()}
+        who, versions = f"worker {worker.index}:", worker.versions
         for name, model in worker.models.items():
             if model.installed is None:
                 continue
-            if model.version < worker.seen[name]:
-                raise Violation(f"worker {worker.index}: {name} went back from {worker.seen[name]} to {model.version}")
-            worker.seen[name] = model.version
-            if bytes(model.installed.buffer.memory) != self.payloads[name, model.version]:
-                raise Violation(f"worker {worker.index}: {name} {model.version} has the payload of another version")
-            if model.version < worker.promised[name]:
-                raise Violation(
-                    f"worker {worker.index}: {name} {worker.promised[name]} was promised, {model.version} acts"
-                )
-        if all(versions.values()):
-            for parts in self.committed:
-                if len({versions[name] >= version for name, version in parts.items()}) > 1:
-                    raise Violation(f"worker {worker.index}: {versions} mixes the two sides of {parts}")
-        if any(versions[name] == version for parts in self.aborted for name, version in parts.items()):
-            raise Violation(f"worker {worker.index}: {versions} has an aborted part")
-
-    def check_named(self, sessions: Mapping[int, WorkerSession], causes: Mapping[int, Cause], began: float) -> None:
-        """A call ends in time, and at once where the connection has ended."""
-        if self.loop.time() - began > TIMEOUT + 1e-6:
-            raise Violation(f"a call took {self.loop.time() - began} s")
-        for index, cause in causes.items():
-            if cause.kind == "late" and sessions[index].cause is not None:
-                raise Violation(f"worker {index}: its connection ended, and the trainer waited for the deadline")
+            version, seen, promised = model.version, worker.seen[name], worker.promised[name]
+            assert version >= seen, f"{who} {name} went back from {seen} to {version}"
+            worker.seen[name] = version
+            correct = bytes(model.installed.buffer.memory) == self.payloads[name, version]
+            assert correct, f"{who} {name} {version} has the payload of another version"
+            assert version >= promised, f"{who} {name} {promised} was promised, {version} acts"
+        for parts in self.committed if all(versions.values()) else ():
+            sides = {versions[name] >= version for name, version in parts.items()}
+            assert len(sides) == 1, f"{who} {versions} mixes the two sides of {parts}"
+        for parts in self.aborted:
+            assert versions.items().isdisjoint(parts.items()), f"{who} {versions} has an aborted part"
 
     # --- the trainer ---
 
     def new_update(self, name: str, *, undecided: bool = False) -> Update:
         """Return the next version of a model."""
         self.versions[name] += 1
-        data = self.random.randbytes(FakeLayout.SIZE)
-        self.payloads[name, self.versions[name]] = data
-        buffer: Any = FakeBuffer(data)
-        return Update(self.versions[name], buffer, requires=self.requires[name], undecided=undecided)
+        data = self.payloads[name, self.versions[name]] = self.random.randbytes(SIZE)
+        return Update(self.versions[name], make_buffer(data), requires=self.requires[name], undecided=undecided)
 
-    def sessions(self, name: str, version: int) -> dict[int, WorkerSession]:
-        """The sessions that a version was given to."""
-        return {index: member.session for index, member in self.outlets[name]._given[version].items()}
+    async def wait(self, name: str, version: int, stage: Stage) -> dict[int, Cause]:
+        """Wait, as the product does: it ends in time, and at once where a connection has ended."""
+        sessions = {index: member.session for index, member in self.outlets[name]._given[version].items()}
+        began = self.loop.time()
+        causes = await workers.wait_for(sessions, version, stage, deadline_in(TIMEOUT))
+        took = self.loop.time() - began
+        assert took <= TIMEOUT + 1e-6, f"a call took {took} s"
+        for index, cause in causes.items():
+            in_time = cause.kind != "late" or sessions[index].cause is None
+            assert in_time, f"worker {index}: its connection ended, and the trainer waited for the deadline"
+        return causes
 
     async def send(self, name: str) -> None:
         """Send an update of one model, and wait until it is ready or installed; or do not wait."""
-        outlet, update = self.outlets[name], self.new_update(name)
-        outlet.publish(update, INDICES)
+        update = self.new_update(name)
+        version = update.version
+        self.outlets[name].publish(update, INDICES)
         await asyncio.sleep(0)
         if self.random.random() < 0.3:
-            self.say("send_async", model=name, version=update.version)
+            self.say("send_async", model=name, version=version)
             return
-        stage = self.random.choice(["ready", "installed"])
-        sessions, began = self.sessions(name, update.version), self.loop.time()
-        holders = {index: self.workers[index] for index in sessions}
-        causes = await workers.wait_for(sessions, update.version, stage, deadline_in(TIMEOUT))  # type: ignore[arg-type]
-        self.say("send", model=name, version=update.version, until=stage, causes=sorted(causes))
-        self.check_named(sessions, causes, began)
-        for index in sessions.keys() - causes.keys():
+        stage: Stage = self.random.choice(["ready", "installed"])
+        holders = {index: self.workers[index] for index in self.outlets[name]._given[version]}
+        causes = await self.wait(name, version, stage)
+        self.say("send", model=name, version=version, until=stage, causes=sorted(causes))
+        for index in holders.keys() - causes.keys():
             worker = holders[index]
-            if not worker.alive or self.workers[index] is not worker:
-                continue
-            if stage == "installed" and worker.models[name].version < update.version:
-                raise Violation(f"send {name} {update.version}: worker {index} has {worker.models[name].version}")
-            worker.promised[name] = max(worker.promised[name], update.version)
+            if worker.alive and self.workers[index] is worker:
+                has = worker.versions[name]
+                assert stage == "ready" or has >= version, f"send {name} {version}: worker {index} has {has}"
+                worker.promised[name] = max(worker.promised[name], version)
 
     async def transaction(self) -> None:
         """Both models in all workers, or none: as ``wsync.transaction`` does it."""
         updates = {name: self.new_update(name, undecided=True) for name in MODELS}
         parts = {name: update.version for name, update in updates.items()}
         requires = {self.outlets[name].name: version for name, version in parts.items()}
-        if self.random.random() < 0.3:
-            self.loop.call_later(self.latency * self.random.uniform(0, 8), self.close_one)
-        began = self.loop.time()
+        if self.random.random() < 0.3:  # a connection ends about when a decision is on its way
+            delay = self.latency * self.random.uniform(0, 8)
+            self.loop.call_later(delay, lambda: self.any_worker().break_connection("close"))
         for name, update in updates.items():
             update.requires = self.requires[name] | requires
             self.outlets[name].prepare(update, INDICES)
         await asyncio.sleep(0)
         refused = False
+        for name, version in parts.items():
+            refused = refused or bool(await self.wait(name, version, "received"))
+        (self.aborted if refused else self.committed).append(parts)
         for name, update in updates.items():
-            causes = await workers.wait_for(
-                self.sessions(name, update.version), update.version, "received", deadline_in(TIMEOUT)
-            )
-            refused = refused or bool(causes)
             if refused:
-                break
-        if self.loop.time() - began > 2 * TIMEOUT + 1e-6:
-            raise Violation(f"the preparation took {self.loop.time() - began} s")
-        if refused:
-            for name, update in updates.items():
                 self.outlets[name].abort(update.version, INDICES)
-            self.aborted.append(parts)
-        else:
-            self.committed.append(parts)
-            for name, update in updates.items():
+            else:
                 update.undecided = False
                 self.requires[name] = dict(update.requires)
                 self.outlets[name].commit(update, INDICES)
         self.say("abort" if refused else "commit", parts=parts)
         await asyncio.sleep(0)
         if not refused and self.random.random() < 0.7:
-            for name, update in updates.items():
-                await workers.wait_for(
-                    self.sessions(name, update.version), update.version, "installed", deadline_in(TIMEOUT)
-                )
+            for name, version in parts.items():
+                await self.wait(name, version, "installed")
 
     async def history(self) -> None:
         """The whole history."""
+        self.main: Any = asyncio.current_task()
+        self.loop.set_exception_handler(
+            lambda loop, context: self.fail(context.get("exception") or RuntimeError(context["message"]))
+        )
         self.trainer = Process(self)
-        for name in MODELS:
-            listener: Any = SimpleNamespace(start=lambda welcome: None, close=lambda: None)
-            outlet = Workers(
-                listener,
-                len(INDICES),
-                lambda index: Medium(),
-                arena=False,
-                on_request=False,
-                loop=DirectLoop(),  # type: ignore[arg-type]
-            )
-            outlet._layout = FakeLayout()  # type: ignore[assignment]
-            self.outlets[name] = outlet
-        for name in MODELS:
-            self.outlets[name].publish(self.new_update(name), INDICES)
+        self.outlets = {name: make_outlet() for name in MODELS}
+        for name, outlet in self.outlets.items():
+            outlet.publish(self.new_update(name), INDICES)
         for index in INDICES:
             self.workers[index] = SimulatedWorker(self, index)
         await asyncio.sleep(1)
@@ -536,170 +465,112 @@ class World:
         for name, outlet in self.outlets.items():
             newest = outlet._newest[0]
             assert newest is not None
-            for worker in self.workers.values():
-                if worker.models[name].version != newest.version:
-                    raise Violation(
-                        f"worker {worker.index} stays at {name} {worker.models[name].version}, newest {newest.version}"
-                    )
-            if list(outlet.workers) != list(INDICES):
-                raise Violation(f"{name}: workers {outlet.workers} are present at the end")
+            for index, worker in self.workers.items():
+                has = worker.versions[name]
+                assert has == newest.version, f"worker {index} stays at {name} {has}, newest {newest.version}"
+            present = list(outlet.workers)
+            assert present == list(INDICES), f"{name}: workers {present} are present at the end"
 
     def run(self) -> World:
         """Run the history; raise what does not hold."""
-        asyncio.set_event_loop(self.loop)
         deadlines.time = SimpleNamespace(monotonic=self.loop.time)  # pyright: ignore[reportAttributeAccessIssue]
-        main, failure = self.loop.create_task(self.history()), list[BaseException]()
-
-        def failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            failure.append(context.get("exception") or RuntimeError(context["message"]))
-            main.cancel()
-
-        self.loop.set_exception_handler(failed)
         try:
-            self.loop.run_until_complete(main)
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+                runner.run(self.history())
         except asyncio.CancelledError:
-            raise failure[0] from None
+            raise self.failures[0] from None
         finally:
-            self.loop.set_exception_handler(lambda loop, context: None)
-            while tasks := asyncio.all_tasks(self.loop):
-                for task in tasks:
-                    task.cancel()
-                self.loop.run_until_complete(asyncio.wait(tasks))
-            self.loop.close()
-            asyncio.set_event_loop(None)
             deadlines.time = time
         return self
 
+    def fail(self, error: BaseException) -> None:
+        """End the history."""
+        self.failures.append(error)
+        self.main.cancel()
+
     def task_ended(self, task: asyncio.Task[Any]) -> None:
         """A task's exception ends the history when it happens."""
-        if not task.cancelled() and task.exception() is not None:
-            self.loop.call_exception_handler({"message": "", "exception": task.exception()})
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
 
 
 # --- does it find anything? Each bug is one change, as somebody could make it ---
 
-
-def _received_taken_for_ready() -> Any:
-    original = WorkerSession.state
-    return (
-        WorkerSession,
-        "state",
-        lambda self, version, stage: original(self, version, "received" if stage == "ready" else stage),
-    )
+_state, _decide, _offer = WorkerSession.state, WorkerSession.decide, WorkerSession.offer
 
 
-def _an_abort_that_commits() -> Any:
-    original = WorkerSession.decide
-    return WorkerSession, "decide", lambda self, version, *, commit: original(self, version, commit=True)
+def _offer_the_older(self: WorkerSession, update: Update) -> None:
+    waiting = list(self._waiting)
+    _offer(self, update)
+    if waiting and not update.undecided and self.cause is None:
+        self._waiting = session.deque(waiting)
 
 
-def _the_older_update_wins() -> Any:
-    original = WorkerSession.offer
-
-    def offer(self: WorkerSession, update: Update) -> None:
-        waiting = list(self._waiting)
-        original(self, update)
-        if waiting and not update.undecided and self.cause is None:
-            self._waiting = session.deque(waiting)
-
-    return WorkerSession, "offer", offer
+def _end_without_a_word(self: WorkerSession, cause: str) -> None:
+    self.cause = cause
+    self._link.close(ConnectionError(cause))
 
 
-def _a_death_that_is_not_told() -> Any:
-    def end(self: WorkerSession, cause: str) -> None:
-        self.cause = cause
-        self._link.close(ConnectionError(cause))
-
-    return WorkerSession, "end", end
+async def _wait_for_some(sessions: Any, version: int, stage: Stage, deadline: float | None) -> dict[int, Cause]:
+    causes = await wait_for(sessions, version, stage, deadline)
+    return {} if stage == "received" and len(causes) < len(sessions) else causes
 
 
-def _a_commit_before_all_have_prepared() -> Any:
-    async def some_are_enough(sessions: Any, version: int, stage: Any, deadline: Any) -> Any:
-        causes = await wait_for(sessions, version, stage, deadline)
-        return {} if stage == "received" and len(causes) < len(sessions) else causes
-
-    return workers, "wait_for", some_are_enough
-
-
-def _an_answer_about_another_version() -> Any:
-    original = WorkerSession.state
-    return WorkerSession, "state", lambda self, version, stage: original(self, version - 1, stage)
-
-
-def _siblings_that_are_not_awaited() -> Any:
-    def choose_all(models: Any) -> Any:
-        return {model: found[-1] for model in models if (found := model.candidates())}
-
-    return sys.modules[__name__], "choose", choose_all
-
-
-def _an_install_during_a_forward() -> Any:
-    return Model, "settle", lambda self: self.worker.install()
-
-
-PLANTED = [
-    _received_taken_for_ready,
-    _an_abort_that_commits,
-    _the_older_update_wins,
-    _a_death_that_is_not_told,
-    _a_commit_before_all_have_prepared,
-    _an_answer_about_another_version,
-    _siblings_that_are_not_awaited,
-    _an_install_during_a_forward,
-]
-
-
-def hunt(bug: Callable[[], Any], seeds: int) -> tuple[int, BaseException] | None:
-    """Plant a bug; return the first seed that finds it, and what it found; None if none does."""
-    place, name, changed = bug()
-    original = getattr(place, name)
-    setattr(place, name, changed)
-    try:
-        for seed in range(seeds):
-            try:
-                World(seed).run()
-            except Exception as violation:  # noqa: BLE001  whatever it breaks
-                return seed, violation
-    finally:
-        setattr(place, name, original)
-    return None
+PLANTED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "ack_without_its_version": (WorkerSession, "state", lambda self, v, stage: _state(self, v - 1, stage)),
+    "no_abort": (WorkerSession, "decide", lambda self, version, commit: _decide(self, version, commit=True)),
+    "the_older_update_wins": (WorkerSession, "offer", _offer_the_older),
+    "a_lost_death": (WorkerSession, "end", _end_without_a_word),
+    "a_commit_before_all_have_prepared": (workers, "wait_for", _wait_for_some),
+}
+"""By name: the place of a function, its name there, and what takes its place."""
 
 
 def simulate(first: int, count: int) -> tuple[Counter[str], set[int], list[tuple[int, BaseException]]]:
-    """Run the histories of ``count`` seeds; return their events, the digests of their orders, and the violations."""
+    """Run the histories of ``count`` seeds; return their events, the hashes of their orders, and the violations."""
     events, orders, bad = Counter[str](), set[int](), list[tuple[int, BaseException]]()
     for seed in range(first, first + count):
         try:
             world = World(seed).run()
             events += world.events
-            orders.add(hash(tuple(map(str, world.digest))))
+            orders.add(hash(tuple(map(str, world.order))))
         except Exception as violation:  # noqa: BLE001  whatever went wrong is reported with its seed
             bad.append((seed, violation))
     return events, orders, bad
 
 
+def hunt(bug: str, seeds: int) -> tuple[int, BaseException] | None:
+    """Plant a bug; return the first seed that finds it, and what it found; None if none does."""
+    place, name, changed = PLANTED[bug]
+    original = getattr(place, name)
+    setattr(place, name, changed)
+    try:
+        return next((bad[0] for seed in range(seeds) if (bad := simulate(seed, 1)[2])), None)
+    finally:
+        setattr(place, name, original)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run from the command line; return the exit status."""
-    if arguments[0] == "--trace":
-        World(int(arguments[1]), trace=True).run()
-        return 0
-    if arguments[0] == "--planted":
-        missed = 0
-        for bug in PLANTED:
-            found = hunt(bug, int(arguments[1]))
-            missed += found is None
-            print(f"{bug.__name__[1:]:40} {f'seed {found[0]}: {found[1]}' if found else 'NOT FOUND'}", flush=True)
-        return 1 if missed else 0
-    first, count = (0, int(arguments[0])) if len(arguments) == 1 else (int(arguments[0]), int(arguments[1]))
-    began = time.monotonic()
-    events, orders, bad = simulate(first, count)
-    for seed, violation in bad:
-        print(f"seed {seed}: {violation!r}")
-    print(
-        f"{count} histories from seed {first}, {len(orders)} different, {time.monotonic() - began:.1f} s, "
-        f"{len(bad)} violations; {dict(events)}"
-    )
-    return 1 if bad else 0
+    match arguments:
+        case ["--trace", seed]:
+            World(int(seed), trace=True).run()
+            return 0
+        case ["--planted", seeds]:
+            found = {bug: hunt(bug, int(seeds)) for bug in PLANTED}
+            for bug, what in found.items():
+                print(f"{bug:40} {f'seed {what[0]}: {what[1]}' if what else 'NOT FOUND'}")
+            return 1 if None in found.values() else 0
+        case [*first, count]:
+            start, began = int(first[0]) if first else 0, time.monotonic()
+            events, orders, bad = simulate(start, int(count))
+            for seed, violation in bad:
+                print(f"seed {seed}: {violation!r}")
+            took = f"{time.monotonic() - began:.1f} s"
+            summary = f"{count} histories from seed {start}, {len(orders)} different, {took}, {len(bad)} violations"
+            print(f"{summary}; {dict(events)}")
+            return 1 if bad else 0
+    raise SystemExit(__doc__)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
-"""The test's side of its workers: processes that are started once, and serve many tests."""
+"""Workers of tests: processes that are started once, run the commands of a test one by one, and serve many tests."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from select import select
 from typing import Any, TypeVar
 
 import wsync.testing.commands as commands
-from wsync.testing.commands import Command, Outcome
+from wsync.testing.commands import WorkerState
 
 ANSWER_TIMEOUT = 60.0
 """Seconds for the outcome of a command. None takes as long; a test that needs it all has failed."""
@@ -35,15 +35,53 @@ class WorkerError(Exception):
     """
 
     def __init__(self, kinds: Sequence[str], message: str) -> None:
-        super().__init__(f"{kinds[0]}: {message}")
-        self.kinds = list(kinds)
+        super().__init__(kinds, message)
+        self.kinds, self.message = kinds, message
+
+    def __str__(self) -> str:
+        return f"{self.kinds[0]}: {self.message}"
 
 
-class Worker(ABC):
-    """One worker, as a test uses it.
+# --- in the worker's process ---
 
-    A subclass is another kind of worker. It sets ``pid`` and ``sentinel``, and runs ``commands.execute`` for each
-    command, one after the other, with one ``WorkerState`` for all.
+
+def execute(state: WorkerState, command: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run one command; return its outcome: what it returns, or a ``WorkerError`` with what it raises."""
+    try:
+        return command(state, *args, **kwargs)
+    except Exception as error:  # noqa: BLE001  any error of a command is its outcome, which the test judges
+        return WorkerError([kind.__name__ for kind in type(error).__mro__], str(error))
+
+
+def serve(pipe: Connection) -> None:
+    """A worker's main function: run commands until the test closes its end of the pipe, or sends None."""
+    state = WorkerState()
+    with suppress(EOFError, ConnectionError):  # the test's process has ended
+        while (message := pipe.recv()) is not None:
+            sys.path[:], request = message  # the path as in the test's process: the request names its modules
+            pipe.send_bytes(ForkingPickler.dumps(execute(state, _execute_pickled, (request,), {})))
+    for scheme in state.schemes.values():
+        scheme.shutdown()
+
+
+def _execute_pickled(state: WorkerState, request: bytes) -> Any:
+    command, args, kwargs = pickle.loads(request)
+    return command(state, *args, **kwargs)
+
+
+# --- in the test's process ---
+
+
+class Worker:
+    """One worker, as a test uses it: a process with a pipe.
+
+    A subclass is a worker of another kind. It sets ``pid`` and ``sentinel``, overrides ``post``, ``outcome``, ``kill``
+    and ``close``, and runs ``execute`` for each command, with one ``WorkerState`` for all.
+
+    Args:
+        method: how it is started: ``"forkserver"`` or ``"spawn"``; or ``"fork"``, as a copy of the test's process.
+        main: its main function, which is given the worker's end of the pipe, then ``args``.
+        args: further arguments of ``main``.
 
     Attributes:
         pid: the process id of its process.
@@ -51,25 +89,47 @@ class Worker(ABC):
         alive: until the test kills it.
     """
 
-    pid: int
-    sentinel: int
+    alive = True
+    _stopped = False
+    _pending = 0
 
-    def __init__(self) -> None:
-        self.alive = True
-        self._stopped = False
-        self._pending = 0
+    def __init__(self, method: str = "forkserver", main: Callable[..., None] = serve, args: Sequence[Any] = ()) -> None:
+        multiprocessing.set_forkserver_preload(PRELOADED_MODULES)
+        context: Any = multiprocessing.get_context(method)
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=main, args=(theirs, *args))
+        self._process.daemon = False  # it may have workers of its own
+        self._process.start()
+        self.pid: int = self._process.pid
+        self.sentinel: int = self._process.sentinel
+        theirs.close()
 
-    @abstractmethod
-    def post(self, command: Command) -> None:
+    def post(self, command: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], /) -> None:
         """Send a command. Called by ``start``."""
+        self.pipe.send((sys.path, bytes(ForkingPickler.dumps((command, args, kwargs)))))
 
-    @abstractmethod
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Any:
         """Wait for the outcome of the oldest command. Called by ``result``."""
+        assert self.pipe.poll(ANSWER_TIMEOUT), f"worker process {self.pid} did not answer in {ANSWER_TIMEOUT} s"
+        return self.pipe.recv()
 
-    @abstractmethod
+    def kill(self) -> None:
+        """SIGKILL; returns when the process has ended."""
+        self.alive = False
+        self._process.kill()
+        self._process.join()
+
     def close(self) -> None:
-        """End the process, and wait for its end. Idempotent."""
+        """End the process, in order if it can, else by SIGKILL, and wait for its end. Idempotent."""
+        if self.pipe.closed:
+            return
+        if self.reusable:
+            with suppress(ConnectionError):
+                self.pipe.send(None)
+            self._process.join(5.0)
+        self.pipe.close()
+        self.kill()
+        self._process.close()
 
     @property
     def reusable(self) -> bool:
@@ -79,10 +139,10 @@ class Worker(ABC):
     def start(self, command: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Send a command; ``result`` waits for its outcome."""
         self._pending += 1
-        self.post(Command(command, args, kwargs))
+        self.post(command, args, kwargs)
 
     def result(self) -> Any:
-        """Wait for the outcome of the oldest command.
+        """Wait for the outcome of the oldest command, and return its value.
 
         Raises:
             WorkerError: the command raised.
@@ -90,20 +150,14 @@ class Worker(ABC):
         """
         outcome = self.outcome()
         self._pending -= 1
-        if outcome.error:
-            raise WorkerError(outcome.error, outcome.message)
-        return outcome.value
+        if isinstance(outcome, WorkerError):
+            raise outcome
+        return outcome
 
     def call(self, command: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """``start`` and ``result``."""
         self.start(command, *args, **kwargs)
         return self.result()
-
-    def kill(self) -> None:
-        """SIGKILL; returns when the process has ended."""
-        self.alive = False
-        os.kill(self.pid, signal.SIGKILL)
-        select([self.sentinel], [], [], ANSWER_TIMEOUT)
 
     def stop(self) -> None:
         """SIGSTOP, by ``stop_process``."""
@@ -115,10 +169,10 @@ class Worker(ABC):
         os.kill(self.pid, signal.SIGCONT)
 
 
-def stop_process(pid: int, patience: float = ANSWER_TIMEOUT) -> None:
+def stop_process(pid: int) -> None:
     """Send SIGSTOP; return when no thread of the process runs any more, which the signal alone does not ensure."""
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + ANSWER_TIMEOUT
     while any(state_of(thread) not in "TtX" for thread in Path(f"/proc/{pid}/task").iterdir()):
         assert time.monotonic() < deadline, f"process {pid} did not stop"
         os.sched_yield()
@@ -130,51 +184,6 @@ def state_of(thread: Path) -> str:
         return (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):  # between the listing of the folder and this
         return "X"
-
-
-class ProcessWorker(Worker):
-    """A process with a pipe.
-
-    Args:
-        method: how it is started: ``"forkserver"`` or ``"spawn"``; or ``"fork"``, as a copy of the test's process.
-        main: its main function, which is given the worker's end of the pipe, then ``args``.
-        args: further arguments of ``main``.
-    """
-
-    def __init__(self, method: str = "forkserver", main: Callable[..., None] = commands.serve, args: Any = ()) -> None:
-        super().__init__()
-        multiprocessing.set_forkserver_preload(PRELOADED_MODULES)
-        context = multiprocessing.get_context(method)
-        self.pipe, theirs = context.Pipe()
-        self._process: Any = context.Process(target=main, args=(theirs, *args))  # pyright: ignore
-        self._process.daemon = False  # it may have workers of its own
-        self._process.start()
-        self.pid, self.sentinel = self._process.pid, self._process.sentinel
-        theirs.close()
-
-    def post(self, command: Command) -> None:
-        self.pipe.send((sys.path, bytes(ForkingPickler.dumps(command))))
-
-    def outcome(self) -> Outcome:
-        assert self.pipe.poll(ANSWER_TIMEOUT), f"worker process {self.pid} did not answer in {ANSWER_TIMEOUT} s"
-        return self.pipe.recv()
-
-    def kill(self) -> None:
-        super().kill()
-        self._process.join()
-
-    def close(self) -> None:
-        """End the process: in order if it can, else by SIGKILL."""
-        if self.pipe.closed:
-            return
-        if self.reusable:
-            with suppress(ConnectionError):
-                self.pipe.send(None)
-            self._process.join(5.0)
-        self.pipe.close()
-        self._process.kill()
-        self._process.join()
-        self._process.close()
 
 
 class WorkerGroup:
@@ -194,27 +203,20 @@ class WorkerGroup:
     def __iter__(self) -> Iterator[Worker]:
         return (worker for worker in self._members if worker.alive)
 
-    def spare(self) -> Worker:
-        """One more worker, which has no index yet."""
-        self.used += self._pool.take(1)
-        return self.used[-1]
-
-    def replace(self, index: int, worker: Worker) -> None:
-        """Give ``worker`` the index of another one."""
-        self._members[index] = worker
-
-    def start(self, command: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Send a command to each."""
-        for worker in self:
-            worker.start(command, *args, **kwargs)
+    def replace(self, index: int) -> Worker:
+        """Return another worker, which has the index from now on."""
+        (self._members[index],) = added = self._pool.take(1)
+        self.used += added
+        return self._members[index]
 
     def results(self) -> list[Any]:
         """Wait for the outcome of the oldest command of each."""
         return [worker.result() for worker in self]
 
     def call(self, command: Callable[..., R], *args: Any, **kwargs: Any) -> list[R]:
-        """``start`` and ``results``: they run side by side."""
-        self.start(command, *args, **kwargs)
+        """Have each run a command, side by side; return what they return."""
+        for worker in self:
+            worker.start(command, *args, **kwargs)
         return self.results()
 
 
@@ -228,7 +230,7 @@ class WorkerPool:
 
         class SpawnedPool(WorkerPool):
             def start_workers(self, count):
-                return [ProcessWorker("spawn") for _ in range(count)]
+                return [Worker("spawn") for _ in range(count)]
     """
 
     def __init__(self) -> None:
@@ -236,7 +238,7 @@ class WorkerPool:
 
     def start_workers(self, count: int) -> list[Worker]:
         """Start ``count`` workers, and return them. Overridden for workers of another kind."""
-        return [ProcessWorker() for _ in range(count)]
+        return [Worker() for _ in range(count)]
 
     def discard(self, worker: Worker) -> None:
         """End a worker that no other test may use."""

@@ -1,4 +1,4 @@
-"""A server for an ASGI application in a thread: for tests and examples. It needs the extra ``engine``."""
+"""A server for an ASGI application in a thread."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from wsync.errors import missing_extra
-
-try:
-    import uvicorn
-except ModuleNotFoundError as error:
-    raise missing_extra(error, "engine") from error
+import uvicorn
 
 
 @contextmanager
