@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.transforms.chain import ByName, Memory, as_patterns, computed, matching, require_unused, shown_names
+from wsync.transforms.names import ByName, Memory, as_patterns, computed, matching, require_distinct, shown_names
 from wsync.weights.tensors import tie_leaders
 
 _NARROW = (torch.int8, torch.float8_e4m3fn)  # what ``Quantize`` converts to
@@ -37,7 +37,6 @@ class Cast(ByName):
         self.only = as_patterns(only)
 
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
-        """Return the weights, converted; tied ones stay tied."""
         narrow = _quantised(weights)
         kept = {*narrow, *(name + _SCALE for name in narrow)}
         floats = [name for name, tensor in weights.items() if tensor.is_floating_point() and name not in kept]
@@ -74,17 +73,15 @@ class Quantize(ByName):
         self.only = as_patterns(only)
 
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
-        """Return the weights, quantised, with their scales."""
         wide = [name for name, one in weights.items() if one.is_floating_point() and one.dim() > 1 and one.numel()]
         found = matching(self.only, wide, strict, "floating-point weight with two dimensions or more")
         chosen = [name for name in wide if name in found]
-        require_unused([name + _SCALE for name in chosen], weights)
+        require_distinct([*weights, *(name + _SCALE for name in chosen)])
         for name in chosen:
             weights[name], weights[name + _SCALE] = self._quantised(name, weights[name], memory)
         return weights
 
     def _quantised(self, name: str, weight: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Return the quantised weight and its scale."""
         largest = 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
         wide = weight.float()  # in half precision, scales and quotients would be rounded
         dimensions = tuple(range(1 if self.per_channel else 0, wide.dim()))
@@ -117,7 +114,6 @@ class Dequantize(ByName):
         self.dtype = _as_dtype(dtype)
 
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
-        """Return the weights, without the scales."""
         found = _quantised(weights)
         if strict and not found:
             raise LayoutMismatch(f"no int8 or float8 weight has a scale ('…_scale'); there are {shown_names(weights)}")

@@ -1,25 +1,114 @@
-"""Other names, fewer weights, weights joined or taken apart."""
+"""What transforms by names have in common; and other names, fewer weights, weights joined or taken apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.transforms.chain import (
-    ByName,
-    Memory,
-    as_patterns,
-    computed,
-    matching,
-    require,
-    require_distinct,
-    require_unused,
-    shown_names,
-)
+from wsync.weights.tensors import require_whole
+
+Memory = dict[str, tuple[list[Any], Tensor]]
+"""The results of the last call by name, and of what kind the weights were: new memory costs more than the copy."""
+
+
+class ByName(ABC):
+    """A transform of the library, which is given names or patterns. It keeps nothing of the weights itself.
+
+    Attributes:
+        selects: whether the result is a part of the model on purpose.
+    """
+
+    selects = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def __call__(
+        self, weights: Mapping[str, Tensor], strict: bool = True, memory: Memory | None = None
+    ) -> dict[str, Tensor]:
+        """Return the transformed weights; LayoutMismatch: the transform does not fit them, or some are sharded.
+
+        Args:
+            weights: by name.
+            strict: whether they are a whole model, so that a name or a pattern without a weight is an error.
+            memory: of an earlier call, whose results are overwritten.
+        """
+        require_whole(weights, weights.values())  # PyTorch might wait for the other ranks
+        with torch.no_grad():
+            return self.apply(dict(weights), strict, {} if memory is None else memory)
+
+    @abstractmethod
+    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
+        """Return the transformed weights; ``weights`` may be changed."""
+
+
+def computed(memory: Memory, name: str, inputs: Sequence[Tensor], compute: Callable[[Tensor | None], Tensor]) -> Tensor:
+    """Return ``compute(out)``: the result for ``inputs``, in the memory of the last one of the same kind, if any."""
+    kind = [(one.shape, one.dtype, one.device) for one in inputs]
+    known = memory.get(name)
+    result = compute(known[1] if known is not None and known[0] == kind else None)
+    memory[name] = kind, result
+    return result
+
+
+def matching(patterns: Sequence[str], names: Sequence[str], strict: bool, kind: str = "weight") -> set[str]:
+    """Return those of ``names`` that match one of ``patterns``; ``kind`` says what they are, for the error.
+
+    With ``strict``, a pattern that matches none is an error, except ``*``.
+    """
+    found = {pattern: [name for name in names if _matches(name, pattern)] for pattern in patterns}
+    unused = [pattern for pattern, some in found.items() if not some and pattern != "*"]
+    if unused and strict:
+        raise LayoutMismatch(f"no {kind} matches {shown_names(unused)}; there are {shown_names(names)}")
+    return set().union(*found.values())
+
+
+@lru_cache(1 << 16)
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or (
+        "." not in pattern and any(fnmatchcase(component, pattern) for component in name.split("."))
+    )
+
+
+def as_patterns(*given: str | Iterable[str]) -> tuple[str, ...]:
+    """Return patterns, given singly or in lists. TypeError: one is no string. ValueError: there is none."""
+    found: list[Any] = []
+    for one in given:
+        found += one if isinstance(one, Iterable) and not isinstance(one, str) else [one]
+    wrong = [one for one in found if not isinstance(one, str)]
+    if wrong:
+        raise TypeError(f"patterns of names are strings, not {wrong[0]!r}")
+    if not found:
+        raise ValueError("there is no pattern of names: give one or more, such as 'head' or 'layers.0.*'")
+    return tuple(found)
+
+
+def require_distinct(names: Iterable[str]) -> None:
+    """Raise ``LayoutMismatch`` if a name is given to two weights."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise LayoutMismatch(f"two weights get the same name: {shown_names(repeated)}")
+
+
+def shown_names(names: Mapping[str, object] | Sequence[str]) -> str:
+    """Return the first names, as text."""
+    shown = [f"'{name}'" for name in list(names)[:8]]
+    return ", ".join(shown) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _require(names: Iterable[str], weights: Mapping[str, Tensor]) -> None:
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise LayoutMismatch(f"there is no {shown_names(missing)}; there are {shown_names(weights)}")
 
 
 class Rename(ByName):
@@ -33,14 +122,10 @@ class Rename(ByName):
         self.names = dict(names) if isinstance(names, Mapping) else names
 
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
-        """Return ``weights`` under their new names."""
         names = self.names
-        if callable(names):
-            new = [names(name) for name in weights]
-        else:
-            if strict:
-                require(names, weights)
-            new = [names.get(name, name) for name in weights]
+        if strict and not callable(names):
+            _require(names, weights)
+        new = [names(name) if callable(names) else names.get(name, name) for name in weights]
         require_distinct(new)
         return dict(zip(new, weights.values(), strict=True))
 
@@ -58,15 +143,10 @@ class Select(ByName):
         self.patterns = as_patterns(*patterns)
 
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
-        """Return the weights that are kept; LayoutMismatch: there are none."""
-        found = matching(self.patterns, weights, strict)
+        found = matching(self.patterns, list(weights), strict)
         kept = {name: one for name, one in weights.items() if (name in found) is not self._drops}
         if not kept:
-            raise LayoutMismatch(
-                "every weight matches, so none is left to send"
-                if self._drops
-                else f"no weight matches; there are {shown_names(weights)}"
-            )
+            raise LayoutMismatch(f"none of these weights is left to send: {shown_names(weights)}")
         return kept
 
 
@@ -98,16 +178,14 @@ class Fuse(ByName):
         self.dim = dim
 
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
-        """Return the weights, joined ones in the place of their parts."""
         members: list[tuple[str, list[str]]] = []
         for new, old in self.groups.items():
             stems = _stems(weights, old, strict)
             members += [(new.replace("*", stem), [one.replace("*", stem) for one in old]) for stem in stems]
         parts = {one for _, old in members for one in old}
-        require(parts, weights)
+        _require(parts, weights)
         rest = {name: tensor for name, tensor in weights.items() if name not in parts}
-        require_distinct([new for new, _ in members])
-        require_unused([new for new, _ in members], rest)
+        require_distinct([*rest, *(new for new, _ in members)])
         return {**rest, **{new: self._joined(new, [weights[one] for one in old], memory) for new, old in members}}
 
     def _joined(self, name: str, parts: list[Tensor], memory: Memory) -> Tensor:
@@ -140,7 +218,6 @@ class Split(ByName):
         self.dim = dim
 
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
-        """Return the weights, views of the parts in the place of the joined ones."""
         result = dict(weights)
         for pattern, parts in self.groups.items():
             for stem in _stems(weights, [pattern], strict):
@@ -148,8 +225,7 @@ class Split(ByName):
                 if result.get(name) is not weights[name]:
                     raise LayoutMismatch(f"two groups match '{name}'")
                 views = self._split(name, result.pop(name), len(parts))
-                require_distinct(names)
-                require_unused(names, result)
+                require_distinct([*result, *names])
                 result.update(zip(names, views, strict=True))
         return result
 
@@ -166,28 +242,21 @@ class Split(ByName):
 
 def _checked_groups(groups: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
     for one, several in groups.items():
-        if not several:
-            raise ValueError(f"the group of '{one}' is empty; it has at least one name")
         stars = {name.count("*") for name in (one, *several)}
-        if len(stars) > 1 or max(stars) > 1:
-            shown = shown_names((one, *several))
-            raise ValueError(f"in a group all names have one '*', which stands for any text, or none has: not {shown}")
+        if not several or len(stars) > 1 or max(stars) > 1:
+            raise ValueError(
+                "a group has at least one name, and in all its names one '*', which stands for any text, or in none: "
+                f"not {{'{one}': {list(several)}}}"
+            )
     return {one: tuple(several) for one, several in groups.items()}
 
 
 def _stems(weights: Mapping[str, Tensor], patterns: Sequence[str], strict: bool) -> list[str]:
-    """Return what the ``*`` of one of ``patterns`` stands for in the names of weights."""
-    found = dict.fromkeys(stem for name in weights for each in patterns if (stem := _stem_of(name, each)) is not None)
+    """Return what the ``*`` of one of ``patterns`` stands for in the names of weights; "" without a ``*``."""
+    found = dict[str, None]()
+    for pattern in patterns:
+        form = re.compile(re.escape(pattern).replace(r"\*", "(.*)"), re.DOTALL)
+        found |= {"".join(match.groups()): None for match in map(form.fullmatch, weights) if match}
     if strict and not found:
         raise LayoutMismatch(f"no weight matches {shown_names(patterns)}; there are {shown_names(weights)}")
     return [*found]
-
-
-def _stem_of(name: str, pattern: str) -> str | None:
-    """Return what the ``*`` of ``pattern`` stands for in ``name``; None if it does not match."""
-    before, star, after = pattern.partition("*")
-    if not star:
-        return "" if name == pattern else None
-    if len(name) < len(before) + len(after) or not (name.startswith(before) and name.endswith(after)):
-        return None
-    return name[len(before) : len(name) - len(after)]
