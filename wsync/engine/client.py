@@ -31,13 +31,7 @@ _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not us
 
 
 class EngineError(Exception):
-    """A request failed.
-
-    Attributes:
-        kind: ``died``: there was no answer, as the connection was refused or broken; ``late``: there was none by the
-            deadline; ``failed``: the answer is an error, or does not fit what was asked.
-        status: the status of the answer; 0 if there was none.
-    """
+    """A request failed: ``kind`` as in ``Cause``; ``status`` of the answer, 0 if there was none."""
 
     def __init__(self, message: str, kind: Literal["died", "late", "failed"] = "failed", status: int = 0) -> None:
         super().__init__(message)
@@ -46,11 +40,7 @@ class EngineError(Exception):
 
 
 def checked_url(url: str) -> str:
-    """Return the URL of an engine, without a slash at its end.
-
-    Raises:
-        ValueError: it is no URL of HTTP, or has more than host, port and path.
-    """
+    """Return an engine's URL without a slash at its end; ValueError: it has more than host, port and path of HTTP."""
     if not _URL.fullmatch(url) or not {*url}.isdisjoint("?#"):
         shown = re.sub(r"//.*@", "//…@", url)  # without a password
         raise ValueError(f"the URL of an engine is like 'http://host:8000', not {shown!r}")
@@ -97,8 +87,6 @@ class EngineClient:
             limits=httpx.Limits(keepalive_expiry=_IDLE_LIMIT),
         )
 
-    # --- the phases; called by a transfer's thread ---
-
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Phase 1, once for a layout: tell the engine how weights will travel."""
         self.post("init", protocol.INIT, {"init_info": dict(init_info)})
@@ -112,11 +100,7 @@ class EngineClient:
         self.post("update", protocol.UPDATE, {"update_info": dict(update_info)})
 
     def finish_weight_update(self, weight_version: str | None = None, **fields: Any) -> None:
-        """Phase 4: have the engine use the version; it is named by its number unless ``weight_version`` is given.
-
-        Raises:
-            EngineError: also if the engine has answered that it has another version.
-        """
+        """Phase 4: have the engine use the version, by default named by its number; EngineError: it has another."""
         version = weight_version or str(self.version)
         answer = self.post("finish", protocol.FINISH, {"weight_version": version, **fields})
         if answer.get("weight_version", version) != version:
@@ -133,14 +117,12 @@ class EngineClient:
         """Make a request of the transfer: see ``request``."""
         return control_loop().call(self._post(phase, route, fields, body))
 
-    # --- in the control thread ---
-
     async def _post(self, *request: Any) -> Mapping[str, Any]:
         self._posting = asyncio.current_task()
         return await self.request(*request, deadline=self.deadline)
 
     def give_up(self) -> None:
-        """Have the transfer's request that is in progress fail, and each later one."""
+        """Have the transfer's request that is in progress fail, and each later one. In the control thread."""
         self.deadline = NOW
         if self._posting is not None:
             self._posting.cancel()
@@ -154,11 +136,7 @@ class EngineClient:
         *,
         deadline: float | None,
     ) -> Mapping[str, Any]:
-        """Make a request of a phase, with JSON ``fields`` or a ``body``; return the JSON object of its answer.
-
-        Raises:
-            EngineError: there is no answer, or not with status 200, or it is no JSON object.
-        """
+        """Make a request, with JSON ``fields`` or a ``body``; return the JSON object of its answer, or EngineError."""
         self.phase, method = phase, "GET" if route == protocol.WORLD_SIZE else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
         content, headers = None, {}
@@ -187,7 +165,6 @@ class EngineClient:
         return fields
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
 
@@ -200,9 +177,6 @@ def _cause_of(error: BaseException) -> str:
     """Return the error that httpx has made another one of."""
     inner = error.__cause__ or error.__context__
     return f"{type(error).__name__}: {error}" if inner is None else _cause_of(inner)
-
-
-# --- transfers ---
 
 
 class ParamMeta(NamedTuple):
@@ -233,7 +207,6 @@ class VersionSource:
         return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in entries]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the ``(name, tensor)`` pairs of the version. Called within ``send_weights``."""
         assert self.update is not None, "the source is read within send_weights()"
         for name, view in zip(self.layout.names, self.update.views, strict=True):
             yield name, view if self.device is None else view.to(self.device)
@@ -258,7 +231,6 @@ class BodyTransfer:
         client.init_weight_transfer_engine({"transfer": protocol.TRANSFER, **self._session, "layout": layout})
 
     def send_weights(self) -> None:
-        """Send the version that the source has."""
         client, update = self._client, self._source.update
         assert update is not None
         client.start_weight_update(self._session)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
-import json
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -13,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -35,14 +36,6 @@ _STALLED = 60.0  # longest time without a byte of a body, in seconds
 _DROPPING = 10.0  # seconds in which the rest of a body that is refused is read
 
 
-class Refused(Exception):
-    """A request is refused; no weights have changed. After a refused *init* the engine is not initialised."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 class _Session(NamedTuple):
     """What one trainer has initialised, under a random name: memory for a version, and what takes it."""
 
@@ -53,7 +46,10 @@ class _Session(NamedTuple):
 
 
 class EngineWeights:
-    """The weights of one engine. One request at a time calls the methods of the phases; ``poll_update`` is the gate's.
+    """The weights of one engine. One request at a time calls the phases, ``poll_update`` is the gate's.
+
+    A phase raises ``HTTPException`` if it is refused: no weights have changed. After a refused *init* the engine is not
+    initialised.
 
     Attributes:
         version: the name of those that it has; "0" before the first update. Changes inside the gate.
@@ -68,24 +64,24 @@ class EngineWeights:
         self._session: _Session | None = None
 
     def initialise(self, fields: Mapping[str, Any]) -> None:
-        """Phase 1: make room for a version; Refused: weights of this layout do not fit, or are too large."""
+        """Phase 1: make room for a version, if weights of this layout fit."""
         info = fields.get("init_info")
         if not isinstance(info, dict) or info.get("transfer") != protocol.TRANSFER:
-            raise Refused(400, f"init_info.transfer is '{protocol.TRANSFER}' here, not {str(info)[:99]}")
+            raise HTTPException(400, f"init_info.transfer is '{protocol.TRANSFER}' here, not {str(info)[:99]}")
         name = _text(info, "session")
         try:
             layout = Layout.decode(base64.b64decode(_text(info, "layout").encode(), validate=True))
         except Exception as error:  # whatever decoding raises
-            raise Refused(400, f"init_info.layout is malformed: {error}") from error
+            raise HTTPException(400, f"init_info.layout is malformed: {error}") from error
         if layout.nbytes > self._max_bytes:
-            raise Refused(413, f"a version has {layout.nbytes} bytes, and max_bytes is {self._max_bytes}")
+            raise HTTPException(413, f"a version has {layout.nbytes} bytes, and max_bytes is {self._max_bytes}")
         if layout.extra:
-            raise Refused(422, "extra state (pickles) is not accepted over HTTP")
+            raise HTTPException(422, "extra state (pickles) is not accepted over HTTP")
         self._session = None
         try:
             target = process_gate().call_without_forward(self._destination.target, layout, bind=False)
         except LayoutMismatch as error:
-            raise Refused(422, f"LayoutMismatch: {error}") from error
+            raise HTTPException(422, f"LayoutMismatch: {error}") from error
         flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self._session = _Session(name, target, flat, layout.views(flat))
 
@@ -98,16 +94,11 @@ class EngineWeights:
         return self._current(fields).flat.numpy().data
 
     def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Phase 4: check that the version is whole, then load it inside the gate; return the fields of the answer.
-
-        Raises:
-            Refused: it is not whole, or damaged; nothing was loaded.
-            Exception: whatever the loading function raised.
-        """
+        """Phase 4: check that the version is whole, then load it inside the gate; return the fields of the answer."""
         session, version = self._current(fields), _text(fields, "weight_version")
         expected, found = _text(fields, "checksum"), f"{checksum_of(session.flat.numpy().data, b''):016x}"
         if expected != found:
-            raise Refused(409, f"the version is incomplete or corrupt: checksum {found}, not {expected}")
+            raise HTTPException(409, f"the version is incomplete or corrupt: checksum {found}, not {expected}")
         return process_gate().call_without_forward(self._install, session, version, time.perf_counter())
 
     def _install(self, session: _Session, version: str, asked: float) -> dict[str, Any]:
@@ -121,8 +112,6 @@ class EngineWeights:
         self.version = version
         seconds = {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
         return {"weight_version": version, **seconds}
-
-    # --- weights of two versions ---
 
     def _set_mixed(self, why: str) -> None:
         if bool(why) != bool(self.mixed):
@@ -141,20 +130,19 @@ class EngineWeights:
     def _current(self, fields: Mapping[str, Any]) -> _Session:
         name = _text(fields, "session")
         if self._session is None:
-            raise Refused(409, f"POST {protocol.INIT} comes first: an engine that was started again is readmitted")
+            raise HTTPException(
+                409, f"POST {protocol.INIT} comes first: an engine that was started again is readmitted"
+            )
         if self._session.name != name:
-            raise Refused(409, "another trainer has initialised this engine since: each engine has one trainer")
+            raise HTTPException(409, "another trainer has initialised this engine since: each engine has one trainer")
         return self._session
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or not value:
-        raise Refused(400, f"the field '{name}' is missing, or no text")
+        raise HTTPException(400, f"the field '{name}' is missing, or no text")
     return value
-
-
-# --- the application ---
 
 
 class EngineApp:
@@ -200,8 +188,6 @@ class EngineApp:
         finally:
             self.close()
 
-    # --- routes ---
-
     def _phase(self, path: str, function: Callable[[Any], Any]) -> Route:
         """Return a route that calls ``function`` in the thread that loads weights: the server goes on answering."""
 
@@ -224,7 +210,7 @@ class EngineApp:
 
     async def _health(self, request: Request) -> None:
         if self._weights.mixed:
-            raise Refused(503, self._weights.mixed)
+            raise HTTPException(503, self._weights.mixed)
 
 
 def _route(path: str, endpoint: Endpoint, method: str = "POST") -> Route:
@@ -233,8 +219,8 @@ def _route(path: str, endpoint: Endpoint, method: str = "POST") -> Route:
     async def serve(request: Request) -> JSONResponse:
         try:
             return JSONResponse(await endpoint(request) or {})
-        except Refused as error:
-            answer = _error(error.status, str(error))
+        except HTTPException as error:
+            answer = _error(error.status_code, error.detail)
         except Exception:  # noqa: BLE001  whatever the engine raised goes to the trainer, which raises it
             answer = _error(500, traceback.format_exc())
         # A connection that is closed with unread bytes is reset, and its answer may be lost.
@@ -248,34 +234,30 @@ def _route(path: str, endpoint: Endpoint, method: str = "POST") -> Route:
 
 
 def _error(status: int, message: str) -> JSONResponse:
-    headers = {"connection": "close"}  # a part of the body may not have been read
-    return JSONResponse({"error": message}, status, headers)
+    return JSONResponse({"error": message}, status, {"connection": "close"})  # part of the body may be unread
 
 
 async def _pieces(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """Yield the body of a request. Refused: it has more than ``limit`` bytes, or stalls."""
+    """Yield the body of a request, which has at most ``limit`` bytes and does not stall."""
     declared = request.headers.get("content-length", "0")
     if not declared.isdigit() or len(declared) > 19 or int(declared) > limit:
-        raise Refused(413, f"the body may have {limit} bytes, and content-length is {declared[:20]!r}")
+        raise HTTPException(413, f"the body may have {limit} bytes, and content-length is {declared[:20]!r}")
     left, pieces = limit, request.stream()
     try:
         while piece := await asyncio.wait_for(anext(pieces, b""), _STALLED):
             left -= len(piece)
             if left < 0:
-                raise Refused(413, f"the body has more than {limit} bytes")
+                raise HTTPException(413, f"the body has more than {limit} bytes")
             yield piece
     except TimeoutError:
-        raise Refused(408, f"no byte of the body arrived for {_STALLED} s") from None
+        raise HTTPException(408, f"no byte of the body arrived for {_STALLED} s") from None
     except ClientDisconnect:
-        raise Refused(400, "the trainer has closed the connection") from None
+        raise HTTPException(400, "the trainer has closed the connection") from None
 
 
 async def _fields(request: Request) -> Mapping[str, Any]:
-    """Return the JSON object in the body of a request."""
+    content = b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES)])
     try:
-        found = json.loads(b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES)]))
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise Refused(400, "the body is not a JSON object")
-    return found
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise HTTPException(400, f"the body is not JSON of an object: {error}") from error

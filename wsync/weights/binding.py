@@ -39,7 +39,7 @@ def load_extra(blob: bytes) -> dict[str, Any]:
 def require_no_extra(extra: bytes, what: str) -> None:
     """Raise ``LayoutMismatch`` if an update has extra state, which cannot be ``what`` (``"stored"``)."""
     if extra:
-        raise LayoutMismatch(f"extra state cannot be {what}: {describe(sorted(load_extra(extra)))}")
+        raise LayoutMismatch(f"extra state cannot be {what}: {describe(sorted(pickle.loads(extra)))}")
 
 
 def unshare(model: nn.Module) -> None:
