@@ -25,9 +25,8 @@ from wsync.control.session import checksum_of
 from wsync.engine import protocol
 from wsync.errors import LayoutMismatch, WeightSyncError
 from wsync.gate import entered_for_forward_of, process_gate
-from wsync.weights.binding import Target
 from wsync.weights.layout import Layout
-from wsync.weights.targets import Destination, mixed_weights
+from wsync.weights.targets import Destination, Target
 
 Endpoint = Callable[[Request], Awaitable[Mapping[str, Any] | None]]
 
@@ -108,7 +107,10 @@ class EngineWeights:
             self._set_mixed("")
         finally:
             if session.target.mixed:
-                self._set_mixed(mixed_weights("this engine", f"version {version}"))
+                self._set_mixed(
+                    f"this engine may have weights of two versions, because the install of version {version} failed "
+                    "half-way: send again"
+                )
         self.version = version
         seconds = {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
         return {"weight_version": version, **seconds}

@@ -35,9 +35,9 @@ from wsync.control.session import checksum_of
 from wsync.errors import LayoutMismatch, NotConnected, WeightSyncError, missing_extra
 from wsync.transforms.delta import Delta
 from wsync.update import LAST_VERSION, Outlet, Update
-from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
+from wsync.weights.targets import require_no_extra
 
 _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"

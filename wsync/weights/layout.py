@@ -127,14 +127,13 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return tuple(index for index in range(len(self.names)) if index not in followers)
 
     def order(self, weights: Snapshot) -> list[Tensor]:
-        """Return the tensors of ``weights`` in the order of this layout; LayoutMismatch: names what does not fit."""
+        """Return the sender's ``weights`` in the order of this layout; see ``fit``."""
         return self.fit(weights.tensors, "", optional=weights.optional, extra=weights.extra)
 
     def check(self, tensors: Sequence[Tensor], receiver: str = "", *, writable: bool = False) -> None:
         """Check weights in the order of ``names``, or the tensors of ``receiver``, whose ties may be others.
 
-        Raises:
-            LayoutMismatch: names those that have another shape or dtype, or cannot be carried, or be written.
+        LayoutMismatch: names those that have another shape or dtype, or cannot be carried, or be written.
         """
         require_carried(self.names, tensors, receiver, writable=writable)
         entries = zip(self.names, tensors, self.shapes, self.dtypes, strict=True)
@@ -162,11 +161,11 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         extra: Mapping[str, object] | None = None,
         writable: bool = False,
     ) -> list[Tensor]:
-        """Return the tensors ``own`` in the order of this layout, checked against it.
+        """Return the tensors ``own`` in the order of this layout; LayoutMismatch: names what does not fit.
 
         Args:
-            own: a receiver's tensors, or weights of the sender.
-            receiver: for the error; empty for weights of the sender.
+            own: a receiver's tensors, or weights of the sender (``receiver`` is empty).
+            receiver: for the error.
             optional: names of tensors that may be in ``own`` alone.
             extra: extra states by name; None if there may be any.
             writable: whether each tensor is written value by value.

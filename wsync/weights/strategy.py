@@ -11,10 +11,9 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import dotted, is_extra, is_module, is_stacked, plain_name, snapshot
-from wsync.weights.targets import Tensors
+from wsync.weights.targets import Binding, Tensors
 
 Format = Literal["tensordict", "state_dict"]
 
