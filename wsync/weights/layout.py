@@ -24,12 +24,10 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     Entries are ordered by dtype, so that each dtype is one contiguous stretch. Tied tensors share a place.
 
     Attributes:
-        names: dotted names, one per entry.
-        shapes, strides, dtypes, offsets: of each entry; strides in elements, offsets in bytes.
+        names, shapes, strides, dtypes, offsets: of each entry; strides in elements, offsets in bytes.
         ties: pairs ``(follower, leader)`` of entries that are one tensor.
         nbytes: size of the flat buffer.
         extra: names of the modules' extra states; ``None`` where the first weights could not say.
-        optional: entries that later weights may lack (non-persistent buffers of the sender's model).
         model_may_have_more: whether a receiving model may have more weights, which then keep their values.
     """
 
@@ -41,7 +39,6 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     ties: tuple[tuple[int, int], ...]
     nbytes: int
     extra: frozenset[str] | None
-    optional: frozenset[str]
     model_may_have_more: bool
 
     @classmethod
@@ -72,7 +69,6 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             ties=tuple(ties),
             nbytes=max(end, ALIGNMENT),
             extra=None if weights.extra is None else frozenset(weights.extra),
-            optional=weights.optional & frozenset(names),
             model_may_have_more=weights.model_may_have_more,
         )
 
@@ -136,21 +132,19 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         LayoutMismatch: names those that have another shape or dtype, or cannot be carried, or be written.
         """
         require_carried(self.names, tensors, receiver, writable=writable)
-        entries = zip(self.names, tensors, self.shapes, self.dtypes, strict=True)
-        others = [one for one in entries if one[1].shape != one[2] or one[1].dtype is not one[3]]
-        problems = [
-            f"'{name}' is {_kind(one.shape, one.dtype)}, not {_kind(shape, dtype)}"
-            for name, one, shape, dtype in others
-        ]
+        problems, casts = list[str](), list[str]()
+        for name, one, shape, dtype in zip(self.names, tensors, self.shapes, self.dtypes, strict=True):
+            if one.shape != shape or one.dtype is not dtype:
+                problems.append(f"'{name}' is {_kind(one.shape, one.dtype)}, not {_kind(shape, dtype)}")
+                if receiver and one.dtype is not dtype and one.dtype.is_floating_point:
+                    casts.append(f"Cast('{_plain(one.dtype)}')")
         for follower, leader in () if receiver or problems else self.ties:
             pair = [tensors[follower], tensors[leader]]
             if any(tie_leaders(pair)) and not same_bits(*pair):
                 names = f"'{self.names[follower]}' and '{self.names[leader]}'"
                 problems.append(f"{names} were one tied tensor, and now differ")
         if problems:
-            narrow = [one.dtype for _, one, _, dtype in others if one.dtype is not dtype]
-            cast = receiver and narrow and narrow[0].is_floating_point
-            raise _misfit(problems, receiver, f"Cast('{_plain(narrow[0])}')" if cast else "")
+            raise _misfit(problems, receiver, next(iter(casts), ""))
 
     def fit(
         self,

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -73,7 +73,7 @@ def unshare(model: nn.Module) -> None:
             tensor.data = own.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _accumulators(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def _accumulators(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return what keeps alive the node by which autograd accumulates gradients of each parameter; it takes no memory.
 
     PyTorch makes that node while it holds a lock of the parameter and waits for the interpreter's lock; a thread that
@@ -137,7 +137,7 @@ class Binding(Target):
 
     def __init__(self, model: nn.Module, layout: Layout, *, bind: bool = True) -> None:
         self._model, self._layout, self._bind = model, layout, bind
-        self._bound: list[tuple[nn.Parameter, int]] = []
+        self._bound: list[tuple[Tensor, int]] = []
         self._resolve()
 
     def _resolve(self) -> None:
@@ -158,7 +158,8 @@ class Binding(Target):
             if firsts[id(tensor)] != i:
                 continue
             apart = id(tensor) in before or tensor.untyped_storage()._cdata not in aliased
-            if self._bind and apart and name not in index.self_written and _can_be_bound(tensor):
+            bindable = tensor.is_cpu and not tensor.is_inference()  # else the next forward would raise
+            if self._bind and bindable and apart and name not in index.self_written and name in index.parameters:
                 self._bound.append((tensor, i))
                 continue
             if defect_of(tensor, writable=True):  # expanded, say: one place cannot take several values
@@ -220,20 +221,13 @@ class Binding(Target):
         before, mixed = self._index.extra_state(), self.mixed
         self.mixed = True
         try:
-            self._write_extra(extra)
+            for name, value in extra.items():
+                self._index.extra[name].set_extra_state(value)
         except Exception:
-            self._write_extra(before)
+            for name, value in before.items():
+                self._index.extra[name].set_extra_state(value)
             self.mixed = mixed
             raise
-
-    def _write_extra(self, extra: Mapping[str, Any]) -> None:
-        for name, value in extra.items():
-            self._index.extra[name].set_extra_state(value)
-
-
-def _can_be_bound(tensor: Tensor) -> TypeGuard[nn.Parameter]:
-    """Return whether ``p.data = view`` is possible; with an inference tensor, the next forward would raise."""
-    return isinstance(tensor, nn.Parameter) and tensor.is_cpu and not tensor.is_inference()
 
 
 class Loader(Target):
@@ -271,11 +265,7 @@ class Loader(Target):
 
 
 class Tensors(Target):
-    """A mapping of tensors (a state dict or TensorDict): each version is copied into those that it has then.
-
-    Raises:
-        LayoutMismatch: it has other names, shapes or dtypes, or a tensor that cannot be copied into.
-    """
+    """A mapping of tensors (a state dict or TensorDict): each version is copied into those that it has then."""
 
     def __init__(
         self, destination: TensorDictBase | Mapping[str, Any], layout: Layout, owner: str = "the worker's tensors"
@@ -283,11 +273,7 @@ class Tensors(Target):
         if is_stacked(destination):
             raise LayoutMismatch("a lazily stacked TensorDict has no tensors to copy into: make it contiguous first")
         self._destination, self._layout, self._owner = destination, layout, owner
-        self._current()
-
-    def _current(self) -> list[Tensor]:
-        """Return the destination's tensors in the layout's order, checked. Read anew: an entry may be replaced."""
-        return self._layout.fit(snapshot(self._destination).tensors, self._owner, writable=True)
+        self.check_only(())
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         tensors = self.check_only(views)
@@ -296,8 +282,10 @@ class Tensors(Target):
         self.mixed = False
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> list[Tensor]:
-        tensors = self._current()
-        self._layout.require_same_values(self._layout.tied_only_in(tensors), views)
+        """Return the tensors to copy into, found anew: an entry may be replaced. Without views, check only those."""
+        tensors = self._layout.fit(snapshot(self._destination).tensors, self._owner, writable=True)
+        if views:
+            self._layout.require_same_values(self._layout.tied_only_in(tensors), views)
         return tensors
 
 
