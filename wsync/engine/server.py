@@ -28,8 +28,7 @@ from wsync.gate import entered_for_forward_of, process_gate
 from wsync.weights.layout import Layout
 from wsync.weights.targets import Destination, Target
 
-Endpoint = Callable[[Request], Awaitable[Mapping[str, Any] | None]]
-
+Fields = Mapping[str, Any]
 _FIELDS_BYTES = 64 << 20  # largest body with JSON: it may have a layout
 _STALLED = 60.0  # longest time without a byte of a body, in seconds
 _DROPPING = 10.0  # seconds in which the rest of a body that is refused is read
@@ -56,13 +55,11 @@ class EngineWeights:
     """
 
     def __init__(self, destination: Destination, max_bytes: int) -> None:
-        self.version = "0"
-        self.mixed = ""
-        self._destination = destination
-        self._max_bytes = max_bytes
+        self.version, self.mixed = "0", ""
+        self._destination, self._max_bytes = destination, max_bytes
         self._session: _Session | None = None
 
-    def initialise(self, fields: Mapping[str, Any]) -> None:
+    def initialise(self, fields: Fields) -> None:
         """Phase 1: make room for a version, if weights of this layout fit."""
         info = fields.get("init_info")
         if not isinstance(info, dict) or info.get("transfer") != protocol.TRANSFER:
@@ -84,23 +81,29 @@ class EngineWeights:
         flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self._session = _Session(name, target, flat, layout.views(flat))
 
-    def start(self, fields: Mapping[str, Any]) -> None:
-        """Phase 2: only find out whether the session is the current one. The checksum tells versions apart."""
-        self._current(fields)
+    def current(self, fields: Fields) -> _Session:
+        """Phases 2 to 4 are for the current session only."""
+        name = _text(fields, "session")
+        if self._session is None:
+            said = f"POST {protocol.INIT} comes first: an engine that was started again is readmitted"
+            raise HTTPException(409, said)
+        if self._session.name != name:
+            raise HTTPException(409, "another trainer has initialised this engine since: each engine has one trainer")
+        return self._session
 
-    def place(self, fields: Mapping[str, Any]) -> memoryview:
-        """Phase 3: return where the bytes of the version go."""
-        return self._current(fields).flat.numpy().data
+    def start(self, fields: Fields) -> None:
+        """Phase 2: nothing. The checksum tells versions apart."""
+        self.current(fields)
 
-    def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def finish(self, fields: Fields) -> Fields:
         """Phase 4: check that the version is whole, then load it inside the gate; return the fields of the answer."""
-        session, version = self._current(fields), _text(fields, "weight_version")
+        session, version = self.current(fields), _text(fields, "weight_version")
         expected, found = _text(fields, "checksum"), f"{checksum_of(session.flat.numpy().data, b''):016x}"
         if expected != found:
             raise HTTPException(409, f"the version is incomplete or corrupt: checksum {found}, not {expected}")
         return process_gate().call_without_forward(self._install, session, version, time.perf_counter())
 
-    def _install(self, session: _Session, version: str, asked: float) -> dict[str, Any]:
+    def _install(self, session: _Session, version: str, asked: float) -> Fields:
         began = time.perf_counter()
         try:
             session.target.install(session.views)
@@ -129,18 +132,8 @@ class EngineWeights:
     def leaving_gate(self) -> None:
         """Nothing is in use."""
 
-    def _current(self, fields: Mapping[str, Any]) -> _Session:
-        name = _text(fields, "session")
-        if self._session is None:
-            raise HTTPException(
-                409, f"POST {protocol.INIT} comes first: an engine that was started again is readmitted"
-            )
-        if self._session.name != name:
-            raise HTTPException(409, "another trainer has initialised this engine since: each engine has one trainer")
-        return self._session
 
-
-def _text(fields: Mapping[str, Any], name: str) -> str:
+def _text(fields: Fields, name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or not value:
         raise HTTPException(400, f"the field '{name}' is missing, or no text")
@@ -190,11 +183,15 @@ class EngineApp:
         finally:
             self.close()
 
-    def _phase(self, path: str, function: Callable[[Any], Any]) -> Route:
+    def _phase(self, path: str, function: Callable[[Fields], Any]) -> Route:
         """Return a route that calls ``function`` in the thread that loads weights: the server goes on answering."""
 
-        async def run(request: Request) -> Mapping[str, Any] | None:
-            fields = await _fields(request)
+        async def run(request: Request) -> Fields | None:
+            content = b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES)])
+            try:
+                fields = msgspec.json.decode(content, type=dict[str, Any])
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise HTTPException(400, f"the body is not JSON of an object: {error}") from error
             async with self._updating:
                 return await asyncio.get_running_loop().run_in_executor(self._loading, function, fields)
 
@@ -202,12 +199,12 @@ class EngineApp:
 
     async def _update(self, request: Request) -> None:
         async with self._updating:
-            place, size = self._weights.place(request.query_params), 0
+            place, size = self._weights.current(request.query_params).flat.numpy().data, 0
             async for piece in _pieces(request, len(place)):
                 place[size : size + len(piece)] = piece
                 size += len(piece)
 
-    async def _world_size(self, request: Request) -> Mapping[str, Any]:
+    async def _world_size(self, request: Request) -> Fields:
         return {"world_size": 1}
 
     async def _health(self, request: Request) -> None:
@@ -215,7 +212,7 @@ class EngineApp:
             raise HTTPException(503, self._weights.mixed)
 
 
-def _route(path: str, endpoint: Endpoint, method: str = "POST") -> Route:
+def _route(path: str, endpoint: Callable[[Request], Awaitable[Fields | None]], method: str = "POST") -> Route:
     """Return a route that answers errors as JSON."""
 
     async def serve(request: Request) -> JSONResponse:
@@ -241,25 +238,14 @@ def _error(status: int, message: str) -> JSONResponse:
 
 async def _pieces(request: Request, limit: int) -> AsyncIterator[bytes]:
     """Yield the body of a request, which has at most ``limit`` bytes and does not stall."""
-    declared = request.headers.get("content-length", "0")
-    if not declared.isdigit() or len(declared) > 19 or int(declared) > limit:
-        raise HTTPException(413, f"the body may have {limit} bytes, and content-length is {declared[:20]!r}")
     left, pieces = limit, request.stream()
     try:
         while piece := await asyncio.wait_for(anext(pieces, b""), _STALLED):
             left -= len(piece)
             if left < 0:
-                raise HTTPException(413, f"the body has more than {limit} bytes")
+                raise HTTPException(413, f"the body may have {limit} bytes")
             yield piece
     except TimeoutError:
         raise HTTPException(408, f"no byte of the body arrived for {_STALLED} s") from None
     except ClientDisconnect:
         raise HTTPException(400, "the trainer has closed the connection") from None
-
-
-async def _fields(request: Request) -> Mapping[str, Any]:
-    content = b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES)])
-    try:
-        return msgspec.json.decode(content, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise HTTPException(400, f"the body is not JSON of an object: {error}") from error
