@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import re
 import secrets
 import ssl
@@ -13,6 +12,7 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -54,12 +54,7 @@ class EngineClient:
     this client. They block, and are for a transfer's thread. Redirects are errors, and proxies are not used: weights go
     to no other host than that of ``url``.
 
-    Args:
-        url: the URL of the engine.
-        token: sent with each request, as a bearer token.
-
     Attributes:
-        url: as given.
         deadline: of a transfer's requests, on ``time.monotonic``; None for no limit.
         version: the version of the weights that are being sent.
         phase: the phase of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
@@ -69,9 +64,7 @@ class EngineClient:
     def __init__(self, url: str, token: str | None = None) -> None:
         self.url = checked_url(url)
         self.deadline: float | None = None
-        self.version = 0
-        self.phase = "connect"
-        self.times = 0.0, 0.0
+        self.version, self.phase, self.times = 0, "connect", (0.0, 0.0)
         self._posting: asyncio.Task[Any] | None = None  # the transfer's request that is in progress, or was the last
         try:
             import httpx
@@ -108,18 +101,18 @@ class EngineClient:
         self.times = float(answer.get("wait_seconds", 0.0)), float(answer.get("apply_seconds", 0.0))
 
     def get_world_size(self) -> int:
-        """Return the number of processes in the engine."""
         return int(self.post("connect", protocol.WORLD_SIZE)["world_size"])
 
     def post(
         self, phase: str, route: str, fields: Mapping[str, Any] | None = None, body: memoryview | None = None
     ) -> Mapping[str, Any]:
         """Make a request of the transfer: see ``request``."""
-        return control_loop().call(self._post(phase, route, fields, body))
 
-    async def _post(self, *request: Any) -> Mapping[str, Any]:
-        self._posting = asyncio.current_task()
-        return await self.request(*request, deadline=self.deadline)
+        async def post() -> Mapping[str, Any]:
+            self._posting = asyncio.current_task()
+            return await self.request(phase, route, fields, body, deadline=self.deadline)
+
+        return control_loop().call(post())
 
     def give_up(self) -> None:
         """Have the transfer's request that is in progress fail, and each later one. In the control thread."""
@@ -141,7 +134,7 @@ class EngineClient:
         where = f"{self.url}: phase {phase} ({method} {route})"
         content, headers = None, {}
         if fields is not None:
-            content, headers = json.dumps(fields).encode(), {"Content-Type": "application/json"}
+            content, headers = msgspec.json.encode(fields), {"Content-Type": "application/json"}
         elif body is not None:
             content, headers = _pieces(body), {"Content-Length": str(len(body))}
         try:
@@ -152,17 +145,17 @@ class EngineClient:
             raise EngineError(f"{where}: no answer before the deadline", "late") from error
         except self._broken as error:
             raise EngineError(f"{where}: {_cause_of(error)}", "died") from error
-        found: Any = None
-        with suppress(ValueError, RecursionError):
-            found = json.loads(answer)
-        status, fields = response.status_code, found if isinstance(found, dict) else {}
-        said = str(fields.get("error") or answer.decode(errors="replace").strip()[:_SHOWN])
+        found: dict[str, Any] | None = None
+        status, said = response.status_code, answer.decode(errors="replace").strip()[:_SHOWN]
+        with suppress(msgspec.DecodeError, RecursionError):
+            found = msgspec.json.decode(answer, type=dict[str, Any])
+            said = str(found.get("error") or said)
         if status != 200:
             hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
             raise EngineError(f"{where}: answered {status}{hint}: {said}", status=status)
-        if fields is not found:
+        if found is None:
             raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=status)
-        return fields
+        return found
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -191,7 +184,6 @@ class VersionSource:
     """The weights that are sent to one engine, of one version: what vLLM calls a ``WeightSource``.
 
     Attributes:
-        layout: the layout of the weights.
         device: where the tensors are copied to when they are read; None: they stay where they were packed (the CPU).
         update: the version. None outside ``send_weights``.
     """

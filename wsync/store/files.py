@@ -52,10 +52,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The newest version of a store, and how it is read.
 
     Attributes:
-        version: the newest.
         writer: a token of the trainer that wrote it, which identifies it in ``requires``, too.
-        layout: names, shapes, dtypes, ties: ``Layout.encode``.
-        checksum: the checksum of the packed weights and the layout, hexadecimal.
+        layout: ``Layout.encode``.
+        checksum: of the packed weights and the layout, hexadecimal.
         base: the older version that the .delta file is relative to; 0: there is no such file.
         requires: as in ``Update``.
     """
@@ -207,9 +206,7 @@ class Files(Outlet):
     def __init__(self, store: Store, num_workers: int = 1, *, keep: int = 3, delta: Delta | None = None) -> None:
         self.name = secrets.token_hex(4)  # in the names of the files
         self.workers = range(num_workers)
-        self._store = store
-        self._keep = keep
-        self._delta = delta
+        self._store, self._keep, self._delta = store, keep, delta
         self._pool = BufferPool()
         self._layout: Layout | None = None
         self._base: Update | None = None  # the newest version, for the next difference
@@ -255,15 +252,9 @@ class Files(Outlet):
         buffer, base, difference = update.buffer, self._base, None
         if self._delta is not None and base is not None and base.buffer.layout == buffer.layout:
             difference = self._delta.difference(base.buffer.memory, buffer.memory, buffer.layout.width)
-        layout = buffer.layout.encode()
-        manifest = Manifest(
-            update.version,
-            self.name,
-            layout,
-            f"{checksum_of(buffer.memory, layout):016x}",
-            base.version if base is not None and difference is not None else 0,
-            dict(update.requires),
-        )
+        layout, based = buffer.layout.encode(), 0 if base is None or difference is None else base.version
+        checksum = f"{checksum_of(buffer.memory, layout):016x}"
+        manifest = Manifest(update.version, self.name, layout, checksum, based, dict(update.requires))
         content = dump({buffer.layout.names[index]: update.views[index] for index in buffer.layout.leaders})
         self._require_newest(manifest.version)
         with self._storing(manifest):
@@ -306,8 +297,8 @@ class Files(Outlet):
                 if match is not None and int(match[1]) <= newest - self._keep:
                     self._store.delete(name)
         except Exception as error:  # noqa: BLE001  readers see the new version already, so it has to count as stored
-            url, text = self._store.url, self._store.explain(error)
-            _log.warning("old versions of the store %s cannot be deleted: %s", url, text)
+            text = self._store.explain(error)
+            _log.warning("old versions of the store %s cannot be deleted: %s", self._store.url, text)
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         return 0.0, 0.0, self._carried

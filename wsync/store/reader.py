@@ -46,8 +46,7 @@ class Reader:
     """
 
     def __init__(self, store: Store, oldest: int = 1) -> None:
-        self.store = store
-        self.oldest = oldest
+        self.store, self.oldest = store, oldest
         self.newest, self.writer = 0, ""
         self.stop = threading.Event()
         self._pool = BufferPool()
@@ -164,10 +163,8 @@ class FileInbox(Inbox):
     """
 
     def __init__(self, reader: Reader, owner: Receiver, *, waits: bool = True, watches: bool = True) -> None:
-        self._reader = reader
-        self._owner = owner
-        self._waits = waits
-        self._watches = watches
+        self._reader, self._owner = reader, owner
+        self._waits, self._watches = waits, watches
         self._staged: Update | None = None
         self._thread: threading.Thread | None = None
         owner.inbox = self

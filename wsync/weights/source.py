@@ -211,18 +211,13 @@ class Source:
         if self._device_map_fn is not None or self._own_buffers:
             raise ValueError("a partial update needs a scheme without weights per worker")
         some = self._transformed(Snapshot(snapshot(given).tensors), strict=False).tensors
-        leader_of = dict(layout.ties)
-        entries = {name: leader_of.get(index, index) for index, name in enumerate(layout.names)}
-        unknown = [name for name in some if name not in entries]
-        if unknown:
-            raise LayoutMismatch(f"a partial update has weights that are not the model's: unknown {describe(unknown)}")
-        if not some:
-            raise LayoutMismatch("a partial update has no weights")
-        by_leader = {entries[name]: tensor for name, tensor in some.items()}  # one name of a tied tensor is enough
-        tensors = [
-            some.get(name, by_leader.get(leader, old))
-            for (name, leader), old in zip(entries.items(), rest, strict=True)
-        ]
+        leader_of, at = dict(layout.ties), {name: index for index, name in enumerate(layout.names)}
+        unknown = [name for name in some if name not in at]
+        if unknown or not some:
+            raise LayoutMismatch(f"a partial update has some weights of the model, not others: {describe(unknown)}")
+        leaders = {name: leader_of.get(index, index) for name, index in at.items()}
+        by_leader = {leaders[name]: tensor for name, tensor in some.items()}  # one name of a tied tensor is enough
+        tensors = [some.get(name, by_leader.get(leaders[name], rest[index])) for name, index in at.items()]
         layout.check(tensors)
         return Part(workers, tensors, None)
 
