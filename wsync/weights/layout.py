@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
 
@@ -122,10 +122,6 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         followers = {follower for follower, _ in self.ties}
         return tuple(index for index in range(len(self.names)) if index not in followers)
 
-    def order(self, weights: Snapshot) -> list[Tensor]:
-        """Return the sender's ``weights`` in the order of this layout; see ``fit``."""
-        return self.fit(weights.tensors, "", optional=weights.optional, extra=weights.extra)
-
     def check(self, tensors: Sequence[Tensor], receiver: str = "", *, writable: bool = False) -> None:
         """Check weights in the order of ``names``, or the tensors of ``receiver``, whose ties may be others.
 
@@ -146,30 +142,18 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         if problems:
             raise _misfit(problems, receiver, next(iter(casts), ""))
 
-    def fit(
-        self,
-        own: Mapping[str, Tensor],
-        receiver: str,
-        *,
-        optional: Collection[str] = (),
-        extra: Mapping[str, object] | None = None,
-        writable: bool = False,
-    ) -> list[Tensor]:
-        """Return the tensors ``own`` in the order of this layout; LayoutMismatch: names what does not fit.
+    def order(self, weights: Snapshot, receiver: str = "", *, writable: bool = False) -> list[Tensor]:
+        """Return weights of the sender, or the tensors of ``receiver``, in the order of this layout.
 
-        Args:
-            own: a receiver's tensors, or weights of the sender (``receiver`` is empty).
-            receiver: for the error.
-            optional: names of tensors that may be in ``own`` alone.
-            extra: extra states by name; None if there may be any.
-            writable: whether each tensor is written value by value.
+        ``writable``: whether each is written value by value. LayoutMismatch: names what does not fit.
         """
-        known, sent = {*self.names}, "the weights that are sent have no" if receiver else "unknown"
+        own, extra, known = weights.tensors, weights.extra, {*self.names}
         wanting = [name for name in self.names if name not in own]
         more = () if receiver and self.model_may_have_more else own
-        surplus = [name for name in more if name not in known and name not in optional]
+        surplus = [name for name in more if name not in known and name not in weights.optional]
         found = [f"it has no '{name}'" if receiver else f"missing '{name}'" for name in wanting]
-        found += [f"{sent} '{name}'" for name in surplus]
+        unknown = "the weights that are sent have no" if receiver else "unknown"
+        found += [f"{unknown} '{name}'" for name in surplus]
         if extra is not None and self.extra is not None and extra.keys() != self.extra:
             found.append(f"extra state differs: {describe(sorted(extra.keys() ^ self.extra))}")
         if found:

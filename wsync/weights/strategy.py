@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wsync.errors import LayoutMismatch
 from wsync.weights.layout import Layout
-from wsync.weights.snapshot import is_extra, is_module, is_stacked, plain_name, snapshot
+from wsync.weights.snapshot import Snapshot, is_extra, is_module, is_stacked, plain_name, snapshot
 from wsync.weights.targets import Binding, Tensors
 
 Format = Literal["tensordict", "state_dict"]
@@ -106,7 +106,7 @@ class WeightStrategy(str):
         if inplace and not is_stacked(destination):
             Tensors(destination, layout, "the destination").install(tensors)
         else:
-            layout.fit(own.tensors, "the destination")
+            layout.order(Snapshot(own.tensors), "the destination")
             replaced |= dict(zip(layout.names, tensors, strict=True))
         if isinstance(destination, TensorDictBase | Mapping):
             _replace(destination, replaced, inplace)

@@ -149,7 +149,7 @@ class Binding(Target):
                 f"'{stand_ins[0]}' of the worker's model is a plain tensor in a parameter's place: hold wsync.gate() "
                 "around functional_call()"
             )
-        own = layout.fit(tensors, "the worker's model", optional=index.optional, extra=index.extra)
+        own = layout.order(Snapshot(tensors, index.extra, frozenset(index.optional)), "the worker's model")
         self._agree = layout.tied_only_in(own)
         before, aliased = {id(parameter): parameter for parameter, _ in self._bound}, _aliased(own)
         self._bound, self._copied = [], list[tuple[Tensor, int]]()
@@ -283,7 +283,7 @@ class Tensors(Target):
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> list[Tensor]:
         """Return the tensors to copy into, found anew: an entry may be replaced. Without views, check only those."""
-        tensors = self._layout.fit(snapshot(self._destination).tensors, self._owner, writable=True)
+        tensors = self._layout.order(Snapshot(snapshot(self._destination).tensors), self._owner, writable=True)
         if views:
             self._layout.require_same_values(self._layout.tied_only_in(tensors), views)
         return tensors
