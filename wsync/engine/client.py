@@ -194,7 +194,6 @@ class VersionSource:
         self.update: Update | None = None
 
     def metadata(self) -> list[ParamMeta]:
-        """Return name, dtype and shape of every tensor, in the order of iteration."""
         entries = zip(self.layout.names, self.layout.dtypes, self.layout.shapes, strict=True)
         return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in entries]
 

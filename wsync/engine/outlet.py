@@ -84,7 +84,6 @@ class Engine:
         return cause
 
     def _give_up(self, cause: Cause) -> None:
-        """Give up the version that is being sent, and one that waits."""
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(cause)
         self.client.give_up()
@@ -251,7 +250,6 @@ class Engines(Outlet):
         self._loop.post(self._engines[worker].disconnect, cause)
 
     def set_layout(self, layout: Layout) -> None:
-        """Define what is sent. LayoutMismatch: there is extra state, which is pickled."""
         if layout.extra:
             raise LayoutMismatch(f"extra state cannot be sent over HTTP: {', '.join(sorted(layout.extra))}")
         self._layout = layout
@@ -288,7 +286,6 @@ class Engines(Outlet):
         return *max(times, key=sum, default=(0.0, 0.0)), 0 if self._layout is None else self._layout.nbytes
 
     def close(self, *, graceful: bool) -> None:
-        """End the requests; the engines keep their weights."""
         if self._closed or self._loop.inherited:
             return
         self._closed = True

@@ -213,9 +213,7 @@ class EngineApp:
 
 
 def _route(path: str, endpoint: Callable[[Request], Awaitable[Fields | None]], method: str = "POST") -> Route:
-    """Return a route that answers errors as JSON."""
-
-    async def serve(request: Request) -> JSONResponse:
+    async def serve(request: Request) -> JSONResponse:  # errors are answered as JSON
         try:
             return JSONResponse(await endpoint(request) or {})
         except HTTPException as error:

@@ -155,7 +155,6 @@ class Store:
             self._fs.rm_file(f"{self._root}/{file}")
 
     def content(self, file: str, limit: int) -> bytes:
-        """Return what is in a file, cut off after ``limit`` bytes."""
         self._fs.invalidate_cache(self._root)
         return self._fs.cat_file(f"{self._root}/{file}", start=0, end=limit)
 
@@ -224,7 +223,6 @@ class Files(Outlet):
         return newest
 
     def set_layout(self, layout: Layout) -> None:
-        """Define what is stored; LayoutMismatch: files cannot have it."""
         if layout.extra:
             raise LayoutMismatch(f"extra state cannot be stored: {', '.join(sorted(layout.extra))}")
         for name, dtype in zip(layout.names, layout.dtypes, strict=True):
@@ -304,5 +302,4 @@ class Files(Outlet):
         return 0.0, 0.0, self._carried
 
     def close(self, *, graceful: bool) -> None:
-        """The versions stay."""
         self._base = self._prepared = None

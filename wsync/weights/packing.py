@@ -43,7 +43,6 @@ class Buffer(msgspec.Struct, weakref=True, eq=False):
 
     @classmethod
     def new(cls, layout: Layout, device: torch.device | str = "cpu") -> Buffer:
-        """Return a buffer in private memory."""
         return cls.over(layout, zeros(layout.nbytes, device))
 
     @property

@@ -213,8 +213,10 @@ class Source:
         some = self._transformed(Snapshot(snapshot(given).tensors), strict=False).tensors
         leader_of, at = dict(layout.ties), {name: index for index, name in enumerate(layout.names)}
         unknown = [name for name in some if name not in at]
-        if unknown or not some:
-            raise LayoutMismatch(f"a partial update has some weights of the model, not others: {describe(unknown)}")
+        if unknown:
+            raise LayoutMismatch(f"a partial update has weights that are not the model's: unknown {describe(unknown)}")
+        if not some:
+            raise LayoutMismatch("a partial update has no weights")
         leaders = {name: leader_of.get(index, index) for name, index in at.items()}
         by_leader = {leaders[name]: tensor for name, tensor in some.items()}  # one name of a tied tensor is enough
         tensors = [some.get(name, by_leader.get(leaders[name], rest[index])) for name, index in at.items()]

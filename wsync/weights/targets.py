@@ -193,7 +193,6 @@ class Binding(Target):
         self.mixed = False
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Extra state is set, and set back."""
         self._check_current(views)
         if extra:
             before, mixed = self._index.extra_state(), self.mixed
