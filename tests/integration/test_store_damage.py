@@ -62,7 +62,10 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, damage: Callable[[bytes], b
         (lambda content: b"", "ends within its header"),
         (lambda content: b"\xff" * 8 + content[8:], "ends within its header"),
         (lambda content: content[:-1], "it has no 16 bytes of 'weight'"),
-        (lambda content: content.replace(b"[0,16]", b"[16,0]"), "it has no 16 bytes of 'weight'"),
+        *(
+            (lambda content, value=value: content.replace(b"[0,16]", value), "")
+            for value in (b"[16,0]", b"['0',6]", b"{}")
+        ),
         (lambda content: content[:-1] + b"\1", "is corrupt"),
     ],
 )

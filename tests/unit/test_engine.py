@@ -276,7 +276,7 @@ def begin(client: httpx.Client) -> None:
         (protocol.INIT, {"json": {}}, 400, "transfer"),
         (protocol.INIT, {"json": init(layout="AAAA")}, 400, "layout"),
         (protocol.START, {"json": {"session": 3}}, 400, "'session'"),
-        (protocol.START, {"content": json.dumps({**TAGS, "session": "\ud800"})}, 409, "another trainer"),
+        (protocol.START, {"content": json.dumps({**TAGS, "session": "\ud800"})}, 400, "not JSON"),
         (protocol.UPDATE, {"content": b"{}"}, 400, "'session'"),
         (protocol.UPDATE, {"content": bytes(64 << 20), "params": TAGS}, 413, "may have"),
         (protocol.UPDATE, {"params": {**TAGS, "session": "other"}}, 409, "another trainer"),

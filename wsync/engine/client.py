@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import re
 import secrets
 import ssl
@@ -13,6 +12,7 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -31,13 +31,7 @@ _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not us
 
 
 class EngineError(Exception):
-    """A request failed.
-
-    Attributes:
-        kind: ``died``: there was no answer, as the connection was refused or broken; ``late``: there was none by the
-            deadline; ``failed``: the answer is an error, or does not fit what was asked.
-        status: the status of the answer; 0 if there was none.
-    """
+    """A request failed: ``kind`` as in ``Cause``; ``status`` of the answer, 0 if there was none."""
 
     def __init__(self, message: str, kind: Literal["died", "late", "failed"] = "failed", status: int = 0) -> None:
         super().__init__(message)
@@ -46,11 +40,7 @@ class EngineError(Exception):
 
 
 def checked_url(url: str) -> str:
-    """Return the URL of an engine, without a slash at its end.
-
-    Raises:
-        ValueError: it is no URL of HTTP, or has more than host, port and path.
-    """
+    """Return an engine's URL without a slash at its end; ValueError: it has more than host, port and path of HTTP."""
     if not _URL.fullmatch(url) or not {*url}.isdisjoint("?#"):
         shown = re.sub(r"//.*@", "//…@", url)  # without a password
         raise ValueError(f"the URL of an engine is like 'http://host:8000', not {shown!r}")
@@ -64,12 +54,7 @@ class EngineClient:
     this client. They block, and are for a transfer's thread. Redirects are errors, and proxies are not used: weights go
     to no other host than that of ``url``.
 
-    Args:
-        url: the URL of the engine.
-        token: sent with each request, as a bearer token.
-
     Attributes:
-        url: as given.
         deadline: of a transfer's requests, on ``time.monotonic``; None for no limit.
         version: the version of the weights that are being sent.
         phase: the phase of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
@@ -79,9 +64,7 @@ class EngineClient:
     def __init__(self, url: str, token: str | None = None) -> None:
         self.url = checked_url(url)
         self.deadline: float | None = None
-        self.version = 0
-        self.phase = "connect"
-        self.times = 0.0, 0.0
+        self.version, self.phase, self.times = 0, "connect", (0.0, 0.0)
         self._posting: asyncio.Task[Any] | None = None  # the transfer's request that is in progress, or was the last
         try:
             import httpx
@@ -97,8 +80,6 @@ class EngineClient:
             limits=httpx.Limits(keepalive_expiry=_IDLE_LIMIT),
         )
 
-    # --- the phases; called by a transfer's thread ---
-
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Phase 1, once for a layout: tell the engine how weights will travel."""
         self.post("init", protocol.INIT, {"init_info": dict(init_info)})
@@ -112,11 +93,7 @@ class EngineClient:
         self.post("update", protocol.UPDATE, {"update_info": dict(update_info)})
 
     def finish_weight_update(self, weight_version: str | None = None, **fields: Any) -> None:
-        """Phase 4: have the engine use the version; it is named by its number unless ``weight_version`` is given.
-
-        Raises:
-            EngineError: also if the engine has answered that it has another version.
-        """
+        """Phase 4: have the engine use the version, by default named by its number; EngineError: it has another."""
         version = weight_version or str(self.version)
         answer = self.post("finish", protocol.FINISH, {"weight_version": version, **fields})
         if answer.get("weight_version", version) != version:
@@ -124,23 +101,21 @@ class EngineClient:
         self.times = float(answer.get("wait_seconds", 0.0)), float(answer.get("apply_seconds", 0.0))
 
     def get_world_size(self) -> int:
-        """Return the number of processes in the engine."""
         return int(self.post("connect", protocol.WORLD_SIZE)["world_size"])
 
     def post(
         self, phase: str, route: str, fields: Mapping[str, Any] | None = None, body: memoryview | None = None
     ) -> Mapping[str, Any]:
         """Make a request of the transfer: see ``request``."""
-        return control_loop().call(self._post(phase, route, fields, body))
 
-    # --- in the control thread ---
+        async def post() -> Mapping[str, Any]:
+            self._posting = asyncio.current_task()
+            return await self.request(phase, route, fields, body, deadline=self.deadline)
 
-    async def _post(self, *request: Any) -> Mapping[str, Any]:
-        self._posting = asyncio.current_task()
-        return await self.request(*request, deadline=self.deadline)
+        return control_loop().call(post())
 
     def give_up(self) -> None:
-        """Have the transfer's request that is in progress fail, and each later one."""
+        """Have the transfer's request that is in progress fail, and each later one. In the control thread."""
         self.deadline = NOW
         if self._posting is not None:
             self._posting.cancel()
@@ -154,16 +129,12 @@ class EngineClient:
         *,
         deadline: float | None,
     ) -> Mapping[str, Any]:
-        """Make a request of a phase, with JSON ``fields`` or a ``body``; return the JSON object of its answer.
-
-        Raises:
-            EngineError: there is no answer, or not with status 200, or it is no JSON object.
-        """
+        """Make a request, with JSON ``fields`` or a ``body``; return the JSON object of its answer, or EngineError."""
         self.phase, method = phase, "GET" if route == protocol.WORLD_SIZE else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
         content, headers = None, {}
         if fields is not None:
-            content, headers = json.dumps(fields).encode(), {"Content-Type": "application/json"}
+            content, headers = msgspec.json.encode(fields), {"Content-Type": "application/json"}
         elif body is not None:
             content, headers = _pieces(body), {"Content-Length": str(len(body))}
         try:
@@ -174,20 +145,19 @@ class EngineClient:
             raise EngineError(f"{where}: no answer before the deadline", "late") from error
         except self._broken as error:
             raise EngineError(f"{where}: {_cause_of(error)}", "died") from error
-        found: Any = None
-        with suppress(ValueError, RecursionError):
-            found = json.loads(answer)
-        status, fields = response.status_code, found if isinstance(found, dict) else {}
-        said = str(fields.get("error") or answer.decode(errors="replace").strip()[:_SHOWN])
+        found: dict[str, Any] | None = None
+        status, said = response.status_code, answer.decode(errors="replace").strip()[:_SHOWN]
+        with suppress(msgspec.DecodeError, RecursionError):
+            found = msgspec.json.decode(answer, type=dict[str, Any])
+            said = str(found.get("error") or said)
         if status != 200:
             hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
             raise EngineError(f"{where}: answered {status}{hint}: {said}", status=status)
-        if fields is not found:
+        if found is None:
             raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=status)
-        return fields
+        return found
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
 
@@ -202,9 +172,6 @@ def _cause_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if inner is None else _cause_of(inner)
 
 
-# --- transfers ---
-
-
 class ParamMeta(NamedTuple):
     """A tensor's name, dtype and shape."""
 
@@ -217,7 +184,6 @@ class VersionSource:
     """The weights that are sent to one engine, of one version: what vLLM calls a ``WeightSource``.
 
     Attributes:
-        layout: the layout of the weights.
         device: where the tensors are copied to when they are read; None: they stay where they were packed (the CPU).
         update: the version. None outside ``send_weights``.
     """
@@ -228,12 +194,10 @@ class VersionSource:
         self.update: Update | None = None
 
     def metadata(self) -> list[ParamMeta]:
-        """Return name, dtype and shape of every tensor, in the order of iteration."""
         entries = zip(self.layout.names, self.layout.dtypes, self.layout.shapes, strict=True)
         return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in entries]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the ``(name, tensor)`` pairs of the version. Called within ``send_weights``."""
         assert self.update is not None, "the source is read within send_weights()"
         for name, view in zip(self.layout.names, self.update.views, strict=True):
             yield name, view if self.device is None else view.to(self.device)
@@ -258,7 +222,6 @@ class BodyTransfer:
         client.init_weight_transfer_engine({"transfer": protocol.TRANSFER, **self._session, "layout": layout})
 
     def send_weights(self) -> None:
-        """Send the version that the source has."""
         client, update = self._client, self._source.update
         assert update is not None
         client.start_weight_update(self._session)

@@ -20,14 +20,14 @@ from wsync.engine.client import EngineClient, EngineError, MakeTransfer, Version
 from wsync.engine.protocol import PAUSE, RESUME, WORLD_SIZE, PauseMode
 from wsync.errors import LayoutMismatch, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.update import Cause, Outlet, Stage, Update
-from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
+from wsync.weights.targets import require_no_extra
 
 _PROBE = 2.0  # seconds for one request to an engine that may be starting
 _SHORTEST, _LONGEST = 0.02, 0.25  # seconds between two of them
 _RESUME_TIMEOUT = 5.0  # seconds in which an engine is resumed after an update has failed
-_ERRORS = {"died": WorkerDied, "failed": WorkerFailed, "late": SyncTimeout}
+_ERRORS = {"died": WorkerDied, "failed": WorkerFailed, "late": SyncTimeout}  # the gravest first
 
 
 class Engine:
@@ -46,24 +46,23 @@ class Engine:
         self.latest: Update | None = None
         self._make_transfer, self._pause = make_transfer, pause
         self._probing: asyncio.Task[Any] | None = None
-        self._newest: asyncio.Future[Cause | None] | None = None  # the outcome of the newest version
-        self._deliveries: dict[asyncio.Task[None], asyncio.Future[Cause | None]] = {}  # in progress, or waiting
+        self._delivering: asyncio.Task[None] | None = None
+        self._outcome: asyncio.Future[Cause | None] | None = None  # of the newest version
         self._turn = asyncio.Lock()  # held by the delivery that is in progress
         self._transfer: tuple[Layout, VersionSource, Any] | None = None
 
     def submit(self, update: Update, deadline: float | None) -> None:
         """Send a version, once the one before has ended. An engine that is absent has died."""
-        self.latest, self._newest = update, asyncio.get_running_loop().create_future()
+        self.latest, outcome = update, asyncio.get_running_loop().create_future()
+        self._outcome = outcome
         if self.present:
-            task = asyncio.ensure_future(self._deliver(update, deadline, self._newest))
-            self._deliveries[task] = self._newest
-            task.add_done_callback(self._deliveries.pop)
+            self._delivering = asyncio.ensure_future(self._deliver(update, deadline, outcome))
         else:
-            self._newest.set_result(Cause("died", self.cause))
+            outcome.set_result(Cause("died", self.cause))
 
     async def _deliver(self, update: Update, deadline: float | None, outcome: asyncio.Future[Cause | None]) -> None:
         async with self._turn:
-            if outcome.done() or outcome is not self._newest:  # it was given up, or there is a newer one
+            if outcome.done() or outcome is not self._outcome:  # it was given up, or there is a newer one
                 return
             cause = await self.attempt(update.buffer.layout, update, deadline)
             if outcome.done():
@@ -74,21 +73,19 @@ class Engine:
 
     async def outcome(self, deadline: float | None) -> Cause | None:
         """Wait for the outcome of the newest version; at the deadline, give it up (not at ``NOW``)."""
-        if self._newest is None:
+        if self._outcome is None:
             return None
-        await asyncio.wait([self._newest], timeout=remaining(deadline))
-        if self._newest.done():
-            return self._newest.result()
+        await asyncio.wait([self._outcome], timeout=remaining(deadline))
+        if self._outcome.done():
+            return self._outcome.result()
         cause = Cause("late", f"{self.client.url}: phase {self.client.phase}: no answer before the deadline")
         if deadline != NOW:
             self._give_up(cause)
         return cause
 
     def _give_up(self, cause: Cause) -> None:
-        """Give up the version that is being sent, and those that wait."""
-        for outcome in self._deliveries.values():
-            if not outcome.done():
-                outcome.set_result(cause)
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(cause)
         self.client.give_up()
 
     def _forget(self, cause: str) -> None:
@@ -105,8 +102,9 @@ class Engine:
     async def close(self) -> None:
         """End what is being sent; wait until it has ended, for some seconds."""
         self._give_up(Cause("died", "the sender was shut down"))
-        if self._deliveries:
-            await asyncio.wait(self._deliveries, timeout=_RESUME_TIMEOUT)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RESUME_TIMEOUT), self._turn:
+                pass
         await self.client.close()
 
     async def probe(self, deadline: float | None) -> Cause | None:
@@ -207,14 +205,10 @@ class Engines(Outlet):
 
     @property
     def workers(self) -> Sequence[int]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The engines that are connected."""
         return [worker for worker, engine in enumerate(self._engines) if engine.present]
 
     def causes(self) -> Mapping[int, str]:
-        """Why an engine that was connected is absent."""
         return {index: one.cause for index, one in enumerate(self._engines) if one.cause and not one.present}
-
-    # --- connecting ---
 
     def connect(self, processes: Processes | None, deadline: float | None, workers: Sequence[int] = ()) -> None:
         """Wait until engines (by default all) answer, as they may be starting, and have the newest version, if any.
@@ -228,7 +222,6 @@ class Engines(Outlet):
             self._loop.call(self._meet(workers or range(len(self._engines)), sentinels, deadline))
 
     def readmit(self, worker: int, process: Any, deadline: float | None) -> None:
-        """Do so for the engine that was started again in the place of a worker."""
         self.disconnect(worker, "it is being replaced")
         self.connect(None if process is None else {worker: process}, deadline, [worker])
 
@@ -246,31 +239,25 @@ class Engines(Outlet):
         for probe in others:
             probe.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        raise_any({probes[probe]: cause for probe in done if (cause := _cause_of(probe)) is not None})
+        _raise_any({probes[probe]: cause for probe in done if (cause := _cause_of(probe)) is not None})
         for engine in absent.values():
             engine.present, engine.cause = True, ""
             if engine.latest is not None:
                 engine.submit(engine.latest, deadline)
-        raise_any(await self._outcomes([worker for worker, engine in absent.items() if engine.latest], deadline))
+        _raise_any(await self._outcomes([worker for worker, engine in absent.items() if engine.latest], deadline))
 
     def disconnect(self, worker: int, cause: str) -> None:
-        """Treat an engine as dead; ends a wait for it in another thread."""
         self._loop.post(self._engines[worker].disconnect, cause)
 
-    # --- updates ---
-
     def set_layout(self, layout: Layout) -> None:
-        """Define what is sent. LayoutMismatch: there is extra state, which is pickled."""
         if layout.extra:
             raise LayoutMismatch(f"extra state cannot be sent over HTTP: {', '.join(sorted(layout.extra))}")
         self._layout = layout
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        """Phase init, for engines that have connected before there was a layout."""
         return self._loop.call(self._each(self.workers, lambda engine: engine.attempt(layout, None, deadline)))
 
     def reserve(self, deadline: float | None) -> Buffer:
-        """Return private memory."""
         assert self._layout is not None, "set_layout() comes first"
         return self._pool.reserve(self._layout)
 
@@ -295,12 +282,10 @@ class Engines(Outlet):
         return {worker: cause for worker, cause in zip(workers, causes, strict=True) if cause is not None}
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
-        """Return the slowest engine's seconds of waiting and of loading, and the bytes that each was sent."""
         times = (self._engines[worker].client.times for worker in workers)
         return *max(times, key=sum, default=(0.0, 0.0)), 0 if self._layout is None else self._layout.nbytes
 
     def close(self, *, graceful: bool) -> None:
-        """End the requests; the engines keep their weights. Idempotent."""
         if self._closed or self._loop.inherited:
             return
         self._closed = True
@@ -320,14 +305,11 @@ def _cause_of(probe: asyncio.Task[Cause | None]) -> Cause | None:
     return Cause(error.kind, str(error)) if isinstance(error, EngineError) else probe.result()
 
 
-def raise_any(causes: Mapping[int, Cause]) -> None:
-    """Raise an error that names engines, if there is a cause.
-
-    Raises:
-        WorkerDied, WorkerFailed, SyncTimeout: by the gravest cause.
-    """
-    texts = {worker: cause.text for worker, cause in sorted(causes.items())}
+def _raise_any(causes: Mapping[int, Cause]) -> None:
+    """Raise the error of the gravest cause, if there is any; it names all engines."""
+    kinds = {cause.kind for cause in causes.values()}
     for kind, error in _ERRORS.items():
-        if kind in {cause.kind for cause in causes.values()}:
+        if kind in kinds:
+            texts = {worker: cause.text for worker, cause in sorted(causes.items())}
             failed = [worker for worker, cause in causes.items() if cause.kind == "failed"]
             raise error("\n".join(f"worker {worker}: {text}" for worker, text in texts.items()), texts, None, failed)

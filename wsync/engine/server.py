@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
-import json
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -13,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -24,23 +25,13 @@ from wsync.control.session import checksum_of
 from wsync.engine import protocol
 from wsync.errors import LayoutMismatch, WeightSyncError
 from wsync.gate import entered_for_forward_of, process_gate
-from wsync.weights.binding import Target
 from wsync.weights.layout import Layout
-from wsync.weights.targets import Destination, mixed_weights
+from wsync.weights.targets import Destination, Target
 
-Endpoint = Callable[[Request], Awaitable[Mapping[str, Any] | None]]
-
+Fields = Mapping[str, Any]
 _FIELDS_BYTES = 64 << 20  # largest body with JSON: it may have a layout
 _STALLED = 60.0  # longest time without a byte of a body, in seconds
 _DROPPING = 10.0  # seconds in which the rest of a body that is refused is read
-
-
-class Refused(Exception):
-    """A request is refused; no weights have changed. After a refused *init* the engine is not initialised."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class _Session(NamedTuple):
@@ -53,7 +44,10 @@ class _Session(NamedTuple):
 
 
 class EngineWeights:
-    """The weights of one engine. One request at a time calls the methods of the phases; ``poll_update`` is the gate's.
+    """The weights of one engine. One request at a time calls the phases, ``poll_update`` is the gate's.
+
+    A phase raises ``HTTPException`` if it is refused: no weights have changed. After a refused *init* the engine is not
+    initialised.
 
     Attributes:
         version: the name of those that it has; "0" before the first update. Changes inside the gate.
@@ -61,68 +55,68 @@ class EngineWeights:
     """
 
     def __init__(self, destination: Destination, max_bytes: int) -> None:
-        self.version = "0"
-        self.mixed = ""
-        self._destination = destination
-        self._max_bytes = max_bytes
+        self.version, self.mixed = "0", ""
+        self._destination, self._max_bytes = destination, max_bytes
         self._session: _Session | None = None
 
-    def initialise(self, fields: Mapping[str, Any]) -> None:
-        """Phase 1: make room for a version; Refused: weights of this layout do not fit, or are too large."""
+    def initialise(self, fields: Fields) -> None:
+        """Phase 1: make room for a version, if weights of this layout fit."""
         info = fields.get("init_info")
         if not isinstance(info, dict) or info.get("transfer") != protocol.TRANSFER:
-            raise Refused(400, f"init_info.transfer is '{protocol.TRANSFER}' here, not {str(info)[:99]}")
+            raise HTTPException(400, f"init_info.transfer is '{protocol.TRANSFER}' here, not {str(info)[:99]}")
         name = _text(info, "session")
         try:
             layout = Layout.decode(base64.b64decode(_text(info, "layout").encode(), validate=True))
         except Exception as error:  # whatever decoding raises
-            raise Refused(400, f"init_info.layout is malformed: {error}") from error
+            raise HTTPException(400, f"init_info.layout is malformed: {error}") from error
         if layout.nbytes > self._max_bytes:
-            raise Refused(413, f"a version has {layout.nbytes} bytes, and max_bytes is {self._max_bytes}")
+            raise HTTPException(413, f"a version has {layout.nbytes} bytes, and max_bytes is {self._max_bytes}")
         if layout.extra:
-            raise Refused(422, "extra state (pickles) is not accepted over HTTP")
+            raise HTTPException(422, "extra state (pickles) is not accepted over HTTP")
         self._session = None
         try:
             target = process_gate().call_without_forward(self._destination.target, layout, bind=False)
         except LayoutMismatch as error:
-            raise Refused(422, f"LayoutMismatch: {error}") from error
+            raise HTTPException(422, f"LayoutMismatch: {error}") from error
         flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self._session = _Session(name, target, flat, layout.views(flat))
 
-    def start(self, fields: Mapping[str, Any]) -> None:
-        """Phase 2: only find out whether the session is the current one. The checksum tells versions apart."""
-        self._current(fields)
+    def current(self, fields: Fields) -> _Session:
+        """Phases 2 to 4 are for the current session only."""
+        name = _text(fields, "session")
+        if self._session is None:
+            said = f"POST {protocol.INIT} comes first: an engine that was started again is readmitted"
+            raise HTTPException(409, said)
+        if self._session.name != name:
+            raise HTTPException(409, "another trainer has initialised this engine since: each engine has one trainer")
+        return self._session
 
-    def place(self, fields: Mapping[str, Any]) -> memoryview:
-        """Phase 3: return where the bytes of the version go."""
-        return self._current(fields).flat.numpy().data
+    def start(self, fields: Fields) -> None:
+        """Phase 2: nothing. The checksum tells versions apart."""
+        self.current(fields)
 
-    def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Phase 4: check that the version is whole, then load it inside the gate; return the fields of the answer.
-
-        Raises:
-            Refused: it is not whole, or damaged; nothing was loaded.
-            Exception: whatever the loading function raised.
-        """
-        session, version = self._current(fields), _text(fields, "weight_version")
+    def finish(self, fields: Fields) -> Fields:
+        """Phase 4: check that the version is whole, then load it inside the gate; return the fields of the answer."""
+        session, version = self.current(fields), _text(fields, "weight_version")
         expected, found = _text(fields, "checksum"), f"{checksum_of(session.flat.numpy().data, b''):016x}"
         if expected != found:
-            raise Refused(409, f"the version is incomplete or corrupt: checksum {found}, not {expected}")
+            raise HTTPException(409, f"the version is incomplete or corrupt: checksum {found}, not {expected}")
         return process_gate().call_without_forward(self._install, session, version, time.perf_counter())
 
-    def _install(self, session: _Session, version: str, asked: float) -> dict[str, Any]:
+    def _install(self, session: _Session, version: str, asked: float) -> Fields:
         began = time.perf_counter()
         try:
             session.target.install(session.views)
             self._set_mixed("")
         finally:
             if session.target.mixed:
-                self._set_mixed(mixed_weights("this engine", f"version {version}"))
+                self._set_mixed(
+                    f"this engine may have weights of two versions, because the install of version {version} failed "
+                    "half-way: send again"
+                )
         self.version = version
         seconds = {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
         return {"weight_version": version, **seconds}
-
-    # --- weights of two versions ---
 
     def _set_mixed(self, why: str) -> None:
         if bool(why) != bool(self.mixed):
@@ -138,23 +132,12 @@ class EngineWeights:
     def leaving_gate(self) -> None:
         """Nothing is in use."""
 
-    def _current(self, fields: Mapping[str, Any]) -> _Session:
-        name = _text(fields, "session")
-        if self._session is None:
-            raise Refused(409, f"POST {protocol.INIT} comes first: an engine that was started again is readmitted")
-        if self._session.name != name:
-            raise Refused(409, "another trainer has initialised this engine since: each engine has one trainer")
-        return self._session
 
-
-def _text(fields: Mapping[str, Any], name: str) -> str:
+def _text(fields: Fields, name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or not value:
-        raise Refused(400, f"the field '{name}' is missing, or no text")
+        raise HTTPException(400, f"the field '{name}' is missing, or no text")
     return value
-
-
-# --- the application ---
 
 
 class EngineApp:
@@ -200,13 +183,15 @@ class EngineApp:
         finally:
             self.close()
 
-    # --- routes ---
-
-    def _phase(self, path: str, function: Callable[[Any], Any]) -> Route:
+    def _phase(self, path: str, function: Callable[[Fields], Any]) -> Route:
         """Return a route that calls ``function`` in the thread that loads weights: the server goes on answering."""
 
-        async def run(request: Request) -> Mapping[str, Any] | None:
-            fields = await _fields(request)
+        async def run(request: Request) -> Fields | None:
+            content = b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES)])
+            try:
+                fields = msgspec.json.decode(content, type=dict[str, Any])
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise HTTPException(400, f"the body is not JSON of an object: {error}") from error
             async with self._updating:
                 return await asyncio.get_running_loop().run_in_executor(self._loading, function, fields)
 
@@ -214,27 +199,25 @@ class EngineApp:
 
     async def _update(self, request: Request) -> None:
         async with self._updating:
-            place, size = self._weights.place(request.query_params), 0
+            place, size = self._weights.current(request.query_params).flat.numpy().data, 0
             async for piece in _pieces(request, len(place)):
                 place[size : size + len(piece)] = piece
                 size += len(piece)
 
-    async def _world_size(self, request: Request) -> Mapping[str, Any]:
+    async def _world_size(self, request: Request) -> Fields:
         return {"world_size": 1}
 
     async def _health(self, request: Request) -> None:
         if self._weights.mixed:
-            raise Refused(503, self._weights.mixed)
+            raise HTTPException(503, self._weights.mixed)
 
 
-def _route(path: str, endpoint: Endpoint, method: str = "POST") -> Route:
-    """Return a route that answers errors as JSON."""
-
-    async def serve(request: Request) -> JSONResponse:
+def _route(path: str, endpoint: Callable[[Request], Awaitable[Fields | None]], method: str = "POST") -> Route:
+    async def serve(request: Request) -> JSONResponse:  # errors are answered as JSON
         try:
             return JSONResponse(await endpoint(request) or {})
-        except Refused as error:
-            answer = _error(error.status, str(error))
+        except HTTPException as error:
+            answer = _error(error.status_code, error.detail)
         except Exception:  # noqa: BLE001  whatever the engine raised goes to the trainer, which raises it
             answer = _error(500, traceback.format_exc())
         # A connection that is closed with unread bytes is reset, and its answer may be lost.
@@ -248,34 +231,19 @@ def _route(path: str, endpoint: Endpoint, method: str = "POST") -> Route:
 
 
 def _error(status: int, message: str) -> JSONResponse:
-    headers = {"connection": "close"}  # a part of the body may not have been read
-    return JSONResponse({"error": message}, status, headers)
+    return JSONResponse({"error": message}, status, {"connection": "close"})  # part of the body may be unread
 
 
 async def _pieces(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """Yield the body of a request. Refused: it has more than ``limit`` bytes, or stalls."""
-    declared = request.headers.get("content-length", "0")
-    if not declared.isdigit() or len(declared) > 19 or int(declared) > limit:
-        raise Refused(413, f"the body may have {limit} bytes, and content-length is {declared[:20]!r}")
+    """Yield the body of a request, which has at most ``limit`` bytes and does not stall."""
     left, pieces = limit, request.stream()
     try:
         while piece := await asyncio.wait_for(anext(pieces, b""), _STALLED):
             left -= len(piece)
             if left < 0:
-                raise Refused(413, f"the body has more than {limit} bytes")
+                raise HTTPException(413, f"the body may have {limit} bytes")
             yield piece
     except TimeoutError:
-        raise Refused(408, f"no byte of the body arrived for {_STALLED} s") from None
+        raise HTTPException(408, f"no byte of the body arrived for {_STALLED} s") from None
     except ClientDisconnect:
-        raise Refused(400, "the trainer has closed the connection") from None
-
-
-async def _fields(request: Request) -> Mapping[str, Any]:
-    """Return the JSON object in the body of a request."""
-    try:
-        found = json.loads(b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES)]))
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise Refused(400, "the body is not a JSON object")
-    return found
+        raise HTTPException(400, "the trainer has closed the connection") from None

@@ -35,10 +35,9 @@ from wsync.control.session import checksum_of
 from wsync.errors import LayoutMismatch, NotConnected, WeightSyncError, missing_extra
 from wsync.transforms.delta import Delta
 from wsync.update import LAST_VERSION, Outlet, Update
-from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
-from wsync.weights.tensors import raw_bytes
+from wsync.weights.targets import require_no_extra
 
 _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -53,10 +52,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The newest version of a store, and how it is read.
 
     Attributes:
-        version: the newest.
         writer: a token of the trainer that wrote it, which identifies it in ``requires``, too.
-        layout: names, shapes, dtypes, ties: ``Layout.encode``.
-        checksum: the checksum of the packed weights and the layout, hexadecimal.
+        layout: ``Layout.encode``.
+        checksum: of the packed weights and the layout, hexadecimal.
         base: the older version that the .delta file is relative to; 0: there is no such file.
         requires: as in ``Update``.
     """
@@ -70,21 +68,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def file(self) -> str:
-        """The name of the file with all weights."""
         return f"v{self.version:08d}-{self.writer}.safetensors"
 
     @property
     def delta(self) -> str:
-        """The name of the file with the difference to ``base``."""
         return f"v{self.version:08d}-{self.writer}.delta"
 
 
 def absolute_url(url: str | os.PathLike[str]) -> str:
-    """Return a URL as it is, and a path from the root: workers may have other working directories.
-
-    Raises:
-        ValueError: it is empty.
-    """
+    """Return a URL as it is, and a path from the root: workers may have other working directories."""
     url = os.fspath(url)
     if not url:
         raise ValueError("url is the URL or the path of a folder ('s3://bucket/run', '/shared/run'), not ''")
@@ -93,19 +85,13 @@ def absolute_url(url: str | os.PathLike[str]) -> str:
 
 
 class Store:
-    """The files in the folder at a URL, on any file system that ``fsspec`` has.
+    """The files in the folder at a URL, on any file system that ``fsspec`` has; NotConnected: it cannot be opened.
 
     The methods for single files raise whatever the library of the file system raises.
-
-    Args:
-        url: a path, ``s3://bucket/run/policy``, ``memory://policy``.
 
     Attributes:
         url: as given, for messages: without user, password and query.
         local: its path, if it is on a local file system.
-
-    Raises:
-        NotConnected: the file system cannot be opened.
     """
 
     def __init__(self, url: str) -> None:
@@ -150,8 +136,6 @@ class Store:
                 raise ValueError(f"base is {manifest.base}, and version {manifest.version} - at `$.base`")
             return manifest
 
-    # --- single files ---
-
     def make(self) -> None:
         """Make the folder, and delete what a killed trainer left unfinished."""
         self._fs.makedirs(self._root, exist_ok=True)
@@ -160,7 +144,6 @@ class Store:
                 self.delete(name)
 
     def names(self) -> list[str]:
-        """Return the names of everything in the folder."""
         self._fs.invalidate_cache(self._root)
         try:
             return [path.rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False)]
@@ -168,12 +151,10 @@ class Store:
             return []
 
     def delete(self, file: str) -> None:
-        """Delete a file, if there is one."""
         with suppress(FileNotFoundError):
             self._fs.rm_file(f"{self._root}/{file}")
 
     def content(self, file: str, limit: int) -> bytes:
-        """Return what is in a file, cut off after ``limit`` bytes."""
         self._fs.invalidate_cache(self._root)
         return self._fs.cat_file(f"{self._root}/{file}", start=0, end=limit)
 
@@ -206,28 +187,17 @@ class Store:
 def dump(tensors: Mapping[str, Tensor]) -> bytes:
     """Return tensors as the content of a safetensors file."""
     try:
-        import safetensors
+        from safetensors.torch import save
     except ModuleNotFoundError as error:
         raise missing_extra(error, "store") from error
-    memory = {name: raw_bytes(tensor.cpu()) for name, tensor in tensors.items()}  # exists as long as it is read
-    specs: dict[str, Any] = {
-        name: safetensors.TensorSpec(
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=list(tensor.shape),
-            data_ptr=memory[name].data_ptr() if tensor.numel() else 0,
-            data_len=len(memory[name]),
-        )
-        for name, tensor in tensors.items()
-    }
-    return safetensors.serialize(specs)
+    return save({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 class Files(Outlet):
     """An ``Outlet`` without connections: each update becomes a version, of which the newest ``keep`` are kept.
 
-    A version that is published is stored: nothing has to be waited for, and nothing can fail later. Readers come and go
-    without notice, and all get the same weights; ``num_workers`` is only for reports. With ``delta``, a difference to
-    the version before is stored, too.
+    A version that is published is stored: nothing has to be waited for, and nothing can fail later. ``num_workers`` is
+    only for reports. With ``delta``, a difference to the version before is stored, too.
     """
 
     transactional = True
@@ -235,9 +205,7 @@ class Files(Outlet):
     def __init__(self, store: Store, num_workers: int = 1, *, keep: int = 3, delta: Delta | None = None) -> None:
         self.name = secrets.token_hex(4)  # in the names of the files
         self.workers = range(num_workers)
-        self._store = store
-        self._keep = keep
-        self._delta = delta
+        self._store, self._keep, self._delta = store, keep, delta
         self._pool = BufferPool()
         self._layout: Layout | None = None
         self._base: Update | None = None  # the newest version, for the next difference
@@ -246,11 +214,7 @@ class Files(Outlet):
         self._wrote = False
 
     def begin(self) -> int:
-        """Make the folder, and delete old versions; return the newest version in it, 0 for none.
-
-        Raises:
-            WeightSyncError: it cannot be written.
-        """
+        """Make the folder, and delete old versions; return the newest version in it, 0 for none."""
         with self._store.explaining(f"the store {self._store.url} cannot be written"):
             self._store.make()
         manifest = self._store.newest()
@@ -259,7 +223,6 @@ class Files(Outlet):
         return newest
 
     def set_layout(self, layout: Layout) -> None:
-        """Define what is stored; LayoutMismatch: files cannot have it."""
         if layout.extra:
             raise LayoutMismatch(f"extra state cannot be stored: {', '.join(sorted(layout.extra))}")
         for name, dtype in zip(layout.names, layout.dtypes, strict=True):
@@ -272,32 +235,24 @@ class Files(Outlet):
         self._layout = layout
 
     def reserve(self, deadline: float | None) -> Buffer:
-        """Return private memory, from which the version is written."""
         assert self._layout is not None, "set_layout() comes first"
         return self._pool.reserve(self._layout)
 
     def publish(self, update: Update, workers: Sequence[int]) -> None:
-        """Store a version; LayoutMismatch, WeightSyncError: that failed. ValueError: it is for some workers."""
         self.prepare(update, workers)
         self.commit(update, workers)
 
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
-        """Write the files of a version, which readers do not see yet; see ``publish``."""
+        """Write the files of a version, which readers do not see yet; LayoutMismatch, WeightSyncError: that failed."""
         if not {*self.workers} <= {*workers}:
             raise ValueError(f"{SAME_WEIGHTS}: send to all workers, without worker_ids")
         require_no_extra(update.extra, "stored")
         buffer, base, difference = update.buffer, self._base, None
         if self._delta is not None and base is not None and base.buffer.layout == buffer.layout:
             difference = self._delta.difference(base.buffer.memory, buffer.memory, buffer.layout.width)
-        layout = buffer.layout.encode()
-        manifest = Manifest(
-            update.version,
-            self.name,
-            layout,
-            f"{checksum_of(buffer.memory, layout):016x}",
-            base.version if base is not None and difference is not None else 0,
-            dict(update.requires),
-        )
+        layout, based = buffer.layout.encode(), 0 if base is None or difference is None else base.version
+        checksum = f"{checksum_of(buffer.memory, layout):016x}"
+        manifest = Manifest(update.version, self.name, layout, checksum, based, dict(update.requires))
         content = dump({buffer.layout.names[index]: update.views[index] for index in buffer.layout.leaders})
         self._require_newest(manifest.version)
         with self._storing(manifest):
@@ -308,7 +263,6 @@ class Files(Outlet):
         self._carried = buffer.layout.nbytes if difference is None else len(difference)
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
-        """Let readers see the version that was prepared."""
         manifest, self._prepared = self._prepared, None
         assert manifest is not None and manifest.version == update.version, "prepare() comes first"
         self._require_newest(manifest.version)  # writing may have taken minutes
@@ -341,13 +295,11 @@ class Files(Outlet):
                 if match is not None and int(match[1]) <= newest - self._keep:
                     self._store.delete(name)
         except Exception as error:  # noqa: BLE001  readers see the new version already, so it has to count as stored
-            url, text = self._store.url, self._store.explain(error)
-            _log.warning("old versions of the store %s cannot be deleted: %s", url, text)
+            text = self._store.explain(error)
+            _log.warning("old versions of the store %s cannot be deleted: %s", self._store.url, text)
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
-        """Return the bytes that a reader of the version before reads; readers report no times."""
         return 0.0, 0.0, self._carried
 
     def close(self, *, graceful: bool) -> None:
-        """The versions stay."""
         self._base = self._prepared = None

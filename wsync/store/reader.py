@@ -39,19 +39,14 @@ _CLOSING = 2.0  # seconds that ``close`` waits for the thread, which may be read
 class Reader:
     """Reads the newest version of a store, each once. Any thread may call.
 
-    Args:
-        store: where.
-        oldest: the oldest version that may be used.
-
     Attributes:
-        newest: the newest version that was read; 0 for none.
-        writer: the trainer that has written it.
+        oldest: the oldest version that may be used.
+        newest: the newest version that was read, by the trainer ``writer``; 0 for none.
         stop: ends every wait.
     """
 
     def __init__(self, store: Store, oldest: int = 1) -> None:
-        self.store = store
-        self.oldest = oldest
+        self.store, self.oldest = store, oldest
         self.newest, self.writer = 0, ""
         self.stop = threading.Event()
         self._pool = BufferPool()
@@ -124,12 +119,6 @@ class Reader:
         return Update(manifest.version, buffer, b"", checksum, manifest.requires, acknowledge=False)
 
 
-class _Entry(msgspec.Struct):
-    """One tensor in the header of a file. Its dtype and shape are not used: those of the layout are."""
-
-    data_offsets: tuple[int, int]
-
-
 def read_tensors(file: BufferedIOBase, layout: Layout, reserve: Callable[[Layout], Buffer]) -> Buffer:
     """Read the tensors of a safetensors file, each into its place; the caller compares the checksum.
 
@@ -137,32 +126,28 @@ def read_tensors(file: BufferedIOBase, layout: Layout, reserve: Callable[[Layout
         header    JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …}
         rest      the tensors
 
+    The dtypes and shapes in the header are not used: those of ``layout`` are. A malformed file is an ``Exception``.
     Readers of the library ``safetensors`` map a file, and a process that reads a mapped part that was cut off is
     killed; or they copy it while no other thread can run.
-
-    Raises:
-        ValueError: the file is malformed or too short, or lacks a tensor of ``layout``; no memory was reserved.
-        OSError: it cannot be read.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     start = 8 + int.from_bytes(file.read(8), "little")
     if start > size:
         raise ValueError("it is not a safetensors file: it ends within its header")
-    try:
-        header = msgspec.json.decode(file.read(start - 8), type=dict[str, _Entry])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"it is not a safetensors file: {error}") from error
+    header = msgspec.json.decode(file.read(start - 8), type=dict[str, dict[str, Any]])
+    places = dict[int, int]()
     for index in layout.leaders:
         name, nbytes = layout.names[index], layout.byte_ranges[index][1]
-        begin, end = header[name].data_offsets if name in header else (-1, -1)
+        begin, end = header.get(name, {}).get("data_offsets", (-1, -1))
         if begin < 0 or end - begin != nbytes or start + end > size:
             raise ValueError(f"it has no {nbytes} bytes of '{name}'")
+        places[index] = start + begin
     buffer = reserve(layout)
-    for index in layout.leaders:
+    for index, place in places.items():
         view = buffer.views[index]
         dense = view if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
-        file.seek(start + header[layout.names[index]].data_offsets[0])
+        file.seek(place)
         if dense.numel() and file.readinto(raw_bytes(dense).numpy().data) < dense.nbytes:
             raise ValueError("the file ends within its tensors")
         if dense is not view:
@@ -178,26 +163,20 @@ class FileInbox(Inbox):
     """
 
     def __init__(self, reader: Reader, owner: Receiver, *, waits: bool = True, watches: bool = True) -> None:
-        self._reader = reader
-        self._owner = owner
-        self._waits = waits
-        self._watches = watches
+        self._reader, self._owner = reader, owner
+        self._waits, self._watches = waits, watches
         self._staged: Update | None = None
         self._thread: threading.Thread | None = None
         owner.inbox = self
 
     @property
     def newest(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The newest version that was read; 0 for none."""
         return self._reader.newest
 
     def connect(self, worker_idx: int, deadline: float | None) -> int:
         """Wait for a version that this worker may begin with, if it ``waits``; begin to watch.
 
-        Raises:
-            SyncTimeout: there is none yet.
-            LayoutMismatch: it does not fit the model.
-            WeightSyncError: the store cannot be read.
+        SyncTimeout: there is none yet; LayoutMismatch: it does not fit; WeightSyncError: the store cannot be read.
         """
         store, oldest = self._reader.store, self._reader.oldest
         self._reader, self._owner.inbox = Reader(store, oldest), self  # also what an earlier connection has read
@@ -246,8 +225,6 @@ class FileInbox(Inbox):
                 notify.watch(_STEP, _STEP, int(1000 * _LONGEST_LOOK), stop)
         if notify is not None:
             notify.close()
-
-    # --- called by the receiver ---
 
     def poll(self) -> Sequence[Update]:
         """Return the version that is staged; a trainer that has begun anew may have another layout."""

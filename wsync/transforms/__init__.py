@@ -16,10 +16,21 @@ picklable if it is a ``receive_transform``, which is also called with zeros, at 
 names that there are. A partial update (``send(…, partial=True)``) may lack names, and weights for patterns and groups.
 """
 
-from wsync.transforms.chain import Chain, Transform, compose
+from wsync.transforms.chain import (
+    Cast,
+    Chain,
+    Dequantize,
+    Exclude,
+    Fuse,
+    Quantize,
+    QuantizeInt8,
+    Rename,
+    Select,
+    Split,
+    Transform,
+    compose,
+)
 from wsync.transforms.delta import Delta
-from wsync.transforms.dtypes import Cast, Dequantize, Quantize, QuantizeInt8
-from wsync.transforms.names import Exclude, Fuse, Rename, Select, Split
 
 __all__ = [
     "Cast",

@@ -52,7 +52,6 @@ class Delta:
         return f"Delta(level={self.level}, threads={self.threads})"
 
     def __call__(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return ``weights`` as they are."""
         return weights
 
     def difference(self, old: _Bytes, new: _Bytes, width: int) -> bytes | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
 
@@ -24,12 +24,10 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     Entries are ordered by dtype, so that each dtype is one contiguous stretch. Tied tensors share a place.
 
     Attributes:
-        names: dotted names, one per entry.
-        shapes, strides, dtypes, offsets: of each entry; strides in elements, offsets in bytes.
+        names, shapes, strides, dtypes, offsets: of each entry; strides in elements, offsets in bytes.
         ties: pairs ``(follower, leader)`` of entries that are one tensor.
         nbytes: size of the flat buffer.
         extra: names of the modules' extra states; ``None`` where the first weights could not say.
-        optional: entries that later weights may lack (non-persistent buffers of the sender's model).
         model_may_have_more: whether a receiving model may have more weights, which then keep their values.
     """
 
@@ -41,7 +39,6 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     ties: tuple[tuple[int, int], ...]
     nbytes: int
     extra: frozenset[str] | None
-    optional: frozenset[str]
     model_may_have_more: bool
 
     @classmethod
@@ -72,7 +69,6 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             ties=tuple(ties),
             nbytes=max(end, ALIGNMENT),
             extra=None if weights.extra is None else frozenset(weights.extra),
-            optional=weights.optional & frozenset(names),
             model_may_have_more=weights.model_may_have_more,
         )
 
@@ -126,57 +122,38 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         followers = {follower for follower, _ in self.ties}
         return tuple(index for index in range(len(self.names)) if index not in followers)
 
-    def order(self, weights: Snapshot) -> list[Tensor]:
-        """Return the tensors of ``weights`` in the order of this layout; LayoutMismatch: names what does not fit."""
-        return self.fit(weights.tensors, "", optional=weights.optional, extra=weights.extra)
-
     def check(self, tensors: Sequence[Tensor], receiver: str = "", *, writable: bool = False) -> None:
         """Check weights in the order of ``names``, or the tensors of ``receiver``, whose ties may be others.
 
-        Raises:
-            LayoutMismatch: names those that have another shape or dtype, or cannot be carried, or be written.
+        LayoutMismatch: names those that have another shape or dtype, or cannot be carried, or be written.
         """
         require_carried(self.names, tensors, receiver, writable=writable)
-        entries = zip(self.names, tensors, self.shapes, self.dtypes, strict=True)
-        others = [one for one in entries if one[1].shape != one[2] or one[1].dtype is not one[3]]
-        problems = [
-            f"'{name}' is {_kind(one.shape, one.dtype)}, not {_kind(shape, dtype)}"
-            for name, one, shape, dtype in others
-        ]
+        problems, casts = list[str](), list[str]()
+        for name, one, shape, dtype in zip(self.names, tensors, self.shapes, self.dtypes, strict=True):
+            if one.shape != shape or one.dtype is not dtype:
+                problems.append(f"'{name}' is {_kind(one.shape, one.dtype)}, not {_kind(shape, dtype)}")
+                if receiver and one.dtype is not dtype and one.dtype.is_floating_point:
+                    casts.append(f"Cast('{_plain(one.dtype)}')")
         for follower, leader in () if receiver or problems else self.ties:
             pair = [tensors[follower], tensors[leader]]
             if any(tie_leaders(pair)) and not same_bits(*pair):
                 names = f"'{self.names[follower]}' and '{self.names[leader]}'"
                 problems.append(f"{names} were one tied tensor, and now differ")
         if problems:
-            narrow = [one.dtype for _, one, _, dtype in others if one.dtype is not dtype]
-            cast = receiver and narrow and narrow[0].is_floating_point
-            raise _misfit(problems, receiver, f"Cast('{_plain(narrow[0])}')" if cast else "")
+            raise _misfit(problems, receiver, next(iter(casts), ""))
 
-    def fit(
-        self,
-        own: Mapping[str, Tensor],
-        receiver: str,
-        *,
-        optional: Collection[str] = (),
-        extra: Mapping[str, object] | None = None,
-        writable: bool = False,
-    ) -> list[Tensor]:
-        """Return the tensors ``own`` in the order of this layout, checked against it.
+    def order(self, weights: Snapshot, receiver: str = "", *, writable: bool = False) -> list[Tensor]:
+        """Return weights of the sender, or the tensors of ``receiver``, in the order of this layout.
 
-        Args:
-            own: a receiver's tensors, or weights of the sender.
-            receiver: for the error; empty for weights of the sender.
-            optional: names of tensors that may be in ``own`` alone.
-            extra: extra states by name; None if there may be any.
-            writable: whether each tensor is written value by value.
+        ``writable``: whether each is written value by value. LayoutMismatch: names what does not fit.
         """
-        known, sent = {*self.names}, "the weights that are sent have no" if receiver else "unknown"
+        own, extra, known = weights.tensors, weights.extra, {*self.names}
         wanting = [name for name in self.names if name not in own]
         more = () if receiver and self.model_may_have_more else own
-        surplus = [name for name in more if name not in known and name not in optional]
+        surplus = [name for name in more if name not in known and name not in weights.optional]
         found = [f"it has no '{name}'" if receiver else f"missing '{name}'" for name in wanting]
-        found += [f"{sent} '{name}'" for name in surplus]
+        unknown = "the weights that are sent have no" if receiver else "unknown"
+        found += [f"{unknown} '{name}'" for name in surplus]
         if extra is not None and self.extra is not None and extra.keys() != self.extra:
             found.append(f"extra state differs: {describe(sorted(extra.keys() ^ self.extra))}")
         if found:

@@ -24,10 +24,8 @@ class Buffer(msgspec.Struct, weakref=True, eq=False):
     The memory is not reused as long as somebody refers to the buffer: whatever reads the bytes or the views keeps it.
 
     Attributes:
-        layout: the layout of the weights.
-        flat: all of it, ``uint8[nbytes]``.
-        views: one tensor per entry of the layout.
-        slot: its index in the arena; -1 in private memory.
+        flat: all of it, ``uint8[nbytes]``; ``views``: one tensor per entry of the layout.
+        slot: its index in the arena, where other processes read it; -1 in private memory.
         plan: the ``native.PackPlan`` of the views; None without the C extension. PyTorch's copy of a small tensor costs
             more in calls than in bytes; that of a large one first loads the cache lines that it overwrites.
     """
@@ -40,13 +38,11 @@ class Buffer(msgspec.Struct, weakref=True, eq=False):
 
     @classmethod
     def over(cls, layout: Layout, flat: Tensor, slot: int = -1) -> Buffer:
-        """Return a buffer over ``flat``; ``slot``: its index in the arena, where other processes read it."""
         views = layout.views(flat)
         return cls(layout, flat, views, slot, None if native is None else native.PackPlan(views, slot >= 0))
 
     @classmethod
     def new(cls, layout: Layout, device: torch.device | str = "cpu") -> Buffer:
-        """Return a buffer in private memory."""
         return cls.over(layout, zeros(layout.nbytes, device))
 
     @property

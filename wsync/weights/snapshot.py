@@ -23,11 +23,11 @@ Place = tuple[dict[str, Any], str]
 
 
 class Snapshot(NamedTuple):
-    """A model's weights by name. The tensors are the source's own: nothing is copied.
+    """A model's weights by dotted name. The tensors are the source's own: nothing is copied.
 
     Attributes:
-        tensors: parameters and buffers, ``{"layer.weight": tensor}``.
-        extra: ``{"layer._extra_state": object}``; ``None`` where the format cannot say (a TensorDict without any).
+        tensors: parameters and buffers.
+        extra: ``{"layer._extra_state": object}``; None where the format cannot say (a TensorDict without any).
         optional: names that another format of the same weights may lack (non-persistent buffers).
         model_may_have_more: whether they are a part of a model on purpose.
     """
@@ -63,17 +63,13 @@ def plain_name(name: str) -> str:
 
 
 class ModuleIndex:
-    """The place of each named tensor of a module.
+    """The place of each named tensor of a module: a dictionary and a key.
 
-    A place is a dictionary and a key, so that a tensor that was replaced (``.to()``, a parametrisation) is found anew
-    at no cost. Names have no components of wrappers, data parallelism included.
-
-    Args:
-        module: it is not kept alive, but its children are.
-        on_death: called with a weak reference when the module is gone.
+    So a tensor that was replaced (``.to()``, a parametrisation) is found anew at no cost. Names have no components of
+    wrappers, data parallelism included. The module is not kept alive, but its children are.
 
     Attributes:
-        parameters, buffers, places: ``{name: place}``; ``places`` has both.
+        places: of parameters and buffers, by name; ``parameters``: the names of the former.
         extra: the modules with an extra state, by its name.
         optional: the names of non-persistent buffers.
         self_written: the names of parameters that their module's own forward writes.
@@ -85,12 +81,10 @@ class ModuleIndex:
         self._links: list[tuple[dict[str, Any], str, nn.Module]] = []  # from a module to each of its children
         self._tables: list[dict[str, Any]] = []
         self._vacant: list[Place] = []  # without a tensor: a layer without bias
-        self.parameters: dict[str, Place] = {}
-        self.buffers: dict[str, Place] = {}
+        self.places: dict[str, Place] = {}
         self.extra: dict[str, nn.Module] = {}
-        self.optional, self.self_written = set[str](), set[str]()
+        self.parameters, self.optional, self.self_written = set[str](), set[str](), set[str]()
         self._walk(module, "")
-        self.places = {**self.parameters, **self.buffers}
         self.tree = self.tree_of(list(self.places))
 
     def _walk(self, module: nn.Module, prefix: str) -> None:
@@ -99,7 +93,7 @@ class ModuleIndex:
                 return  # an activation, say: there is nothing to carry
             name = prefix.rstrip(".") or type(module).__name__
             raise LayoutMismatch(f"'{name}' is a TorchScript module: synchronise the module that it was made from")
-        for table, found in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
+        for table in (module._parameters, module._buffers):
             self._tables.append(table)
             for key, tensor in table.items():
                 if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
@@ -109,7 +103,8 @@ class ModuleIndex:
                 if tensor is None:
                     self._vacant.append((table, key))
                 else:
-                    found[prefix + key] = (table, key)
+                    self.places[prefix + key] = (table, key)
+        self.parameters.update(prefix + key for key, tensor in module._parameters.items() if tensor is not None)
         self.optional.update(prefix + key for key in module._non_persistent_buffers_set)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             self.self_written.add(prefix + "weight")
@@ -122,11 +117,6 @@ class ModuleIndex:
                 self._links.append((module._modules, key, child))
                 self._walk(child, prefix if key in _WRAPPERS or parallel else f"{prefix}{key}.")
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the tree has the same modules, and the same places have a tensor."""
-        return self.tree.tensors() is not None
-
     def tree_of(self, names: Sequence[str]) -> Any:
         """Return what finds the tensors called ``names``: its ``tensors()`` are None once the module has changed."""
         tree: Any = _Walk if native is None else native.TensorTree
@@ -134,15 +124,12 @@ class ModuleIndex:
         return tree(places, tuple(self._links), tuple(self._vacant), tuple(self._tables))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every parameter and buffer by name, as they are now."""
         return {name: where[key] for name, (where, key) in self.places.items()}
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the present extra state of each module that has some."""
         return {name: module.get_extra_state() for name, module in self.extra.items()}
 
     def snapshot(self) -> Snapshot:
-        """Return the module's weights as they are now."""
         return Snapshot(self.tensors(), self.extra_state(), frozenset(self.optional))
 
 
@@ -195,7 +182,7 @@ def snapshot(source: object) -> Snapshot:
 
 
 def no_weights(source: object) -> TypeError:
-    """The error of a ``source`` that is not weights."""
+    """Return the error of what is not weights."""
     return TypeError(f"weights are a torch.nn.Module, a TensorDict or a state dict, not a {type(source).__name__}")
 
 

@@ -72,9 +72,7 @@ class Source:
     Args:
         weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send is given its own.
         strategy: the format that ``device_map_fn`` is given.
-        device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
         own_buffers: whether every worker gets a part (and so a buffer) of its own, even if all parts are equal.
-        transform: applied to the weights before they are packed.
         undefined: why no weights define the layout: the error of ``first``.
     """
 
@@ -117,14 +115,9 @@ class Source:
     def parts(
         self, weights: object, workers: Sequence[int], layout: Layout, rest: Sequence[Tensor] | None = None
     ) -> Iterable[Part]:
-        """Return the weights of each worker, checked.
+        """Return the weights of each worker, checked. ``rest`` completes ``weights`` that are a part of the model.
 
-        ``rest``, in the layout's order, completes ``weights`` that are a part of the model.
-
-        Raises:
-            LayoutMismatch: some weights do not fit.
-            NotConnected: there are none.
-            ValueError: weights per worker lack one of ``workers``, or name another.
+        LayoutMismatch: some do not fit; NotConnected: there are none; ValueError: not those of ``workers``.
         """
         given = self._given(weights)
         by_worker = per_worker(given)
@@ -143,13 +136,11 @@ class Source:
         part = self._part(workers, self._read(given), layout)
         return [Part([worker], part.tensors, part.extra) for worker in workers] if self._own_buffers else [part]
 
-    # --- weights that are usual ---
-
     def usual(self, weights: object, layout: Layout) -> Any:
-        """Return the tensors of weights in a form that ``learn`` was given before, for ``Buffer.pack``.
+        """Return the tensors of weights in a form that ``learn`` was given before, for ``Buffer.pack``, not checked.
 
-        They are not checked, and are valid until the next call. None if ``parts`` has to read the weights: they have
-        another form, or extra state, or a transform, or workers get different ones.
+        None if ``parts`` has to read the weights: they have another form, or extra state, or a transform, or workers
+        get different ones.
         """
         if layout is not self._layout:
             return None
@@ -186,12 +177,10 @@ class Source:
 
     def _index_of(self, module: nn.Module) -> ModuleIndex:
         key, indexes, trees = id(module), self._indexes, self._trees
-        if key not in indexes or not indexes[key].is_current:
+        if key not in indexes or indexes[key].tree.tensors() is None:
             # The index keeps the module's children alive. It is dropped with the module, before another has its ``id``.
             indexes[key] = ModuleIndex(module, lambda _: (indexes.pop(key, None), trees.pop(key, None)))
         return indexes[key]
-
-    # --- weights that are read ---
 
     def _given(self, weights: object) -> object:
         given = self.weights if weights is None else weights
@@ -200,11 +189,9 @@ class Source:
         return given
 
     def _read(self, given: object) -> Snapshot:
-        """Return the canonical form of ``given``, as it is now."""
         return self._index_of(given).snapshot() if is_module(given) else snapshot(given)
 
     def _transformed(self, weights: Snapshot, *, strict: bool) -> Snapshot:
-        """Return ``weights`` as they are sent."""
         transform = self._transform
         if transform is None:
             return weights
@@ -221,22 +208,18 @@ class Source:
         return Part(workers, layout.order(sent), sent.extra)
 
     def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
-        """Return a part of a model, completed by ``rest``."""
         if self._device_map_fn is not None or self._own_buffers:
             raise ValueError("a partial update needs a scheme without weights per worker")
         some = self._transformed(Snapshot(snapshot(given).tensors), strict=False).tensors
-        leader_of = dict(layout.ties)
-        entries = {name: leader_of.get(index, index) for index, name in enumerate(layout.names)}
-        unknown = [name for name in some if name not in entries]
+        leader_of, at = dict(layout.ties), {name: index for index, name in enumerate(layout.names)}
+        unknown = [name for name in some if name not in at]
         if unknown:
             raise LayoutMismatch(f"a partial update has weights that are not the model's: unknown {describe(unknown)}")
         if not some:
             raise LayoutMismatch("a partial update has no weights")
-        by_leader = {entries[name]: tensor for name, tensor in some.items()}  # one name of a tied tensor is enough
-        tensors = [
-            some.get(name, by_leader.get(leader, old))
-            for (name, leader), old in zip(entries.items(), rest, strict=True)
-        ]
+        leaders = {name: leader_of.get(index, index) for name, index in at.items()}
+        by_leader = {leaders[name]: tensor for name, tensor in some.items()}  # one name of a tied tensor is enough
+        tensors = [some.get(name, by_leader.get(leaders[name], rest[index])) for name, index in at.items()]
         layout.check(tensors)
         return Part(workers, tensors, None)
 

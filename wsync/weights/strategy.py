@@ -7,14 +7,13 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
-from wsync.weights.snapshot import dotted, is_extra, is_module, is_stacked, plain_name, snapshot
-from wsync.weights.targets import Tensors
+from wsync.weights.snapshot import Snapshot, is_extra, is_module, is_stacked, plain_name, snapshot
+from wsync.weights.targets import Binding, Tensors
 
 Format = Literal["tensordict", "state_dict"]
 
@@ -107,30 +106,24 @@ class WeightStrategy(str):
         if inplace and not is_stacked(destination):
             Tensors(destination, layout, "the destination").install(tensors)
         else:
-            layout.fit(own.tensors, "the destination")
+            layout.order(Snapshot(own.tensors), "the destination")
             replaced |= dict(zip(layout.names, tensors, strict=True))
-        if isinstance(destination, TensorDictBase):
-            _replace_in_tensordict(destination, replaced, inplace)
-        elif isinstance(destination, Mapping):
-            _replace(destination, replaced, "")
+        if isinstance(destination, TensorDictBase | Mapping):
+            _replace(destination, replaced, inplace)
 
 
-def _replace_in_tensordict(destination: TensorDictBase, values: Mapping[str, Any], inplace: bool) -> None:
-    for path in list(destination.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)):
-        name = plain_name(dotted(path))
+def _replace(destination: Any, values: Mapping[str, Any], inplace: bool, prefix: str = "") -> None:
+    """Put ``values`` in the places of a TensorDict or a mapping that have their names."""
+    in_tensordict = isinstance(destination, TensorDictBase)
+    for key, old in list(destination.items()):
+        name = plain_name(f"{prefix}{key}")
         if name not in values:
-            continue
-        if not is_extra(name):
-            destination.set(path, values[name], inplace=inplace)
+            if isinstance(old, TensorDictBase | Mapping):
+                _replace(old, values, inplace, f"{prefix}{key}.")
+        elif not in_tensordict:
+            destination[key] = values[name]
+        elif not is_extra(name):
+            destination.set(key, values[name], inplace=inplace)
         elif not destination.is_locked:
             put = destination.set if isinstance(values[name], Tensor) else destination.set_non_tensor
-            put(path, values[name])
-
-
-def _replace(destination: Mapping[Any, Any], values: Mapping[str, Any], prefix: str) -> None:
-    for key, value in destination.items():
-        name = f"{prefix}{key}"
-        if plain_name(name) in values:
-            destination[key] = values[plain_name(name)]  # pyright: ignore[reportIndexIssue]
-        elif isinstance(value, Mapping):
-            _replace(value, values, name + ".")
+            put(key, values[name])

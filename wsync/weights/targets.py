@@ -1,18 +1,26 @@
-"""What takes weights in a worker: a module, a mapping of tensors, or a function that loads them into an engine."""
+"""What takes weights in a worker: a module, a mapping of tensors, or a function that loads them into an engine.
+
+Weights are checked first. Then the worker has all of them, or is left as it was.
+"""
 
 from __future__ import annotations
 
+import pickle
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch
-from wsync.weights.binding import Binding, Target
+from wsync.native import native
 from wsync.weights.layout import Layout
-from wsync.weights.snapshot import Snapshot, is_module, is_stacked, snapshot
-from wsync.weights.tensors import copy_into_model, zeros
+from wsync.weights.snapshot import ModuleIndex, Snapshot, is_module, is_stacked, snapshot
+from wsync.weights.tensors import copy_into_model, defect_of, describe, in_clean_thread, zeros
 
 if TYPE_CHECKING:
     from wsync.transforms.chain import Chain
@@ -25,9 +33,200 @@ If it raises after it has taken a pair, the engine may have weights of two versi
 refused until a version is loaded. ``LayoutMismatch`` means that it has changed nothing: forwards go on."""
 
 
-def mixed_weights(where: str, version: str) -> str:
-    """Return the text of the error for mixed weights: ``version`` was not installed completely."""
-    return f"{where} may have weights of two versions, because the install of {version} failed half-way: send again"
+def dump_extra(extra: Mapping[str, Any] | None) -> bytes:
+    """Return extra state as bytes; empty for none. LayoutMismatch: some of it cannot be pickled."""
+    blobs: dict[str, bytes] = {}
+    for name, value in (extra or {}).items():
+        try:
+            blobs[name] = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # pickle raises what the object's own methods raise, too
+            problem = f"'{name}' ({type(error).__name__}: {error})"
+            raise LayoutMismatch(f"extra state cannot be pickled: {problem}") from error
+    return pickle.dumps(blobs) if blobs else b""
+
+
+def load_extra(blob: bytes) -> dict[str, Any]:
+    """Return the extra state that a trainer dumped."""
+    return {name: pickle.loads(value) for name, value in pickle.loads(blob).items()} if blob else {}
+
+
+def require_no_extra(extra: bytes, what: str) -> None:
+    """Raise ``LayoutMismatch`` if there is extra state, which cannot be ``what`` (``"stored"``)."""
+    if extra:
+        raise LayoutMismatch(f"extra state cannot be {what}: {describe(sorted(pickle.loads(extra)))}")
+
+
+def unshare(model: nn.Module) -> None:
+    """Give a model memory of its own, where another process has it as well.
+
+    ``torch.multiprocessing`` hands a model to a process so: what one trains, or is sent, all the others would have.
+    """
+    copies: dict[int, torch.UntypedStorage] = {}
+    for tensor in ModuleIndex(model).tensors().values():
+        if defect_of(tensor) or not tensor.is_cpu or not tensor.is_shared():
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in copies:  # several may lie in one
+            copies[storage.data_ptr()] = storage.clone()
+        with torch.inference_mode(False):  # inference tensors could not be used by autograd later
+            own, copy = torch.empty(0, dtype=tensor.dtype), copies[storage.data_ptr()]
+            tensor.data = own.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _accumulators(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return what keeps alive the node by which autograd accumulates gradients of each parameter; it takes no memory.
+
+    PyTorch makes that node while it holds a lock of the parameter and waits for the interpreter's lock; a thread that
+    binds the parameter has them in the other order. If the node exists, a read outside the gate cannot deadlock.
+    """
+    return [
+        (parameter.narrow(0, 0, 0) if parameter.dim() else parameter).clone()
+        for parameter in parameters
+        if parameter.requires_grad and type(parameter) is nn.Parameter
+    ]
+
+
+def _aliased(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the storages of a model that somebody outside it has as well: a view, a NumPy array, a kept state dict.
+
+    Such an alias follows a copy into the tensor's memory, and would not notice that the tensor is bound elsewhere.
+    """
+    storages = [tensor.untyped_storage() for tensor in {id(one): one for one in tensors}.values()]
+    own = Counter(storage._cdata for storage in storages)
+    use_count: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
+    return {cdata for cdata, count in own.items() if use_count(cdata) > count + 1}  # one for the list above
+
+
+class Target(ABC):
+    """What takes weights of one layout. Its methods are called inside the gate.
+
+    Attributes:
+        may_refuse: whether ``install`` may raise although the layout fits.
+        mixed: whether the last ``install`` has failed so that there may be weights of two versions.
+        misfit: whether the last update has found a model whose structure has changed, and does not fit any more.
+    """
+
+    may_refuse = True
+    mixed = False
+    misfit = False
+
+    @abstractmethod
+    def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """Take over ``views``, in the layout's order, and extra state; what it raises reaches the trainer."""
+
+    def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> object:
+        """Raise what ``install`` would raise, as far as that can be found out; changes nothing."""
+        return None
+
+    def detach(self) -> None:
+        """Stop using received memory: copy what is bound to it."""
+        return
+
+
+class Binding(Target):
+    """The plan by which one model takes on weights of one layout.
+
+    Each tensor is bound (``p.data = view``, no copy), copied into, or first given memory of its own and then copied
+    into. Bound are parameters, if ``bind`` is true and nothing else has their memory, until ``detach``.
+
+    Attributes:
+        installer: the ``native.Installer`` of the model as it is now; None without the C extension.
+
+    LayoutMismatch: the model has other names, shapes or dtypes, or a tensor that cannot take weights.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, *, bind: bool = True) -> None:
+        self._model, self._layout, self._bind = model, layout, bind
+        self._bound: list[tuple[Tensor, int]] = []
+        self._resolve()
+
+    def _resolve(self) -> None:
+        index, layout = ModuleIndex(self._model), self._layout
+        tensors = index.tensors()
+        stand_ins = [name for name in index.parameters if not isinstance(tensors[name], nn.Parameter)]
+        if stand_ins:
+            raise LayoutMismatch(
+                f"'{stand_ins[0]}' of the worker's model is a plain tensor in a parameter's place: hold wsync.gate() "
+                "around functional_call()"
+            )
+        own = layout.order(Snapshot(tensors, index.extra, frozenset(index.optional)), "the worker's model")
+        self._agree = layout.tied_only_in(own)
+        before, aliased = {id(parameter): parameter for parameter, _ in self._bound}, _aliased(own)
+        self._bound, self._copied = [], list[tuple[Tensor, int]]()
+        firsts = {id(tensor): i for i, tensor in reversed([*enumerate(own)])}  # of those under several names
+        for i, (name, tensor) in enumerate(zip(layout.names, own, strict=True)):
+            if firsts[id(tensor)] != i:
+                continue
+            apart = id(tensor) in before or tensor.untyped_storage()._cdata not in aliased
+            bindable = tensor.is_cpu and not tensor.is_inference()  # else the next forward would raise
+            if self._bind and bindable and apart and name not in index.self_written and name in index.parameters:
+                self._bound.append((tensor, i))
+                continue
+            if defect_of(tensor, writable=True):  # expanded, say: one place cannot take several values
+                with torch.inference_mode(tensor.is_inference()):
+                    own_memory = tensor.data.resolve_conj().resolve_neg()
+                    tensor.data = own_memory.clone(memory_format=torch.contiguous_format)
+            self._copied.append((tensor, i))
+        bound = [parameter for parameter, _ in self._bound]
+        for one in {*before} - {*map(id, bound)}:  # taken out of the model, or copied from now on
+            before[one].data = before[one].data.clone()
+        self._accumulators = in_clean_thread(_accumulators, bound) if bound else []
+        self.may_refuse = bool(self._agree or layout.extra or (layout.extra is None and index.extra))
+        self._index, self._tensors = index, [*tensors.values()]
+        parts = tuple(self._tensors), tuple(self._bound), tuple(self._copied)
+        self.installer = native.Installer(index.tree, *parts) if native is not None else None
+
+    def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """Switch the model, or leave it as it was, unless ``mixed``.
+
+        LayoutMismatch: the model has changed its shape since; or its tied tensors were sent different values.
+        """
+        self._check_current(views)
+        if extra:
+            self._set_extra(extra)
+        self.mixed = True
+        if self._copied:
+            copy_into_model([tensor for tensor, _ in self._copied], [views[i] for _, i in self._copied])
+        for parameter, i in self._bound:
+            parameter.data = views[i]
+        torch.clear_autocast_cache()  # which has casts of the old parameters
+        self.mixed = False
+
+    def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        self._check_current(views)
+        if extra:
+            before, mixed = self._index.extra_state(), self.mixed
+            self._set_extra(extra)
+            self._set_extra(before)
+            self.mixed = mixed
+
+    def detach(self) -> None:
+        for parameter, _ in self._bound:
+            parameter.data = parameter.data.clone()
+
+    def _check_current(self, views: Sequence[Tensor]) -> None:
+        now = self._index.tree.tensors()  # None, or others inside ``functional_call``
+        same = now is not None and all(map(is_, now, self._tensors))
+        # ``.half()`` or ``.to(device)`` may have come between.
+        same = same and all([tensor.dtype is views[i].dtype for tensor, i in (*self._bound, *self._copied)])
+        if not same or not all([parameter.device == views[i].device for parameter, i in self._bound]):
+            self.misfit = True
+            self._resolve()
+        self.misfit = False
+        self._layout.require_same_values(self._agree, views)
+
+    def _set_extra(self, extra: Mapping[str, Any]) -> None:
+        """Set extra state, and leave ``mixed`` true; if that fails, set back what there was."""
+        before, mixed = self._index.extra_state(), self.mixed
+        self.mixed = True
+        try:
+            for name, value in extra.items():
+                self._index.extra[name].set_extra_state(value)
+        except Exception:
+            for name, value in before.items():
+                self._index.extra[name].set_extra_state(value)
+            self.mixed = mixed
+            raise
 
 
 class Loader(Target):
@@ -37,11 +236,10 @@ class Loader(Target):
     """
 
     def __init__(self, load: Load, layout: Layout) -> None:
-        self._load = load
-        self._names = layout.names
+        self._load, self._names = load, layout.names
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Load all pairs; TypeError: ``load`` has not taken them, as a coroutine function, which has not run."""
+        """TypeError: ``load`` has not taken all pairs, as a coroutine function, which has not run."""
         taken, before = 0, self.mixed
 
         def pairs() -> Iterator[tuple[str, Tensor]]:
@@ -66,11 +264,7 @@ class Loader(Target):
 
 
 class Tensors(Target):
-    """A mapping of tensors (a state dict or TensorDict): each version is copied into those that it has then.
-
-    Raises:
-        LayoutMismatch: it has other names, shapes or dtypes, or a tensor that cannot be copied into.
-    """
+    """A mapping of tensors (a state dict or TensorDict): each version is copied into those that it has then."""
 
     def __init__(
         self, destination: TensorDictBase | Mapping[str, Any], layout: Layout, owner: str = "the worker's tensors"
@@ -78,26 +272,19 @@ class Tensors(Target):
         if is_stacked(destination):
             raise LayoutMismatch("a lazily stacked TensorDict has no tensors to copy into: make it contiguous first")
         self._destination, self._layout, self._owner = destination, layout, owner
-        self._current()
-
-    def _current(self) -> list[Tensor]:
-        """Return the destination's tensors in the layout's order, checked. Read anew: an entry may be replaced."""
-        return self._layout.fit(snapshot(self._destination).tensors, self._owner, writable=True)
+        self.check_only(())
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Copy the weights; LayoutMismatch: they no longer fit, or tied tensors were sent different values."""
-        tensors = self._checked(views)
+        tensors = self.check_only(views)
         self.mixed = True
         copy_into_model(tensors, views)
         self.mixed = False
 
-    def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Raise what ``install`` would raise before it copies."""
-        self._checked(views)
-
-    def _checked(self, views: Sequence[Tensor]) -> list[Tensor]:
-        tensors = self._current()
-        self._layout.require_same_values(self._layout.tied_only_in(tensors), views)
+    def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> list[Tensor]:
+        """Return the tensors to copy into, found anew: an entry may be replaced. Without views, check only those."""
+        tensors = self._layout.order(Snapshot(snapshot(self._destination).tensors), self._owner, writable=True)
+        if views:
+            self._layout.require_same_values(self._layout.tied_only_in(tensors), views)
         return tensors
 
 
@@ -118,14 +305,12 @@ class Transformed(Target):
         self.detach = self._target.detach
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Install the transformed weights."""
         self._give(self._target.install, views, extra)
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """Transform the weights, and check whether the other target would take the result."""
         self._give(self._target.check_only, views, extra)
 
-    def _give(self, take: Callable[..., None], views: Sequence[Tensor], extra: Mapping[str, Any] | None) -> None:
+    def _give(self, take: Callable[..., object], views: Sequence[Tensor], extra: Mapping[str, Any] | None) -> None:
         result = self._transform(dict(zip(self._names, views, strict=True)), strict=False)
         try:
             take(self._layout.order(Snapshot(result)), None if self._transform.selects else extra)
@@ -134,15 +319,12 @@ class Transformed(Target):
 
 
 class Destination:
-    """Where a worker's weights go, before their layout is known.
+    """Where a worker's weights go, before their layout is known; TypeError: the model is of another kind.
 
     Args:
         model: a module or a mapping of tensors; None with ``load``.
         load: a function that takes the pairs of one version.
         transform: applied to received weights first.
-
-    Raises:
-        TypeError: ``model`` is neither a module nor a mapping of tensors.
     """
 
     def __init__(self, model: Any = None, *, load: Load | None = None, transform: Chain | None = None) -> None:
@@ -160,13 +342,9 @@ class Destination:
 
         An earlier target is detached first, by the caller. LayoutMismatch: the weights do not fit.
         """
-        if self._transform is None:
-            return self._plain(layout, bind)
-        return Transformed(layout, self._transform, lambda result: self._plain(result, False))
-
-    def _plain(self, layout: Layout, bind: bool) -> Target:
+        if self._transform is not None:
+            plain = Destination(self.model, load=self._load)
+            return Transformed(layout, self._transform, lambda result: plain.target(result, bind=False))
         if self._load is not None:
             return Loader(self._load, layout)
-        if self.module is not None:
-            return Binding(self.module, layout, bind=bind)
-        return Tensors(self.model, layout)
+        return Tensors(self.model, layout) if self.module is None else Binding(self.module, layout, bind=bind)

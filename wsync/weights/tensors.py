@@ -1,4 +1,4 @@
-"""Single tensors: what can be carried, copies, bytes, ties, overlaps, and memory that a GPU copies directly."""
+"""Single tensors: what can be carried, copies, bytes, ties, overlaps."""
 
 from __future__ import annotations
 
@@ -32,9 +32,6 @@ def describe(problems: Sequence[str], limit: int = 8) -> str:
     return shown if len(problems) <= limit else f"{shown}; and {len(problems) - limit} more"
 
 
-# --- what can be carried, and written ---
-
-
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a DTensor. Its class is not imported for this: that would take half a second."""
     return type(tensor) is not Tensor and type(tensor) is not nn.Parameter and hasattr(type(tensor), "full_tensor")
@@ -44,12 +41,9 @@ def defect_of(tensor: Tensor, *, writable: bool = False) -> str:
     """Return why a tensor cannot be sent, or (``writable``) be written value by value; empty if it can be."""
     if is_sharded(tensor):
         return "is a DTensor; only whole tensors are carried"
-    if tensor.is_nested:
-        return "is nested; only dense tensors are carried"
-    if tensor.layout is not torch.strided:
-        return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); only dense tensors are carried"
-    if tensor.is_quantized:
-        return f"is quantised ({str(tensor.dtype).removeprefix('torch.')}); only plain tensors are carried"
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else "sparse"
+        return f"is {kind} ({tensor.layout}, {tensor.dtype}); only dense, plain tensors are carried"
     if tensor.is_meta:
         return "has no values: it is on the meta device, and to_empty() would give it memory"
     if writable and (tensor.is_conj() or tensor.is_neg()):
@@ -71,11 +65,8 @@ def require_carried(
     names: Sequence[str], tensors: Sequence[Tensor], receiver: str = "", *, writable: bool = False
 ) -> None:
     """Raise ``LayoutMismatch`` if some of these weights cannot be sent, or some of ``receiver`` cannot be written."""
-    odd = [
-        f"'{name}' {defect}"
-        for name, one in zip(names, tensors, strict=True)
-        if (defect := defect_of(one, writable=writable))
-    ]
+    defects = [(name, defect_of(one, writable=writable)) for name, one in zip(names, tensors, strict=True)]
+    odd = [f"'{name}' {defect}" for name, defect in defects if defect]
     if odd:
         require_whole(names, tensors, receiver)
         raise LayoutMismatch(f"{receiver or 'these weights'}: {describe(odd)}")
@@ -89,9 +80,6 @@ def overlaps_itself(tensor: Tensor) -> bool:
             return tensor.numel() > 0
         reach += (size - 1) * stride
     return False
-
-
-# --- bytes and copies ---
 
 
 def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -132,21 +120,17 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or torch.equal(raw_bytes(one), raw_bytes(other))
 
 
-# --- several names or tensors in one memory ---
-
-
 def tie_leaders(tensors: Sequence[Tensor]) -> list[int]:
     """Return for each tensor the index of the first one that it is tied to: that has the same memory and form.
 
     An empty tensor is tied to none: all of them have address 0.
     """
-    first: dict[tuple[object, ...], int] = {}
-    return [first.setdefault(_tie_key(one), index) if one.numel() else index for index, one in enumerate(tensors)]
-
-
-def _tie_key(one: Tensor) -> tuple[object, ...]:
-    # A lazily conjugated or negated view has the memory of its base.
-    return one.device, one.data_ptr(), one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()
+    first, leaders = dict[tuple[object, ...], int](), list[int]()
+    for index, one in enumerate(tensors):
+        # A lazily conjugated or negated view has the memory of its base.
+        key = one.device, one.data_ptr(), one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()
+        leaders.append(first.setdefault(key, index) if one.numel() else index)
+    return leaders
 
 
 def require_apart(tensors: Mapping[str, Tensor], owner: str) -> None:
@@ -154,26 +138,19 @@ def require_apart(tensors: Mapping[str, Tensor], owner: str) -> None:
 
     Tied tensors are allowed: one tensor under several names.
     """
-    spans = sorted(
-        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), name)
-        for name, tensor in tensors.items()
-        if tensor.numel()
-    )
+    spans = list[tuple[str, int, int, str]]()
+    for name, one in tensors.items():
+        last = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
+        if one.numel():
+            begin = one.data_ptr()
+            spans.append((str(one.device), begin, begin + (last + 1) * one.element_size(), name))
+    spans.sort()
     for (device, _, end, name), (other_device, other_begin, _, other) in pairwise(spans):
         if device == other_device and other_begin < end and any(tie_leaders([tensors[name], tensors[other]])):
             raise LayoutMismatch(
                 f"'{name}' and '{other}' of {owner} overlap in one memory, so they cannot be carried: clone one of "
                 "them, or make them one tensor"
             )
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the bytes from a tensor's first element to the end of its last one."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
-
-
-# --- memory, and the thread's modes ---
 
 
 def in_clean_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -192,7 +169,9 @@ class PinnedMapping(mmap.mmap):
 
     def pin(self) -> None:
         """Pin the memory, if this process uses a GPU. Called once. Memory that CUDA does not pin remains usable."""
-        self._gpu = _gpu_in_use()
+        if torch.cuda.is_initialized():
+            has_context: Any = torch._C._cuda_hasPrimaryContext  # pyright: ignore[reportAttributeAccessIssue]
+            self._gpu = next(filter(has_context, range(torch.cuda.device_count())), -1)  # a new one would take memory
         if self._gpu < 0:
             return
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
@@ -205,25 +184,15 @@ class PinnedMapping(mmap.mmap):
                 torch.zeros(1, device="cuda")
 
     def __del__(self) -> None:
-        # Before it is unmapped: CUDA does not pin an address range that is registered as pinned. A forked child cannot
-        # use CUDA, and at interpreter exit there is no need.
+        # Before it is unmapped. A forked child cannot use CUDA, and at interpreter exit there is no need.
         if self._pinned_by == os.getpid() and not sys.is_finalizing():
             with torch.cuda.device(self._gpu):
                 runtime: Any = torch.cuda.cudart()
                 runtime.cudaHostUnregister(self._address)
 
 
-def _gpu_in_use() -> int:
-    """Return a GPU that this process uses; -1 if it uses none. A process that begins to use one takes memory there."""
-    if torch.cuda.is_initialized():
-        for gpu in range(torch.cuda.device_count()):
-            if torch._C._cuda_hasPrimaryContext(gpu):  # pyright: ignore[reportAttributeAccessIssue]
-                return gpu
-    return -1
-
-
 def zeros(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
     """Return ``uint8[nbytes]``, zero; pinned if it is in main memory and this process uses a GPU."""
-    pinned = torch.device(device).type == "cpu" and _gpu_in_use() >= 0
+    pinned = torch.device(device).type == "cpu" and torch.cuda.is_initialized()
     with torch.inference_mode(False):  # views of an inference tensor are inference tensors
         return torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
