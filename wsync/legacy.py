@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import select
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -76,13 +78,12 @@ class WeightReceiver:
         """
         if not self._scheme.sends_weights:
             return False
-        deadline, receiver = deadline_in(timeout), self._scheme._as_receiver("receive")
-        try:
-            receiver.finish_connecting(remaining(deadline))
-        except SyncTimeout:
-            if receiver._connecting is not None:  # else it has failed
+        deadline, connecting = deadline_in(timeout), self._scheme._connecting
+        if connecting is not None:
+            if not wait([connecting], timeout).done:
                 return False
-            raise
+            self._scheme._connecting = None
+            connecting.result()
         received = self._scheme.receive(remaining(deadline))
         if received is None and self._scheme.finished:
             raise NotConnected("the sender has shut down: there will be no more weights")
@@ -133,7 +134,25 @@ def init_on_worker(
     if model is None and context is not None:
         model = find_or_none(context, model_id) or getattr(context, "model", None)
     scheme.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
-    scheme._as_receiver("init_on_worker").begin_connect(worker_idx, scheme.timeout)
+    receiver, connected = scheme._as_receiver("init_on_worker"), Future[None]()
+
+    def connect() -> None:
+        try:
+            receiver.connect(worker_idx, scheme.timeout)
+            connected.set_result(None)
+        except BaseException as error:  # noqa: BLE001  raised again by `receive`
+            connected.set_exception(error)
+
+    scheme._connecting = connected
+    threading.Thread(target=connect, name="wsync-connect", daemon=True).start()
+
+
+def end_connecting(scheme: WeightSyncScheme) -> None:
+    """Wait for a worker's connecting thread, whose receiver was closed; whatever it connected meanwhile is closed."""
+    if scheme._connecting is not None and scheme._receiver is not None:
+        wait([scheme._connecting])
+        scheme._receiver.close()
+    scheme._connecting = None
 
 
 def transport_to(scheme: WeightSyncScheme, given: object) -> TransportBackend:

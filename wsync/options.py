@@ -16,6 +16,8 @@ __all__ = ["SchemeOptions"]
 class SchemeOptions(TypedDict, total=False):
     """What a scheme's ``__init__`` hands on to ``WeightSyncScheme``: ``**options: Unpack[SchemeOptions]``."""
 
+    timeout: float | None
+    bind: bool
     send_transform: Transform | Sequence[Transform] | None
     receive_transform: Transform | Sequence[Transform] | None
     initiator: Literal["sender", "receiver"]
@@ -25,8 +27,7 @@ class SchemeOptions(TypedDict, total=False):
 def full_signature(scheme: type) -> inspect.Signature:
     """Return the signature of ``scheme``, which ``help`` shows, and from which configs are made.
 
-    In it ``**options: Unpack[SchemeOptions]`` is replaced by those, and ``**options`` with any other annotation by all
-    arguments of the next class in the order of bases.
+    ``**options: Unpack[SchemeOptions]`` stands for those, any other ``**options`` for all arguments of the next class.
     """
     classes = [one for one in scheme.__mro__ if "__init__" in vars(one)]
     own = list(inspect.signature(classes[0].__init__).parameters.values())[1:]
@@ -47,13 +48,9 @@ def agreed_count(
     workers: Sequence[Any],
     options: Mapping[str, int],
 ) -> int:
-    """Return the number of workers on which all given arguments of ``init_on_sender`` agree; 1 if none names it.
+    """Return the number of workers on which the arguments of ``init_on_sender`` agree; 1 if none says it.
 
-    ``workers`` are those of the context; ``options`` are further numbers, by name.
-
-    Raises:
-        TypeError: one is no number, or no list.
-        ValueError: they contradict one another.
+    ``workers`` are the context's; ``options`` are further numbers, by name. TypeError, ValueError: they are wrong.
     """
     if num_workers is not None and not isinstance(num_workers, Integral):
         raise TypeError(f"num_workers is a whole number, not {num_workers!r}")

@@ -13,13 +13,15 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from copy import deepcopy
 from functools import partial
 from multiprocessing import util
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import nn
 
 from wsync import legacy
 from wsync.control.auth import Address
@@ -51,25 +53,25 @@ class WeightSyncScheme:
     """Carries one model's weights from a trainer to its workers. Any thread may call the methods.
 
     Args:
-        strategy: the format of weights that ``receive`` and ``weights`` return and that a transport is given,
-            ``"tensordict"`` or ``"state_dict"``. ``send`` takes both.
+        strategy: the format of weights that are returned and that a transport is given, ``"tensordict"`` or
+            ``"state_dict"``. ``send`` takes both.
         sync: whether ``send`` waits for the workers; otherwise ``wait_async`` does.
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
-        bind: whether a worker's parameters may point directly into received, possibly shared memory. False for a worker
-            that writes to its parameters, e.g. trains: it would corrupt the shared copy.
+        bind: whether a worker's parameters may point into received, possibly shared memory. False for a worker that
+            writes to its parameters, e.g. trains: it would corrupt the shared copy.
         send_transform: a function, or a list (``wsync.transforms``), that ``send`` applies to weights, in its thread.
-        receive_transform: what is done to them in the worker, before they are installed; picklable. Called inside the
-            gate, by the thread that installs.
+        receive_transform: the same, before they are installed; picklable. Called inside the gate.
         initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: it only makes the version
-            available, and a worker installs the newest one when it calls ``pull``. With either value ``connect``
-            installs the first weights, if the sender has any by then.
-        max_staleness: with ``initiator="receiver"``: a worker with a model more than this many versions behind
-            fetches the newest before its next forward; None for no limit.
+            available, and a worker installs the newest when it calls ``pull``. ``connect`` installs the first weights
+            with either value.
+        max_staleness: with ``initiator="receiver"``: a worker that is more than this many versions behind fetches the
+            newest before its next forward; None for no limit.
 
     Attributes:
-        strategy: the format in which weights are returned, a ``WeightStrategy``.
-        metrics: what each update has cost.
+        strategy: a ``WeightStrategy``.
         send_transform, receive_transform: as given; may be assigned before init.
+        metrics: what each update has cost.
+        model_id, context, model: what this end was initialised with; None before that.
     """
 
     __signature__: ClassVar[inspect.Signature]
@@ -106,27 +108,27 @@ class WeightSyncScheme:
             raise ValueError(f"initiator is 'sender' or 'receiver', not {initiator!r}")
         if max_staleness is not None and (initiator == "sender" or max_staleness < 0):
             raise ValueError("max_staleness is a number of versions, 0 or more, and needs initiator='receiver'")
-        self.initiator: Literal["sender", "receiver"] = initiator
-        self.max_staleness = max_staleness
-        self.strategy = WeightStrategy(strategy)
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        self._model_id: str | None = None
-        self._context: Any = None
-        self._model: Any = None
-        self._index: int | None = None  # this worker's, if init was given it
-        self._sentinels: dict[int, Any] = {}  # of a collector's worker processes
-        self._address: Any = None  # of the sender; travels in the pickle
-        self._sender_model_id: str | None = None  # the model that the sender at this address sends
-        self._listening: Address | None = None  # on the sender: what `announce` publishes
-        self._pipes: list[Any] = []  # of the older API, by worker: see ``wsync.legacy``
+        self.strategy = WeightStrategy(strategy)
         self.sync = sync
         self.timeout = timeout
         self.bind = bind
         self.send_transform = send_transform
         self.receive_transform = receive_transform
-        self.checksum: bool | None = None  # None: where weights do not go through shared memory
+        self.initiator: Literal["sender", "receiver"] = initiator
+        self.max_staleness = max_staleness
         self.metrics = SyncMetrics(self.name or type(self).__name__)
+        self.model_id: str | None = None
+        self.context: Any = None
+        self.model: Any = None
+        self._index: int | None = None  # this worker's
+        self._sentinels: dict[int, Any] = {}  # of a collector's worker processes
+        self._address: Any = None  # of the sender; travels in the pickle
+        self._sender_model_id: str | None = None  # the model that the sender at this address sends
+        self._listening: Address | None = None  # on the sender: what `announce` publishes
+        self._pipes: list[Any] = []  # of the older API, by worker: see ``wsync.legacy``
+        self._connecting: Future[None] | None = None  # of the older API, in a worker
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Have ``inspect.signature`` name every option of a scheme."""
@@ -135,8 +137,9 @@ class WeightSyncScheme:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, models and connections; for workers, no ``send_transform``."""
-        none = dict.fromkeys(("_sender", "_receiver", "_model_id", "_context", "_model", "_index", "_listening"))
-        state = {**self.__dict__, **none, "_sentinels": {}, "_pipes": [], "metrics": SyncMetrics(self.metrics.scheme)}
+        own = ("_sender", "_receiver", "model_id", "context", "model", "_index", "_listening", "_connecting")
+        metrics = SyncMetrics(self.metrics.scheme)
+        state = {**self.__dict__, **dict.fromkeys(own), "_sentinels": {}, "_pipes": [], "metrics": metrics}
         return state if self._sender_model_id is None else {**state, "send_transform": None}
 
     # --- what a backend overrides ---
@@ -175,7 +178,7 @@ class WeightSyncScheme:
             num_workers,
             lambda worker: scheme.make_medium(worker),
             arena=self.arena,
-            checksum=self.checksum,
+            checksum=None,
             on_request=self.initiator == "receiver",
             delta=delta_of(self.send_transform),
             device=self.device,
@@ -260,7 +263,7 @@ class WeightSyncScheme:
         source = self.make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
         outlet = self.make_outlet(model_id, count)
         self._begin_sending(model_id, outlet, source, count)
-        self._sender_model_id, self._context, self._model = model_id, context, model
+        self._sender_model_id, self.context, self.model = model_id, context, model
         self._sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         self._pipes = pipes
         try:
@@ -280,7 +283,7 @@ class WeightSyncScheme:
             waits=self.waits,
             record=self.metrics.record,
         )
-        self._model_id = model_id
+        self.model_id = model_id
         # Closes the outlet when the scheme is garbage-collected, or this process ends, without `shutdown`: before
         # `multiprocessing` joins the trainer's child processes, and never in a forked child.
         util.Finalize(self._sender, partial(outlet.close, graceful=True), exitpriority=0)
@@ -314,7 +317,7 @@ class WeightSyncScheme:
                 of its own, and ``send`` awaits no acknowledgements (``published``, pull mode, ``store``).
         """
         if self._sender is not None and self._inherited:  # a forked worker has the trainer's end, too
-            self._sender = self._model_id = None
+            self._sender = self.model_id = None
         self._require_uninitialised()
         if self._sender_model_id not in (None, model_id):
             raise ValueError(f"the sender of this scheme sends '{self._sender_model_id}', not '{model_id}'")
@@ -330,7 +333,7 @@ class WeightSyncScheme:
             )
         receiver = self._make_receiver(model_id, model, pass_on, load=load)
         receiver.connection = self.make_connection(model_id, receiver)
-        self._receiver, self._model_id, self._context, self._model = receiver, model_id, context, model
+        self._receiver, self.model_id, self.context, self.model = receiver, model_id, context, model
         self._index = worker_idx
 
     def _make_receiver(
@@ -362,7 +365,7 @@ class WeightSyncScheme:
         outlet = InProcess(receiver)
         self._begin_sending(model_id, outlet, self.make_source(model_id, source, None), 1)
         receiver.sender = outlet.name
-        self._receiver, self._model = receiver, model
+        self._receiver, self.model = receiver, model
         try:
             self.sender.connect(None, None)
         except Exception:  # of any class: it is raised again
@@ -398,7 +401,7 @@ class WeightSyncScheme:
                 raise ValueError("connect() takes no worker_idx= on the sender")
             if self._listening is not None and not self._sender.connected:
                 rendezvous = self.create_rendezvous()
-                rendezvous.announce(self._listening, str(self._model_id), deadline_in(self.timeout))
+                rendezvous.announce(self._listening, str(self.model_id), deadline_in(self.timeout))
             self._sender.connect(weights, processes if processes is not None else self._sentinels or None)
         elif self._receiver is not None:
             if weights is not None or processes is not None:
@@ -406,6 +409,7 @@ class WeightSyncScheme:
             index = self._index if worker_idx is None else worker_idx
             if index is None:
                 raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
+            self._index = index
             self._receiver.connect(index, self.timeout)
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect(), also after shutdown()")
@@ -503,12 +507,12 @@ class WeightSyncScheme:
         LayoutMismatch: they do not fit, nothing was applied. NotConnected: this end has no model.
         """
         self._require_not_forked()
-        if self._model is None:
+        if self.model is None:
             raise NotConnected("this end has no model to apply weights to")
         with without_forward(), process_gate().hold():
             if self._receiver is not None:
                 self._receiver.copy_to_own_memory()
-            self.strategy.apply_weights(self._model, weights, inplace=inplace)
+            self.strategy.apply_weights(self.model, weights, inplace=inplace)
 
     def prepare_weights(
         self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
@@ -539,7 +543,8 @@ class WeightSyncScheme:
             self._address = self._sender_model_id = None  # a worker keeps both: it may connect again
         if self._receiver is not None:
             self._receiver.close()
-        self._sender = self._receiver = self._model_id = self._context = self._model = self._listening = None
+            legacy.end_connecting(self)
+        self._sender = self._receiver = self.model_id = self.context = self.model = self._listening = None
         self._index, self._pipes = None, []
 
     # --- the older API: see ``wsync.legacy`` ---
@@ -592,10 +597,10 @@ class WeightSyncScheme:
             raise forked_child_error()
 
     def _require_uninitialised(self) -> None:
-        if self._model_id is not None:
+        if self.model_id is not None:
             where = "sender" if self._sender is not None else "receiver"
             fork = ", in the parent of this forked process" if self._inherited else ""
-            raise RuntimeError(f"this scheme is already initialised on the {where}{fork}, for model '{self._model_id}'")
+            raise RuntimeError(f"this scheme is already initialised on the {where}{fork}, for model '{self.model_id}'")
 
     def _as_sender(self, call: str) -> Sender:
         self._require_not_forked()
@@ -610,7 +615,7 @@ class WeightSyncScheme:
         return self._receiver
 
     def _wrong_end(self, call: str, needed: str) -> NotConnected:
-        if self._model_id is not None:
+        if self.model_id is not None:
             return NotConnected(
                 f"{call}() can only be called on the {needed}; this scheme is initialised on the other end"
             )
@@ -618,17 +623,16 @@ class WeightSyncScheme:
 
     @property
     def timeout(self) -> float | None:
-        """Seconds for ``connect`` and ``send``; None: no limit. One set after ``init_on_sender`` is not pickled."""
-        return self._timeout if self._sender is None else self._sender.timeout
+        """Seconds for ``connect`` and ``send``; None: no limit. It may be assigned at any time."""
+        return self._timeout
 
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
         if seconds is not None and not seconds > 0:
             raise ValueError(f"timeout is a number of seconds above 0, or None, not {seconds}")
-        if self._sender is None:
-            self._timeout = as_timeout(seconds)
-        else:
-            self._sender.timeout = as_timeout(seconds)
+        self._timeout = as_timeout(seconds)
+        if self._sender is not None:
+            self._sender.timeout = self._timeout
 
     @property
     def is_sender(self) -> bool:
@@ -636,27 +640,9 @@ class WeightSyncScheme:
         return self._sender is not None and not self._inherited
 
     @property
-    def context(self) -> Any:
-        """The collector (or other context) of this end, if any."""
-        return self._context
-
-    @property
-    def model(self) -> Any:
-        """The model of this end, if it has one."""
-        return self._model
-
-    @property
-    def model_id(self) -> str | None:
-        """The model's name; None before init."""
-        return self._model_id
-
-    @property
     def worker_idx(self) -> int | None:
         """This worker's index; None on the sender."""
-        if self._sender is not None:
-            return None
-        receiver = self._receiver
-        return self._index if receiver is None or receiver.worker_idx < 0 else receiver.worker_idx
+        return None if self._sender is not None else self._index
 
     @property
     def num_workers(self) -> int:
@@ -691,7 +677,7 @@ class WeightSyncScheme:
             source = self._sender.source.weights
             return None if source is None else extracted(source, self.strategy)
         receiver = self._receiver
-        return None if receiver is None else process_gate().call_model(self._model, receiver.weights, (), {})
+        return None if receiver is None else process_gate().call_model(self.model, receiver.weights, (), {})
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
@@ -706,7 +692,7 @@ class WeightSyncScheme:
     @property
     def receiver_transport(self) -> TransportBackend | None:
         """On a receiver, the transport from the sender; None on a sender."""
-        return None if self._model_id is None or self.num_workers else self.transport_class(self)
+        return None if self.model_id is None or self.num_workers else self.transport_class(self)
 
     @property
     def sender(self) -> Sender:
@@ -729,9 +715,6 @@ def _pass_on_of(context: object, model_id: str, model: object, strategy: WeightS
         )
 
     def copy() -> Any:
-        weights = strategy.extract_weights(model)
-        if isinstance(weights, TensorDictBase):
-            return weights.clone()
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
+        return deepcopy(strategy.extract_weights(model))
 
     return lambda: update(weights=process_gate().call_model(model, copy, (), {}), model_id=model_id)

@@ -56,22 +56,3 @@ def test_trainer_sends_another_shape(cell: Cell, backend: BuiltIn) -> None:
         with cell.recovers():
             session.update(2)
             assert session.outputs() == [2, 2]
-
-
-def test_payload_corrupted(cell: Cell, backend: BuiltIn) -> None:
-    """One bit of an update is flipped before the workers have read it (with `checksum=True`). They refuse the update
-    and go on with the version before; the error in the trainer names them. The next update works."""
-    with backend.connected(**backend.checksum_options) as session:
-        session.update(2)
-        for worker in session.workers:
-            worker.stop()
-        session.post(3)
-        backend.corrupt(session)
-        for worker in session.workers:
-            worker.resume()
-        with cell.detects(wsync.WorkerFailed, r"(?s)workers 0, 1.*corrupt"):
-            session.scheme.wait_async()
-        assert session.outputs()[VICTIM] == 2
-        with cell.recovers():
-            session.update(4)
-            assert session.outputs() == [4, 4]

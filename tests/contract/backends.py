@@ -6,10 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
-
-import torch
 
 import wsync
 from wsync.testing import Session
@@ -35,16 +32,7 @@ class BuiltIn(BackendHooks):
         return wsync.WeightSyncScheme.from_backend(self.name, **self.variant, **options)
 
 
-class InSharedMemory(BuiltIn):
-    """A backend with updates that lie in shared memory of the trainer's."""
-
-    checksum_options: ClassVar[dict[str, Any]] = {"checksum": True}
-
-    def corrupt(self, session: Session) -> None:
-        flip_in_shared_memory(session.model.weight)
-
-
-class SharedMemory(InSharedMemory):
+class SharedMemory(BuiltIn):
     name = "shared_mem"
 
     @contextmanager
@@ -58,11 +46,11 @@ class SharedMemoryPublished(SharedMemory):
     acknowledged = False
 
 
-class Multiprocess(InSharedMemory):
+class Multiprocess(BuiltIn):
     name = "multiprocess"
 
 
-class Distributed(InSharedMemory):
+class Distributed(BuiltIn):
     name = "distributed"
 
 
@@ -127,26 +115,3 @@ def no_file_beyond(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def flip_in_shared_memory(tensor: torch.Tensor) -> None:
-    """Flip one bit wherever the bytes of ``tensor`` lie in a memory file that wsync has mapped in this process."""
-    pattern = tensor.detach().numpy().tobytes()
-    found = set[tuple[str, int]]()  # file and offset: a file may be mapped twice
-    with open("/proc/self/mem", "r+b", buffering=0) as memory:
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            addresses, permissions, offset, _, inode, *name = line.split()
-            if "wsync" not in "".join(name) or "rw" not in permissions:
-                continue
-            start, end = (int(address, 16) for address in addresses.split("-"))
-            memory.seek(start)
-            content = memory.read(end - start)
-            at = content.find(pattern)
-            while at >= 0:
-                place = inode, int(offset, 16) + at
-                if place not in found:
-                    memory.seek(start + at)
-                    memory.write(bytes([content[at] ^ 1]))
-                    found.add(place)
-                at = content.find(pattern, at + len(pattern))
-    assert found, "the update does not lie in shared memory"

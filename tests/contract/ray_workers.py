@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from backends import InSharedMemory
+from backends import BuiltIn
 
 from wsync.testing import Worker, WorkerPool, commands
 from wsync.testing.commands import Command, Outcome, WorkerState
@@ -106,7 +106,7 @@ class RayWorkerPool(WorkerPool):
         self._starting.clear()
 
 
-class Ray(InSharedMemory):
+class Ray(BuiltIn):
     """The backend that has these workers."""
 
     name = "ray"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from backends import BuiltIn, InSharedMemory, OwnHosts
+from backends import BuiltIn, OwnHosts
 from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
     register_rendezvous_handler,
@@ -125,7 +125,7 @@ class RpcWorkerPool(WorkerPool):
             self._lost_member = False
 
 
-class Rpc(InSharedMemory):
+class Rpc(BuiltIn):
     """The backend that has these workers."""
 
     name = "rpc"

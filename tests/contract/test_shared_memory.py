@@ -6,7 +6,7 @@ import pytest
 from backends import SharedMemory, SharedMemoryPublished
 
 import wsync
-from wsync.testing import WorkerPool, commands
+from wsync.testing import WorkerPool
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 
@@ -64,23 +64,6 @@ def test_published_buffers_can_be_shared_by_the_trainer(shared: SharedMemory) ->
             assert isinstance(made, wsync.SharedMemTransport) and made.unique_weights[0]["weight"][0] == value - 1
             session.send(value)
             assert session.outputs() == [value]
-
-
-@pytest.mark.parametrize("checksum", [True, False])
-def test_a_byte_changed_in_shared_memory_is_noticed_with_a_checksum(shared: SharedMemory, checksum: bool) -> None:
-    with shared.connected(1, checksum=checksum) as session:
-        session.workers[0].stop()
-        session.post(2)
-        transport = session.scheme.shared_transport
-        assert isinstance(transport, wsync.SharedMemTransport)
-        transport.unique_weights[0]["weight"][1] = 77.0
-        session.workers[0].resume()
-        if checksum:
-            with pytest.raises(wsync.WorkerFailed, match="corrupt"):
-                session.scheme.wait_async()
-        else:
-            session.scheme.wait_async()
-        assert session.workers[0].call(commands.output)[:2] == ([1.0, 1.0] if checksum else [2.0, 77.0])
 
 
 # --- forwards and slots ---

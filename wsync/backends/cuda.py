@@ -25,9 +25,7 @@ class CudaWeightSyncScheme(WeightSyncScheme):
     Args:
         device: the GPU, as PyTorch names it in the trainer and in each worker. ``"cuda"`` is the current one of the
             thread that initialises the scheme, or connects it.
-        checksum: whether each update carries a checksum. It is computed in main memory, which takes longer than the
-            update.
-        strategy, sync, timeout, options: as in ``WeightSyncScheme``.
+        strategy, sync, options: as in ``WeightSyncScheme``; ``bind`` has no effect.
     """
 
     name = "cuda"
@@ -39,12 +37,10 @@ class CudaWeightSyncScheme(WeightSyncScheme):
         sync: bool = True,
         *,
         device: str = "cuda:0",
-        timeout: float | None = 60.0,
-        checksum: bool = False,
         **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(strategy, sync, timeout=timeout, bind=False, **options)
-        self.checksum = checksum
+        super().__init__(strategy, sync, **options)
+        self.bind = False
         self._device = torch.device(device)
         if self._device.type != "cuda":
             raise ValueError(f"device is a GPU ('cuda:0'), not '{device}'")

@@ -17,16 +17,18 @@ from wsync.weights.strategy import Format
 
 
 class DistributedTransport(SchemeTransport):
-    """The way of a ``DistributedWeightSyncScheme`` to its workers."""
+    """The way of a scheme to its workers. ``RPCTransport`` and ``RayTransport`` are other names of it."""
 
 
 class GroupScheme(WeightSyncScheme):
     """Base of the schemes whose weights go through shared memory, small messages, and process groups.
 
     Args:
-        backend, host, checksum, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
-        strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
+        backend, host, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
+        strategy, sync, options: as in ``WeightSyncScheme``.
     """
+
+    transport_class = DistributedTransport
 
     def __init__(
         self,
@@ -34,18 +36,14 @@ class GroupScheme(WeightSyncScheme):
         backend: str = "gloo",
         *,
         sync: bool = True,
-        timeout: float | None = 60.0,
         host: str = "127.0.0.1",
-        bind: bool = True,
-        checksum: bool | None = None,
         shared_memory: bool = True,
         inline_bytes: int = INLINE_BYTES,
         **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
+        super().__init__(strategy, sync, **options)
         self.backend = check_backend(backend)
         self.host = host
-        self.checksum = checksum
         self.shared_memory = shared_memory
         self.inline_bytes = inline_bytes
 
@@ -75,8 +73,6 @@ class DistributedWeightSyncScheme(GroupScheme):
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
         host: the sender's address, by which workers reach it; loopback by default.
-        checksum: whether an update carries a checksum, which a worker checks before it prepares or installs it. None:
-            where it crosses a network, not in shared memory.
         shared_memory: whether workers on the sender's machine take weights from its memory, in a fraction of the time.
             False sends to all by messages and gloo, as over a network; nccl always does.
         inline_bytes: updates with at most this many bytes of weights and extra state travel in the announcing message;
@@ -84,11 +80,10 @@ class DistributedWeightSyncScheme(GroupScheme):
         store: where the sender's address is looked up by processes without a pickled scheme. A worker takes the sender
             that its scheme was connected to last; else the oldest one that is still there and to which this process has
             not been connected.
-        strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
+        strategy, sync, timeout, options: as in ``WeightSyncScheme``.
     """
 
     name = "distributed"
-    transport_class = DistributedTransport
     collectors: ClassVar[tuple[str, ...]] = (
         *("distributed", "distributed_async", "rpc", "rpc_async", "ray", "ray_async", "single"),
     )

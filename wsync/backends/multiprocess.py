@@ -16,24 +16,15 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization by copies, for workers on the trainer's machine with memory of their own.
 
     Args:
-        checksum: whether each update carries a checksum, which a worker checks before it prepares or installs it.
-        strategy, sync, timeout, options: as in ``WeightSyncScheme``.
+        strategy, sync, options: as in ``WeightSyncScheme``; ``bind`` has no effect.
     """
 
     name = "multiprocess"
     arena = True
 
-    def __init__(
-        self,
-        strategy: Format = "tensordict",
-        sync: bool = True,
-        *,
-        timeout: float | None = 60.0,
-        checksum: bool = False,
-        **options: Unpack[SchemeOptions],
-    ) -> None:
-        super().__init__(strategy, sync, timeout=timeout, bind=False, **options)
-        self.checksum = checksum
+    def __init__(self, strategy: Format = "tensordict", sync: bool = True, **options: Unpack[SchemeOptions]) -> None:
+        super().__init__(strategy, sync, **options)
+        self.bind = False
 
     def make_medium(self, worker_idx: int) -> Medium:
         """Return what carries weights without the C extension."""
@@ -47,13 +38,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         ack_queue: WeightQueue | None = None,
         timeout: float | None = None,
     ) -> TransportBackend:
-        """Return the scheme's own way to a worker, as in ``WeightSyncScheme``; or an ``MPTransport`` over queues.
+        """Return the scheme's own way to a worker; or, given queues, an ``MPTransport`` over them.
 
-        Args:
-            worker_idx: as in ``WeightSyncScheme``.
-            weight_queue: to one worker.
-            ack_queue: back from it; None for no acknowledgements.
-            timeout: seconds for an acknowledgement; None for the scheme's.
+        ``timeout``: seconds for an acknowledgement; None for the scheme's.
         """
         if weight_queue is None:
             return super().create_transport(worker_idx)

@@ -13,24 +13,20 @@ from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wsync.backends.distributed import GroupScheme
+from wsync.backends.distributed import DistributedTransport, GroupScheme
 from wsync.control.processes import Process, Processes
 from wsync.control.rendezvous import SocketRendezvous
 from wsync.errors import NotConnected, WeightSyncError, WorkerFailed, missing_extra
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import one_worker
-from wsync.transport import SchemeTransport
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
+RayTransport = DistributedTransport
 _GRACE = 5.0  # seconds to wait for Ray to report the calls as finished; calls of busy actors may finish later
 _joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sender's address and the worker's index
-
-
-class RayTransport(SchemeTransport):
-    """The way of a ``RayWeightSyncScheme`` to its actors."""
 
 
 class RayWeightSyncScheme(GroupScheme):
@@ -41,15 +37,14 @@ class RayWeightSyncScheme(GroupScheme):
     ``connect`` on the scheme that it was sent.
 
     Args:
-        backend, checksum, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
+        backend, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
         host: the sender's address, by which actors reach it; loopback by default. ``"node"`` is this node's address in
             the Ray cluster.
-        strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
+        strategy, options: as in ``WeightSyncScheme``.
     """
 
     name = "ray"
     collectors: ClassVar[tuple[str, ...]] = ("ray", "ray_async", "single")
-    transport_class = RayTransport
 
     _actors: Sequence[ActorHandle] = ()  # that the sender has join, by worker
     _joins: Mapping[int, ObjectRef] = {}  # by worker, the last call to join

@@ -12,16 +12,16 @@ from typing import Any, ClassVar
 
 from torch.distributed import rpc
 
-from wsync.backends.distributed import GroupScheme
+from wsync.backends.distributed import DistributedTransport, GroupScheme
 from wsync.control.auth import Address
 from wsync.control.rendezvous import SocketRendezvous
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.transport import SchemeTransport
 from wsync.weights.strategy import Format
 
 _NO_TIMEOUT = 0.0  # in RPC's terms
 _TIMED_OUT = "RPCErr:1:"  # how torch begins the message of a call that has timed out
+RPCTransport = DistributedTransport
 _addresses: dict[str, Address] = {}  # of this process's senders, by the names in their pickled schemes
 
 
@@ -61,26 +61,21 @@ class RpcRendezvous(SocketRendezvous):
         yield found
 
 
-class RPCTransport(SchemeTransport):
-    """The way of an ``RPCWeightSyncScheme`` to its workers."""
-
-
 class RPCWeightSyncScheme(GroupScheme):
     """Weight synchronization between members of a ``torch.distributed.rpc`` group.
 
     ``init_rpc`` has been called in all of them. The first weights are delivered by the first ``send``.
 
     Args:
-        backend, checksum, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
+        backend, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
         host: the sender's address, by which workers reach it; loopback by default.
         trainer: the sender's name in RPC.
-        strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
+        strategy, options: as in ``WeightSyncScheme``.
     """
 
     name = "rpc"
     delivers_at_connect = False
     collectors: ClassVar[tuple[str, ...]] = ("rpc", "rpc_async", "single")
-    transport_class = RPCTransport
 
     def __init__(
         self, strategy: Format = "tensordict", backend: str = "gloo", *, trainer: str = "trainer", **options: Any

@@ -47,10 +47,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             the weights; ``"published"``, when every forward that starts from then on will use them, which needs no
             acknowledgement: a worker installs them on its way into a forward, or while it waits in ``receive``. Not for
             workers that pass updates on to workers of their own.
-        checksum: whether each update carries a checksum, which a worker checks before it prepares or installs it, on
-            its way into a forward. With ``"published"`` a corrupt one leaves the model as it was, and the error is
-            raised by the next ``send``.
-        strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
+        strategy, sync, options: as in ``WeightSyncScheme``.
     """
 
     name = "shared_mem"
@@ -66,21 +63,17 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         sync: bool = True,
         per_worker_weights: bool = False,
         *,
-        timeout: float | None = 60.0,
         acknowledge: Literal["installed", "published"] = "installed",
-        bind: bool = True,
-        checksum: bool = False,
         **options: Unpack[SchemeOptions],
     ) -> None:
         if acknowledge not in ("installed", "published"):
             raise ValueError(f"acknowledge is 'installed' or 'published', not {acknowledge!r}")
-        super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
+        super().__init__(strategy, sync, **options)
         self.auto_register = auto_register
         self.per_worker_weights = per_worker_weights
         if policy_weights is not None and not isinstance(policy_weights, Mapping):
             raise TypeError(f"policy_weights is a mapping {{model_id: TensorDict}}, not {policy_weights!r}")
         self.acknowledge = acknowledge
-        self.checksum = checksum
         self._registered: dict[str, TensorDictBase] = {}
         for model_id, weights in (policy_weights or {}).items():
             self.register_shared_weights(model_id, weights)

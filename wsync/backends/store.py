@@ -33,13 +33,10 @@ class StoreWeightSyncScheme(WeightSyncScheme):
 
     Args:
         url: the URL of a folder; each model has a folder of its own in it. A relative path is resolved at once.
-        strategy: the format in which weights are returned.
-        timeout: seconds for ``connect``; None for no limit.
-        bind: whether a worker's model may be bound to the memory that a version was read into.
         keep: how many versions are kept.
-        options: see ``WeightSyncScheme``. With ``initiator="sender"`` workers install versions as they appear, with
-            ``"receiver"`` only when they ``pull``; ``max_staleness`` counts versions that a worker has read: no forward
-            waits for one.
+        strategy, options: as in ``WeightSyncScheme``. With ``initiator="sender"`` workers install versions as they
+            appear, with ``"receiver"`` only when they ``pull``; ``max_staleness`` counts versions that a worker has
+            read: no forward waits for one.
 
     Raises:
         ValueError: ``url`` is empty; ``keep`` is below 1; or see ``WeightSyncScheme``.
@@ -53,14 +50,12 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         url: str | os.PathLike[str],
         *,
         strategy: Format = "tensordict",
-        timeout: float | None = 60.0,
-        bind: bool = True,
         keep: int = 3,
         **options: Unpack[SchemeOptions],
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is at least 1, not {keep}")
-        super().__init__(strategy, True, timeout=timeout, bind=bind, **options)
+        super().__init__(strategy, **options)
         self.url = absolute_url(url)
         self.keep = keep
         # Of workers that have this scheme, pickled: the oldest version that they use, and whether they wait for it.
