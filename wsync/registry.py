@@ -1,10 +1,4 @@
-"""The names of backends, and the schemes behind them.
-
-A backend is added by ``register_backend``, or by an entry point in the group ``wsync.backends``::
-
-    [project.entry-points."wsync.backends"]
-    store = "mypackage:StoreScheme"
-"""
+"""The names of backends: the built-in ones, those of ``register_backend``, and entry points ``wsync.backends``."""
 
 from __future__ import annotations
 
@@ -30,8 +24,8 @@ def register_backend(name: str, scheme: str) -> None:
     """Add a backend. Registering the same one again is harmless.
 
     Args:
-        name: as in ``WeightSyncScheme.from_backend``. ``weight_sync=<name>`` of ``train.py`` needs an entry point or a
-            YAML file instead (``docs/backends.md``), as ``train.py`` starts before this is called.
+        name: for ``WeightSyncScheme.from_backend``. ``weight_sync=<name>`` of ``train.py``, which starts earlier, needs
+            an entry point ``wsync.backends`` or a YAML file instead.
         scheme: import string of the scheme's class, ``"mypackage.module:MyScheme"``.
 
     Raises:
@@ -61,10 +55,7 @@ def import_string(name: str) -> str:
 
 
 def load_backend(name: str) -> Any:
-    """Return the scheme class of a backend.
-
-    ValueError: there is no such backend. ImportError, AttributeError, TypeError: what was registered is no scheme.
-    """
+    """Return the scheme class of a backend; ValueError, ImportError, AttributeError, TypeError: there is none."""
     registered = import_string(name)
     module, _, attribute = registered.partition(":")
     found = getattr(import_module(module), attribute)

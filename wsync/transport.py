@@ -1,4 +1,4 @@
-"""The interface of transports, which carry weights from a sender to a worker. ``TransportBackend`` is TorchRL's name.
+"""The interface of transports, which carry weights from a sender to a worker.
 
 A custom backend is a class with the four methods of ``TransportBackend`` (a class that derives from it may leave out
 the two set-up methods), and a scheme that returns it from ``create_transport``::
@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -40,10 +40,9 @@ class TransportBackend(Protocol):
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Set up the sender's end.
+        """Set up the sender's end, before the first ``send_weights``. May wait for the worker's end.
 
-        Called once per connection, before the first ``send_weights``. May wait for the worker's end, which is set up at
-        the same time. After an error the worker is disconnected, and a call that waits for it raises ``WorkerFailed``.
+        After an error the worker is disconnected, and a call that waits for it raises ``WorkerFailed``.
         """
 
     def setup_connection_and_weights_on_receiver(
@@ -54,29 +53,28 @@ class TransportBackend(Protocol):
         model: nn.Module | None = None,
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
-        """Set up the worker's end.
+        """Set up the worker's end, before the first ``receive_weights``; errors as on the sender.
 
-        Called once per connection, before the first ``receive_weights``. Under a scheme the result is ignored, and the
-        first weights arrive by ``receive_weights`` like all others; standalone a transport may return them, applied as
-        there. After an error the worker is disconnected, and the trainer is told it.
+        Under a scheme the result is ignored, and the first weights arrive by ``receive_weights`` like all others;
+        standalone a transport may return them, applied as there.
         """
 
     @abstractmethod
     def send_weights(self, weights: Any) -> None:
-        """Send one version to the worker.
+        """Send one version to the worker. May block until the worker receives.
 
-        Called once for each update that is not sent as a difference (``Delta``). An update that is replaced by a newer
-        one while it waits is never sent. May block until the worker receives. If this method has not returned at the
-        deadline of a call that waits for the update, ``close()`` is called, and the worker is disconnected.
+        Not called for differences (``Delta``), nor for an update that a newer one replaces while it waits. If it has
+        not returned at the deadline of a call that waits for the update, ``close()`` is called, and the worker is
+        disconnected.
 
-        Raise ``ConnectionError`` (such as ``BrokenPipeError``) if nothing can be sent to this worker any more: it is
-        then disconnected, and named in a ``WorkerDied`` in the trainer. After any other error the worker stays
-        connected, and the trainer raises ``WorkerFailed``.
+        Raise ``ConnectionError`` if nothing can be sent to this worker any more: it is then disconnected, and named in
+        a ``WorkerDied`` in the trainer. After any other error the worker stays connected, and the trainer raises
+        ``WorkerFailed``.
 
         Args:
-            weights: in the scheme's format (``strategy``): its leaves are views of the packed buffer, which stays
-                unchanged until the call has returned. They must not be written. The transports of all workers that are
-                sent the same update are given the same object. Standalone: a module, a TensorDict or a state dict.
+            weights: in the scheme's format (``strategy``), the same object for all workers: views of the packed
+                buffer, not to be written, unchanged until the call has returned. Standalone: a module, a TensorDict or
+                a state dict.
         """
         ...
 
@@ -98,37 +96,20 @@ class TransportBackend(Protocol):
 
         Args:
             timeout: seconds; None for no limit. Under a scheme with a timeout: what is left of 80 % of it.
-            weights: a buffer in the strategy's format, with the layout of the argument of ``send_weights``; a
-                transport may copy the received tensors into it and return it, or return tensors of its own.
+            weights: a buffer like the argument of ``send_weights``; a transport may copy the received tensors into it
+                and return it, or return tensors of its own.
             model: None under a scheme; otherwise the weights are applied to it, inside ``wsync.gate()``.
             strategy: how they are applied, and the format of the result.
         """
         ...
 
 
-class SenderEnd:
-    """Base class of a transport that only sends: its receiver methods raise an error.
-
-    Attributes:
-        receive_hint: the end of the error message: where to receive instead.
-    """
-
-    receive_hint = "in the worker, by its scheme"
-
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> NoReturn:
-        """Raise RuntimeError: this is the sender's end."""
-        raise RuntimeError(f"this is the sender's end: receive {self.receive_hint}")
-
-    setup_connection_and_weights_on_receiver = receive_weights
-
-
 def apply_received(
     received: Any, weights: Any = None, model: nn.Module | None = None, strategy: WeightStrategy | None = None
 ) -> Any:
-    """Apply received weights to ``weights`` and ``model``, if given, inside the gate. For ``receive_weights``.
+    """Apply received weights to ``weights`` and ``model``, if given, inside the gate; return them, in a format.
 
-    Returns:
-        The received weights, in the format of ``strategy``; a TensorDict if ``strategy`` is None.
+    The format is that of ``strategy``, by default a TensorDict. For ``receive_weights`` of standalone transports.
     """
     chosen = strategy or WeightStrategy()
     with without_forward(), process_gate().hold():
@@ -139,28 +120,17 @@ def apply_received(
 
 
 def require_transport(made: object) -> TransportBackend:
-    """Return what ``create_transport`` has returned.
-
-    Raises:
-        TypeError: it is no transport; names what it lacks.
-    """
+    """Return what ``create_transport`` has returned; TypeError: it is no transport; names what it lacks."""
     if isinstance(made, TransportBackend):
         return made
     lacking = [name for name in vars(TransportBackend) if name[0] != "_" and not hasattr(made, name)]
-    raise TypeError(
-        f"create_transport() returned {made!r}, which lacks {', '.join(lacking)} of wsync.TransportBackend "
-        "(a class without the worker's methods derives from wsync.SenderEnd)"
-    )
+    raise TypeError(f"create_transport() returned {made!r}, which lacks {', '.join(lacking)} of wsync.TransportBackend")
 
 
 class SchemeTransport(TransportBackend):
     """One end of a scheme as a transport: what it sends and receives has the scheme's versions, answers and gate.
 
-    ``scheme.sender_transports``, ``shared_transport`` and ``receiver_transport`` are such ones.
-
-    Args:
-        scheme: on the sender, the first call connects it, if it has to be.
-        worker_ids: on the sender, the workers; None for all.
+    The first call of a sender connects the scheme. ``worker_ids``: the sender's workers; None for all.
     """
 
     def __init__(self, scheme: WeightSyncScheme, worker_ids: Sequence[int] | None = None) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar, Unpack
 
 import torch
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store, is_nccl_available  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.control.rendezvous import TorchStoreRendezvous
+from wsync.media.cuda import with_index
 from wsync.media.group import INLINE_BYTES, GroupMedium
-from wsync.media.pair import check_backend, device_of
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.transport import SchemeTransport
@@ -42,44 +42,43 @@ class GroupScheme(WeightSyncScheme):
         **options: Unpack[SchemeOptions],
     ) -> None:
         super().__init__(strategy, sync, **options)
-        self.backend = check_backend(backend)
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"unknown backend {backend!r} of torch.distributed: choose gloo or nccl")
+        if backend == "nccl" and not is_nccl_available():
+            raise ValueError("this build of PyTorch has no nccl: choose backend=gloo")
+        self.backend = backend
         self.host = host
         self.shared_memory = shared_memory
         self.inline_bytes = inline_bytes
 
     def make_medium(self, worker_idx: int) -> GroupMedium:
-        """Return what carries the weights of one connection, where the arena does not."""
         return GroupMedium(self.backend, self.inline_bytes, self.timeout)
 
     @property
     def arena(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether workers on the sender's machine take weights from its memory."""
         return self.shared_memory and self.backend == "gloo"
 
     @property
     def device(self) -> torch.device:
-        """Where weights are packed."""
-        return device_of(self.backend)
+        return with_index("cuda" if self.backend == "nccl" else "cpu")
 
 
 class DistributedWeightSyncScheme(GroupScheme):
     """Weight synchronization over ``torch.distributed``.
 
     A worker finds the sender by the pickled scheme. Where each process makes its own scheme (``torchrun``), the
-    sender's address is looked up in a ``torch.distributed`` store of all processes: ``store``, or that of the
-    initialised default group, or the one of ``torchrun``. These processes share a key: ``WSYNC_AUTHKEY``, or a file
-    that only this user can read.
+    sender's address is looked up in ``store``, or the store of the default group, or that of ``torchrun``. These
+    processes share a key: ``WSYNC_AUTHKEY``, or a file that only this user can read.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
         host: the sender's address, by which workers reach it; loopback by default.
         shared_memory: whether workers on the sender's machine take weights from its memory, in a fraction of the time.
-            False sends to all by messages and gloo, as over a network; nccl always does.
-        inline_bytes: updates with at most this many bytes of weights and extra state travel in the announcing message;
-            larger ones by gloo, each worker in a process group of its own. Without effect in shared memory and nccl.
-        store: where the sender's address is looked up by processes without a pickled scheme. A worker takes the sender
-            that its scheme was connected to last; else the oldest one that is still there and to which this process has
-            not been connected.
+            Without it, and always with nccl, all are sent them as over a network.
+        inline_bytes: updates with at most this many bytes travel in the announcing message; larger ones by gloo, each
+            worker in a process group of its own. Without effect in shared memory and nccl.
+        store: a ``torch.distributed`` store. A worker takes the sender that its scheme was connected to last; else the
+            oldest one that is still there and to which this process has not been connected.
         strategy, sync, timeout, options: as in ``WeightSyncScheme``.
     """
 
@@ -102,5 +101,4 @@ class DistributedWeightSyncScheme(GroupScheme):
         self._rendezvous = TorchStoreRendezvous(self.host, store)
 
     def create_rendezvous(self) -> TorchStoreRendezvous:
-        """Return how workers find the sender."""
         return self._rendezvous

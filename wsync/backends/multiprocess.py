@@ -27,8 +27,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         self.bind = False
 
     def make_medium(self, worker_idx: int) -> Medium:
-        """Return what carries weights without the C extension."""
-        return Medium()
+        return Medium()  # without the C extension
 
     def create_transport(
         self,

@@ -24,7 +24,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
     _source: Any = None  # what `weights` and `prepare_weights` read
 
     def init_on_sender(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
-        """Keep the model or the weights, and the number of workers."""
         self.init_on_receiver(model_id, context, model=given.get("model"))
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
         self._workers = given.get("num_workers") or len(workers) or 1
@@ -32,7 +31,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._source = self.model if weights is None else weights
 
     def init_on_receiver(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
-        """Keep the model."""
         model = given.get("model")
         if model is None and context is not None:
             model = find_or_none(context, model_id)
@@ -42,15 +40,13 @@ class NoWeightSyncScheme(WeightSyncScheme):
     init_on_worker = init_on_receiver
 
     def init_in_process(self, model_id: str, model: Any, source: Any = None) -> None:
-        """Keep the model; ``source`` has no effect."""
         self.init_on_sender(model_id, model=model)
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None, processes: Any = None) -> None:
-        """Return at once: there is nothing to connect."""
         self._index = self._index if worker_idx is None else worker_idx
 
     def _nothing(self, *_: Any, **__: Any) -> None:
-        """Return at once."""
+        return
 
     disconnect = readmit = continue_from = send = send_async = wait_async = _nothing
 
@@ -59,35 +55,28 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return False
 
     def pull(self, timeout: float | None = None) -> int:
-        """Return 0 at once: there is never a version."""
         return 0
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: Any = None, context: Any = None) -> Any:
-        """Return ``weights`` in the strategy's format."""
         return super().prepare_weights(self._source if weights is None else weights, model_id, strategy, context)
 
     def shutdown(self) -> None:
-        """Forget the model."""
         super().shutdown()
         self._workers, self._source = 0, None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options."""
         return {**super().__getstate__(), "_workers": 0, "_source": None}
 
     get_sender, get_receiver = WeightSyncScheme.create_sender, WeightSyncScheme.create_receiver
 
     @property
     def is_sender(self) -> bool:
-        """Whether this end is the sender's."""
         return self._workers > 0
 
     @property
     def num_workers(self) -> int:
-        """The number of workers; 0 on a receiver, and before init."""
         return self._workers
 
     @property
     def weights(self) -> Any:
-        """This end's weights, live."""
         return None if self._source is None else self.strategy.extract_weights(self._source)

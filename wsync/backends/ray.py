@@ -51,7 +51,6 @@ class RayWeightSyncScheme(GroupScheme):
     _ray: tuple[str, str] | None = None  # the connection to Ray that the actors belong to
 
     def create_rendezvous(self) -> SocketRendezvous:
-        """Return how actors find the sender."""
         if self.host != "node":
             return SocketRendezvous(self.host)
         from ray.util import get_node_ip_address
@@ -66,13 +65,9 @@ class RayWeightSyncScheme(GroupScheme):
         actors: Sequence[ActorHandle] | None = None,
         **given: Any,
     ) -> None:
-        """Set up the trainer's end, as ``WeightSyncScheme.init_on_sender`` does; NotConnected: Ray is not initialised.
+        """``actors``, also of the context, are those that the sender has join, by worker index.
 
-        Args:
-            model_id: the model's name, and its path in each actor.
-            context: a collector; or an object with ``actors``.
-            actors: those that the sender has join, by worker index.
-            given: as there.
+        NotConnected: Ray is not initialised.
         """
         self._require_uninitialised()
         self._ray = _connection()
@@ -84,18 +79,15 @@ class RayWeightSyncScheme(GroupScheme):
         super().init_on_sender(model_id, context, **given)
 
     def implied_worker_counts(self) -> Mapping[str, int]:
-        """Return how many actors there are."""
         return {"actors": len(self._actors)} if self._actors else {}
 
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
     ) -> None:
-        """Connect, as ``WeightSyncScheme.connect`` does. Actors that have not joined are called to join.
+        """Connect; actors that have not joined are called to join.
 
-        Raises:
-            NotConnected: ``ray.shutdown`` was called since; and all that is raised there.
-            WorkerFailed: an actor could not join; with its own error.
-            ValueError: ``processes``, with actors: Ray reports the end of one.
+        WorkerFailed: an actor could not, with its own error. NotConnected: ``ray.shutdown`` was called since.
+        ValueError: ``processes``, with actors.
         """
         if not self._actors:
             super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
@@ -107,10 +99,9 @@ class RayWeightSyncScheme(GroupScheme):
             super().connect(worker_idx=worker_idx, weights=weights, processes=sentinels)
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
-        """Accept a worker in the place of one that has died, as ``WeightSyncScheme.readmit`` does.
+        """An actor that is alive, or that Ray has restarted, is called to join with the model that it has now.
 
-        An actor that Ray has restarted (``max_restarts``), or that is alive, is called to join with the model that it
-        has at the path now. WorkerFailed: it could not; with its own error. ValueError: ``process``, with actors.
+        WorkerFailed: it could not, with its own error. ValueError: ``process``, with actors.
         """
         if not self._actors:
             super().readmit(worker_idx, process, timeout)
@@ -145,7 +136,7 @@ class RayWeightSyncScheme(GroupScheme):
         return _watched({worker: self._joins[worker] for worker in workers})
 
     def shutdown(self) -> None:
-        """Release everything, also in the actors that the sender had join: they leave, or Ray takes long to say so."""
+        """Release everything, also in the actors that the sender had join."""
         actors = () if self._inherited else self._actors  # they are the parent's
         key = _key(self) if actors and self._address is not None else ""
         super().shutdown()
@@ -157,7 +148,6 @@ class RayWeightSyncScheme(GroupScheme):
         self._actors, self._joins = (), {}  # last: after Ctrl-C another call does the rest
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options and the sender's address."""
         return {**super().__getstate__(), "_actors": (), "_joins": {}}
 
 
@@ -174,7 +164,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     sender_driven = True
 
     def init_on_sender(self, model_id: str = "module", context: Any = None, **given: Any) -> None:
-        """As ``RayWeightSyncScheme.init_on_sender``; ValueError: neither the transform nor its actors were given."""
+        """ValueError: neither the transform nor its actors were given."""
         if given.get("actors") is None and not hasattr(context, "actors"):  # the class is the user's
             raise ValueError("RayModuleTransformScheme needs context=<the RayModuleTransform>, or actors=[…]")
         super().init_on_sender(model_id, context, **given)

@@ -40,13 +40,11 @@ class RpcRendezvous(SocketRendezvous):
         self._trainer = trainer
 
     def pickled(self, address: Address) -> str:
-        """Return a name, for which workers are given the address."""
         name = secrets.token_hex(16)
         _addresses[name] = address
         return name
 
     def addresses(self, pickled: Any, model_id: str, worker: int, deadline: float | None) -> Iterator[Address]:
-        """Ask the trainer for the address."""
         left = remaining(deadline)
         timeout = _NO_TIMEOUT if left is None else max(left, 0.001)
         try:
@@ -84,5 +82,4 @@ class RPCWeightSyncScheme(GroupScheme):
         self.trainer = trainer
 
     def create_rendezvous(self) -> RpcRendezvous:
-        """Return how workers find the sender."""
         return RpcRendezvous(self.host, self.trainer)

@@ -107,10 +107,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         cached_weights: TensorDictBase | None = None,
         **given: Any,
     ) -> None:
-        """Set up the trainer's end, as ``WeightSyncScheme.init_on_sender`` does.
-
-        ``cached_weights``, also of the context, is the older API's way to ``register_shared_weights``.
-        """
+        """``cached_weights``, also of the context, is the older API's way to ``register_shared_weights``."""
         cached_weights = getattr(context, "cached_weights", None) if cached_weights is None else cached_weights
         if cached_weights is not None and self._registered.get(model_id) is not cached_weights:
             self.register_shared_weights(model_id, cached_weights)
@@ -121,7 +118,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             self.sender.on_published = lambda update: own.repoint(update.buffer)
 
     def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
-        """Return what the sender reads: its model or weights, or the registered buffers."""
         registered = self._registered.get(model_id)
         if not self.auto_register and registered is None:
             options["undefined"] = (
@@ -133,19 +129,14 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     @property
     def weights(self) -> Any:
-        """This end's weights, live; on a sender that was given none, those that it has published.
-
-        None where workers have different ones: ``shared_transport.unique_weights`` are all of them.
-        """
+        """This end's weights, live; on a sender that was given none, those that it has published for all workers."""
         own = super().weights
         published = SharedMemTransport(self).unique_weights if own is None and self.is_sender else []
         return self.strategy.extract_weights(published[0]) if len(published) == 1 else own
 
     @property
     def acknowledges(self) -> bool:
-        """Whether a finished ``send`` means that every worker has acknowledged the update."""
         return self.acknowledge == "installed" and super().acknowledges
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options and the sender's address: registered weights stay with the sender."""
         return {**super().__getstate__(), "_registered": {}}

@@ -48,7 +48,6 @@ class BlockingMedium(Medium):
         """End what runs in other threads; called once, by a thread."""
 
     def close(self) -> None:
-        """End the waits for calls, and the calls themselves."""
         if not self._closed.is_set():
             self._closed.set()
             self._start("medium-close", self._release)

@@ -40,11 +40,9 @@ class MPTransport(TransportBackend):
         self._closed = False
 
     def send_weights(self, weights: Any) -> None:
-        """Put a copy of ``weights`` (a module, a TensorDict, a state dict); wait for the acknowledgement, if any.
+        """Put a copy of ``weights``; wait for the acknowledgement, if any.
 
-        Raises:
-            SyncTimeout: none came in time.
-            WorkerFailed: the worker could not apply them; carries its traceback.
+        SyncTimeout: none came in time. WorkerFailed: the worker could not apply them; carries its traceback.
         """
         given = snapshot(weights)
         require_whole(given.tensors, given.tensors.values())
@@ -61,7 +59,6 @@ class MPTransport(TransportBackend):
             raise WorkerFailed(f"the worker could not apply the weights:\n{error}")
 
     def receive_weights(self, timeout: float | None = None, **into: Any) -> Any | None:
-        """Return the next weights, as in ``TransportBackend``; ConnectionError: ``close`` was called."""
         try:
             number, received = self._get(self._weights, deadline_in(timeout))
         except queue.Empty:

@@ -37,11 +37,8 @@ _formatted: WeakKeyDictionary[Buffer, Any] = WeakKeyDictionary()  # one object f
 class TransportMedium(BlockingMedium):
     """One end of a connection whose weights a ``TransportBackend`` carries.
 
-    Args:
-        create: returns one end of the transport. Called in the thread of the set-up, before that.
-        strategy: the format of weights that the transport is given.
-        worker: the worker's index.
-        timeout: of the scheme, in seconds; None for no limit.
+    ``create`` returns one end of the transport; it is called in the thread of the set-up. ``strategy`` is the format of
+    weights that the transport is given, ``worker`` the worker's index, ``timeout`` the scheme's.
     """
 
     def __init__(
@@ -60,7 +57,6 @@ class TransportMedium(BlockingMedium):
 
     @property
     def waits_for_close(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether a method of the transport has not returned."""
         return bool(self._running)
 
     # --- the trainer's end ---
@@ -94,7 +90,6 @@ class TransportMedium(BlockingMedium):
     # --- the worker's end ---
 
     async def receive(self, link: Link, offer: Offer, into: Buffer) -> None:
-        """Call ``receive_weights`` until it has returned the weights with the checksum of the offer."""
         options = {"worker_idx": self._worker, "strategy": self._strategy}
         await self._set_up(link, lambda made: made.setup_connection_and_weights_on_receiver(**options))
         deadline = deadline_in(None if self._timeout is None else _SHARE * self._timeout)
@@ -190,16 +185,13 @@ class TransportMedium(BlockingMedium):
         set_up(self._transport)
 
     def on_side(self, data: bytes) -> None:
-        """The other end could not be set up: end the connection."""
         raise ConnectionError(data.decode(errors="replace"))
 
     def on_sent(self, version: int, error: str) -> None:
-        """``send_weights`` has returned, or has failed."""
         self._sent = Sent(version, error)
         self._news.set()
 
     def close(self) -> None:
-        """End this end; a thread calls the transport's own ``close``."""
         super().close()
         self._news.set()
 
