@@ -3,9 +3,8 @@
     trainer   init_on_sender ─→ (pickled to the workers) ─→ connect ─→ send, send, … ─→ shutdown
     worker    init_on_receiver ─→ connect ─→ updates arrive, between two forwards ─→ shutdown
 
-A scheme puts an end together from its parts, and hands each call on: to the ``Sender`` (``sender.py``) with an outlet,
-or to the ``Receiver`` (``receiver.py``) with an inbox. A backend is a subclass that names what differs: a transport or
-a medium, a rendezvous, an outlet (``make_…``, ``create_…``).
+A scheme hands each call on: to the ``Sender`` (``sender.py``) with an outlet, or to the ``Receiver`` (``receiver.py``)
+with an inbox. A backend is a subclass that names what differs (``make_…``, ``create_…``).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from wsync.receiver import Receiver
 from wsync.registry import load_backend
 from wsync.sender import Sender
 from wsync.transforms.chain import Transform, compose, delta_of
-from wsync.transport import SchemeTransport, TransportBackend, require_transport
+from wsync.transport import SchemeTransport, TransportBackend
 from wsync.update import Connection, Outlet, SyncReport
 from wsync.weights.source import DeviceMap, Source, extracted
 from wsync.weights.strategy import Format, WeightStrategy
@@ -147,8 +146,8 @@ class WeightSyncScheme:
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
         """Return a new transport to (or in) worker ``worker_idx``. Called once per connection, at either end.
 
-        A backend of one's own overrides it. In the base class, whose weights need no transport, it returns the scheme's
-        own way to a worker, or (None) to all. The older API gives a pipe or a context: see ``wsync.legacy``.
+        A backend of one's own overrides it. Here it returns the scheme's own way to a worker, or (None) to all. The
+        older API gives a pipe or a context.
         """
         return legacy.transport_to(self, worker_idx)
 
@@ -160,12 +159,7 @@ class WeightSyncScheme:
         """Return what carries the weights of one connection, at either end, where the arena does not."""
         if type(self).create_transport is WeightSyncScheme.create_transport:
             return Medium()
-        scheme = weakref.proxy(self)  # a scheme that is dropped is closed
-
-        def create() -> TransportBackend:
-            return require_transport(scheme.create_transport(worker_idx))
-
-        return TransportMedium(create, self.strategy, worker_idx, self.timeout)
+        return TransportMedium(weakref.proxy(self), worker_idx)  # a scheme that is dropped is closed
 
     def make_outlet(self, model_id: str, num_workers: int) -> Outlet:
         """Return what the sender publishes to: by default workers that connect."""
@@ -230,7 +224,7 @@ class WeightSyncScheme:
         params_map: Mapping[int, Any] | None = None,
         pipes: Sequence[Any] | None = None,
     ) -> None:
-        """Set up the trainer's end. No weights are sent or copied; with ``pipes``, workers are sent the address.
+        """Set up the trainer's end. No weights are sent or copied.
 
         Args:
             model_id: the model's name, and its dotted path in ``context``.
@@ -238,12 +232,11 @@ class WeightSyncScheme:
             model: the model; read again by each ``send()`` without arguments.
             weights: the weights themselves, instead of a model; likewise read again.
             devices: one per worker; only their number is used.
-            device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker, on any device. The
-                thread that calls ``send`` or ``connect`` calls it for each worker of the update.
-            num_workers: by default the number of ``devices``, ``params_map``, ``pipes``, the context's workers, or
-                what an option of the backend implies; else 1.
+            device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker, on any device.
+                Called for each worker of an update, by the thread that sends it.
+            num_workers: by default the number of the other arguments that have one per worker; else 1.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
-            pipes: one to each worker: see ``wsync.legacy``.
+            pipes: of the older API, one to each worker, which is sent the sender's address.
 
         Raises:
             RuntimeError: the scheme is initialised already.
@@ -302,10 +295,9 @@ class WeightSyncScheme:
         Args:
             model_id: the model's name, and its dotted path in ``context``.
             context: an object that has the model. Its ``cascade_weights(model_id)``, or else
-                ``update_policy_weights_(weights=, model_id=)`` with a copy, is called when an update (of several, the
-                newest) is installed and not yet acknowledged: outside the gate, in a thread of its own.
-            model: the model itself, or a mapping of tensors into which weights are copied. A module in memory shared
-                with another process is first given memory of its own.
+                ``update_policy_weights_(weights=, model_id=)`` with a copy, is called when the newest update is
+                installed and not yet acknowledged: outside the gate, in a thread of its own.
+            model: the model itself, or a mapping of tensors into which weights are copied.
             load: for an inference engine: called inside the gate with an iterator over the ``(name, tensor)`` pairs of
                 a version, which are valid during the call. ``model`` is then optional.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
@@ -314,7 +306,7 @@ class WeightSyncScheme:
             RuntimeError: initialised already; or the scheme has no sender's address and no torch store with one.
             LookupError, TypeError: the context has no such model.
             ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
-                of its own, and ``send`` awaits no acknowledgements (``published``, pull mode, ``store``).
+                of its own, and ``send`` awaits no acknowledgements.
         """
         if self._sender is not None and self._inherited:  # a forked worker has the trainer's end, too
             self._sender = self.model_id = None
@@ -331,18 +323,17 @@ class WeightSyncScheme:
                 f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
                 "acknowledgements: use initiator='sender', with shared_mem also acknowledge='installed', not a store"
             )
-        receiver = self._make_receiver(model_id, model, pass_on, load=load)
+        receiver = self._make_receiver(model_id, model, pass_on, load)
         receiver.connection = self.make_connection(model_id, receiver)
         self._receiver, self.model_id, self.context, self.model = receiver, model_id, context, model
         self._index = worker_idx
 
     def _make_receiver(
-        self, model_id: str, model: Any, pass_on: Callable[[], object] | None = None, **options: Any
+        self, model_id: str, model: Any, pass_on: Callable[[], object] | None = None, load: Load | None = None
     ) -> Receiver:
-        transform = compose(self.receive_transform, "receive_transform")
         return Receiver(
             model_id,
-            Destination(model, transform=transform, **options),
+            Destination(model, load=load, transform=compose(self.receive_transform, "receive_transform")),
             self.strategy,
             bind=self.bind,
             on_request=self.initiator == "receiver",
@@ -355,9 +346,8 @@ class WeightSyncScheme:
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process: an update is installed before ``send`` returns.
 
-        If ``source`` is given, its weights are installed in ``model`` at once, and ``send()`` reads it again; else
-        ``send`` has to be given weights. RuntimeError: the scheme is initialised. LayoutMismatch: the source does not
-        fit the model.
+        The weights of ``source`` are installed in ``model`` at once, and ``send()`` reads it again. LayoutMismatch: it
+        does not fit the model. RuntimeError: the scheme is initialised.
         """
         self._require_uninitialised()
         receiver = self._make_receiver(model_id, model)
@@ -384,15 +374,15 @@ class WeightSyncScheme:
         Args:
             worker_idx: on a receiver, this worker's index.
             weights: on the sender, first weights instead of the model's.
-            processes: on the sender, the workers' processes, so that one that ends before it has connected is an error
-                at once, with its exit code. ``docs/lifecycle.md`` has the forms: ``[process, …]``, ``{worker: …}``.
+            processes: on the sender, the workers' processes, ``[process, …]`` or ``{worker: …}``: one that ends before
+                it has connected is then an error at once, with its exit code.
 
         Raises:
             NotConnected: not initialised; or the sender is gone, or rejected this worker.
             SyncTimeout: a worker did not connect or install the first weights in time; or the sender did not answer.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch, WeightSyncError: the weights do not fit a model, it raised an error, or the memory is full.
-            TypeError, ValueError: a wrong form of ``processes``; no ``worker_idx``; an argument of the other end.
+            TypeError, ValueError: a wrong argument.
             RuntimeError: on a receiver that is connected already, or inside the gate.
         """
         self._require_not_forked()
@@ -422,11 +412,7 @@ class WeightSyncScheme:
         """On the sender: wait for the process that takes the place of a worker, and until it has the newest update.
 
         It may connect at any time once the former worker has ended; one that is connected still is disconnected.
-        ``timeout``: seconds, None for the scheme's.
-
-        Raises:
-            SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
-            TypeError, ValueError: ``process`` has a wrong form, see ``connect``; or there is no such worker.
+        ``timeout``: seconds, None for the scheme's. It raises as ``connect`` does.
         """
         self._as_sender("readmit").readmit(worker_idx, process, timeout)
 
@@ -441,8 +427,7 @@ class WeightSyncScheme:
     ) -> SyncReport | None:
         """Deliver an update. When this returns, every forward that starts later in a worker uses it, or a newer one.
 
-        With ``sync=False`` it does not wait. With ``initiator="receiver"`` it only makes the version available; the
-        backend ``store`` writes it to a file.
+        With ``sync=False`` it does not wait. With ``initiator="receiver"`` it only makes the version available.
 
         Args:
             weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads what was given at init.
@@ -476,9 +461,8 @@ class WeightSyncScheme:
         """Wait for a version newer than the last one returned; at first, newer than the one ``connect`` delivered.
 
         Returns:
-            The model's weights, of one version, not copied: a later update may be written into the same memory. With
-            ``load=`` and no model, the version number. None after ``timeout`` seconds, and when the sender has shut
-            down (``finished`` is then true) or this end has.
+            The model's weights, of one version, not copied; with ``load=`` and no model, the version number. None after
+            ``timeout`` seconds, and when the sender has shut down (``finished`` is then true) or this end has.
 
         Raises:
             NotConnected: the sender died, or has disconnected this worker; or an earlier call has told a shutdown.
@@ -490,13 +474,13 @@ class WeightSyncScheme:
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
-        It waits at most ``timeout`` seconds: with ``initiator="receiver"`` for that version, with ``"sender"`` only if
-        none has arrived yet. The wait for a running forward, or for a store, is not limited.
+        It waits at most ``timeout`` seconds for that version. The wait for a running forward, or for a store, is not
+        limited.
 
         Raises:
             NotConnected: before ``connect``; or the connection is lost, and the last version was returned already.
             SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
-            WeightSyncError: the newest version failed to install, or send_weights raised; or a store is unreadable.
+            WeightSyncError: the newest version failed to install or to be sent; or a store is unreadable.
             RuntimeError: called inside a forward, or ``wsync.gate()``.
         """
         return self._as_receiver("pull").pull(timeout)
@@ -517,10 +501,9 @@ class WeightSyncScheme:
     def prepare_weights(
         self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
     ) -> Any:
-        """Return ``weights`` in the strategy's format, before ``device_map_fn`` and ``send_transform`` are applied.
+        """Return ``weights`` (``{worker: weights}`` where they differ) in the strategy's format, before any transform.
 
-        ``{worker: weights}`` where workers have different ones. Nothing is sent, and nothing is changed. NotConnected:
-        no weights were given, and there is no model to take them from.
+        Nothing is sent or changed. NotConnected: no weights were given, and there is no model to take them from.
         """
         if weights is None and context is not None:
             weights = find_model(context, model_id)
@@ -556,11 +539,11 @@ class WeightSyncScheme:
         self.connect(worker_idx=worker_idx, weights=weights)
 
     def create_sender(self) -> legacy.WeightSender:
-        """Return the scheme's sender; may come before ``init_on_sender``."""
+        """Return the scheme's sender, also before ``init_on_sender``."""
         return legacy.WeightSender(self)
 
     def create_receiver(self) -> legacy.WeightReceiver:
-        """Return the scheme's receiver; may come before ``init_on_worker``."""
+        """Return the scheme's receiver, also before ``init_on_worker``."""
         return legacy.WeightReceiver(self)
 
     def get_sender(self) -> legacy.WeightSender:
@@ -583,7 +566,7 @@ class WeightSyncScheme:
 
     @classmethod
     def from_backend(cls, name: str, **options: Any) -> WeightSyncScheme:
-        """Return the scheme of the backend ``name`` (``wsync.registry``); ``ValueError`` lists those that there are."""
+        """Return a scheme of the backend ``name``; ``ValueError`` lists those that there are."""
         return load_backend(name)(**options)
 
     @property
@@ -599,8 +582,7 @@ class WeightSyncScheme:
     def _require_uninitialised(self) -> None:
         if self.model_id is not None:
             where = "sender" if self._sender is not None else "receiver"
-            fork = ", in the parent of this forked process" if self._inherited else ""
-            raise RuntimeError(f"this scheme is already initialised on the {where}{fork}, for model '{self.model_id}'")
+            raise RuntimeError(f"this scheme is already initialised on the {where}, for model '{self.model_id}'")
 
     def _as_sender(self, call: str) -> Sender:
         self._require_not_forked()
@@ -651,7 +633,7 @@ class WeightSyncScheme:
 
     @property
     def version(self) -> int:
-        """On a sender the newest number used (see ``continue_from``), on a receiver the model's; 0 before the first."""
+        """On a sender the newest number used, on a receiver the model's; 0 before the first."""
         end = self._sender or self._receiver
         return 0 if end is None else end.version
 
@@ -703,9 +685,9 @@ class WeightSyncScheme:
 def _pass_on_of(context: object, model_id: str, model: object, strategy: WeightStrategy) -> Callable[[], object] | None:
     """Return what passes an update of ``model`` on to workers of ``context``; None if that has no method for it."""
     cascade: Callable[[str], object] | None = getattr(context, "cascade_weights", None)
+    update: Callable[..., object] | None = getattr(context, "update_policy_weights_", None)
     if cascade is not None:
         return lambda: cascade(model_id)
-    update: Callable[..., object] | None = getattr(context, "update_policy_weights_", None)
     if update is None:
         return None
     if model is None:

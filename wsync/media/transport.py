@@ -23,7 +23,7 @@ from wsync.control.wire import MAX_TEXT, Link, Offer, Sent, Side
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import WeightSyncError
 from wsync.media.blocking import BlockingMedium
-from wsync.transport import TransportBackend
+from wsync.transport import TransportBackend, require_transport
 from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import Snapshot, snapshot
 from wsync.weights.strategy import WeightStrategy
@@ -37,19 +37,16 @@ _formatted: WeakKeyDictionary[Buffer, Any] = WeakKeyDictionary()  # one object f
 class TransportMedium(BlockingMedium):
     """One end of a connection whose weights a ``TransportBackend`` carries.
 
-    ``create`` returns one end of the transport; it is called in the thread of the set-up. ``strategy`` is the format of
-    weights that the transport is given, ``worker`` the worker's index, ``timeout`` the scheme's.
+    ``scheme`` makes the transport, in the thread of the set-up, and has the format of its weights and the timeout.
     """
 
-    def __init__(
-        self, create: Callable[[], TransportBackend], strategy: WeightStrategy, worker: int, timeout: float | None
-    ) -> None:
+    def __init__(self, scheme: Any, worker: int) -> None:
         super().__init__()
-        self._create = create
+        self._scheme = scheme
         self._transport: Any = None  # a ``TransportBackend``, once it is made
-        self._strategy = strategy
+        self._strategy: WeightStrategy = scheme.strategy
         self._worker = worker
-        self._timeout = timeout
+        self._timeout: float | None = scheme.timeout
         self._is_set_up = False
         self._sent = Sent(0)  # the newest such message
         self._receiving: asyncio.Future[Any] | None = None  # a call of ``receive_weights`` that was not used yet
@@ -179,7 +176,7 @@ class TransportMedium(BlockingMedium):
             raise
 
     def _make_and_set_up(self, set_up: Callable[[TransportBackend], Any]) -> None:
-        self._transport = self._create()
+        self._transport = require_transport(self._scheme.create_transport(self._worker))
         if self._closed.is_set():  # meanwhile: nobody else closes it
             self._release()
         set_up(self._transport)
