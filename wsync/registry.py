@@ -1,10 +1,14 @@
-"""The names of backends: the built-in ones, those of ``register_backend``, and entry points ``wsync.backends``."""
+"""What backends there are, by name, and the options that their schemes have."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Literal, TypedDict
+
+from wsync.transforms.chain import Transform
 
 _BACKENDS = {
     "shared_mem": "wsync.backends.shared_mem:SharedMemWeightSyncScheme",
@@ -62,3 +66,31 @@ def load_backend(name: str) -> Any:
     if not isinstance(found, type) or not any(one.__name__ == "WeightSyncScheme" for one in found.__mro__):
         raise TypeError(f"backend '{name}' is registered as '{registered}', which is no subclass of WeightSyncScheme")
     return found
+
+
+class SchemeOptions(TypedDict, total=False):
+    """What a scheme's ``__init__`` hands on to ``WeightSyncScheme``: ``**options: Unpack[SchemeOptions]``."""
+
+    timeout: float | None
+    bind: bool
+    send_transform: Transform | Sequence[Transform] | None
+    receive_transform: Transform | Sequence[Transform] | None
+    initiator: Literal["sender", "receiver"]
+    max_staleness: int | None
+
+
+def full_signature(scheme: type) -> inspect.Signature:
+    """Return the signature of ``scheme``, which ``help`` shows, and from which configs are made.
+
+    ``**options: Unpack[SchemeOptions]`` stands for those, any other ``**options`` for all arguments of the next class.
+    """
+    classes = [one for one in scheme.__mro__ if "__init__" in vars(one)]
+    own = list(inspect.signature(classes[0].__init__).parameters.values())[1:]
+    if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return inspect.Signature(own)
+    options, known = own.pop(), {parameter.name for parameter in own}
+    for name, parameter in full_signature(classes[1]).parameters.items():
+        handed_on = "SchemeOptions" not in str(options.annotation) or name in SchemeOptions.__annotations__
+        if handed_on and name not in known:
+            own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    return inspect.Signature(own)

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from copy import deepcopy
 from functools import partial
 from multiprocessing import util
+from numbers import Integral
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -34,22 +35,21 @@ from wsync.gate import process_gate, without_forward
 from wsync.inbox import InProcess, WorkerConnection
 from wsync.media.transport import TransportMedium
 from wsync.metrics import SyncMetrics
-from wsync.options import agreed_count, full_signature
 from wsync.paths import CollectorContext, find_model, find_or_none
 from wsync.receiver import Receiver
-from wsync.registry import load_backend
+from wsync.registry import full_signature, load_backend
 from wsync.sender import Sender
 from wsync.transforms.chain import Transform, compose, delta_of
 from wsync.transport import SchemeTransport, TransportBackend
 from wsync.update import Connection, Outlet, SyncReport
-from wsync.weights.source import DeviceMap, Source, extracted
+from wsync.weights.source import DeviceMap, Source, extracted, per_worker
 from wsync.weights.strategy import Format, WeightStrategy
 from wsync.weights.targets import Destination, Load
 from wsync.workers import Workers
 
 
 class WeightSyncScheme:
-    """Carries one model's weights from a trainer to its workers. Any thread may call the methods.
+    """Carries one model's weights from a trainer to its workers. Any thread may call its methods.
 
     Args:
         strategy: the format of weights that are returned and that a transport is given, ``"tensordict"`` or
@@ -144,15 +144,14 @@ class WeightSyncScheme:
     # --- what a backend overrides ---
 
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
-        """Return a new transport to (or in) worker ``worker_idx``. Called once per connection, at either end.
+        """Return a new transport to (or in) worker ``worker_idx``. A backend of one's own overrides it.
 
-        A backend of one's own overrides it. Here it returns the scheme's own way to a worker, or (None) to all. The
-        older API gives a pipe or a context.
+        Called once per connection, at either end. Here it returns the scheme's own way to a worker, or (None) to all.
         """
         return legacy.transport_to(self, worker_idx)
 
     def create_rendezvous(self) -> Rendezvous:
-        """Return how workers find the sender; by default by the address in the pickled scheme, on one machine."""
+        """Return how workers find the sender: here by the address in the pickled scheme, on one machine."""
         return SocketRendezvous()
 
     def make_medium(self, worker_idx: int) -> Medium:
@@ -162,7 +161,7 @@ class WeightSyncScheme:
         return TransportMedium(weakref.proxy(self), worker_idx)  # a scheme that is dropped is closed
 
     def make_outlet(self, model_id: str, num_workers: int) -> Outlet:
-        """Return what the sender publishes to: by default workers that connect."""
+        """Return what the sender publishes to: here workers that connect."""
         rendezvous, scheme = self.create_rendezvous(), weakref.proxy(self)  # a scheme that is dropped is closed
         listener = Listener(rendezvous.key(), "weights", model_id, rendezvous.host)
         self._listening = listener.address
@@ -179,7 +178,7 @@ class WeightSyncScheme:
         )
 
     def make_connection(self, model_id: str, receiver: Receiver) -> Connection:
-        """Return a receiver's way to its updates: by default a connection to the sender."""
+        """Return a receiver's way to its updates: here a connection to the sender."""
         rendezvous = self.create_rendezvous()
         if self._address is None and not rendezvous.can_look_up():
             raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
@@ -251,8 +250,8 @@ class WeightSyncScheme:
             model = find_or_none(context, model_id)
         pipes = legacy.pipes_of(self, context, pipes)
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        count_by_option = {**self.implied_worker_counts(), **({"pipes": len(pipes)} if pipes else {})}
-        count = agreed_count(num_workers, devices, params_map, workers, count_by_option)
+        counts = {"num_workers": num_workers, "pipes": len(pipes) or None, **self.implied_worker_counts()}
+        count = _agreed_count(counts, devices, params_map, [worker.worker_idx for worker in workers])
         source = self.make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
         outlet = self.make_outlet(model_id, count)
         self._begin_sending(model_id, outlet, source, count)
@@ -305,8 +304,8 @@ class WeightSyncScheme:
         Raises:
             RuntimeError: initialised already; or the scheme has no sender's address and no torch store with one.
             LookupError, TypeError: the context has no such model.
-            ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
-                of its own, and ``send`` awaits no acknowledgements.
+            ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or the context passes
+                updates on, but ``send`` awaits no acknowledgements.
         """
         if self._sender is not None and self._inherited:  # a forked worker has the trainer's end, too
             self._sender = self.model_id = None
@@ -320,8 +319,8 @@ class WeightSyncScheme:
         pass_on = _pass_on_of(context, model_id, model, self.strategy)
         if pass_on is not None and not self.acknowledges:
             raise ValueError(
-                f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
-                "acknowledgements: use initiator='sender', with shared_mem also acknowledge='installed', not a store"
+                f"the context of '{model_id}' passes updates on, so a finished send needs acknowledgements: use "
+                "initiator='sender', with shared_mem also acknowledge='installed', not a store"
             )
         receiver = self._make_receiver(model_id, model, pass_on, load)
         receiver.connection = self.make_connection(model_id, receiver)
@@ -516,8 +515,8 @@ class WeightSyncScheme:
     def shutdown(self) -> None:
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
 
-        Updates sent without waiting may be lost: call ``wait_async`` first. A call in another thread ends with an
-        error; in a worker, ``receive`` returns None. RuntimeError: inside the gate, in a worker.
+        Updates sent without waiting may be lost: call ``wait_async`` first. A call in another thread ends.
+        RuntimeError: inside the gate, in a worker.
         """
         if self._receiver is not None and process_gate().held_here:
             raise RuntimeError("call shutdown() outside any forward and any wsync.gate() block")
@@ -535,7 +534,6 @@ class WeightSyncScheme:
     init_on_worker = legacy.init_on_worker
 
     def synchronize_weights(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """``connect``, under its older name."""
         self.connect(worker_idx=worker_idx, weights=weights)
 
     def create_sender(self) -> legacy.WeightSender:
@@ -680,6 +678,33 @@ class WeightSyncScheme:
     def sender(self) -> Sender:
         """The send path; used by ``wsync.synchronize`` (``transaction.py``)."""
         return self._as_sender("sender")
+
+
+def _agreed_count(
+    counts: Mapping[str, int | None],
+    devices: Sequence[Any] | None,
+    params_map: Mapping[int, Any] | None,
+    of_context: Sequence[int],
+) -> int:
+    """Return the number of workers on which the arguments of ``init_on_sender`` agree; 1 if none says it."""
+    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sequence)):
+        raise TypeError(f"devices is a list, one for each worker, not {devices!r}")
+    lists = {"devices": devices, "params_map": params_map, "the context's workers": of_context or None}
+    every = {**counts, **{name: len(entries) for name, entries in lists.items() if entries is not None}}
+    given = {name: count for name, count in every.items() if count is not None}
+    for name, count in given.items():
+        if not isinstance(count, Integral) or count < 1:
+            raise (ValueError if isinstance(count, Integral) else TypeError)(
+                f"{name} is a whole number, at least 1, not {count!r}"
+            )
+    if len(set(given.values())) > 1:
+        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in given.items()))
+    count = int(next(iter(given.values()), 1))
+    by_map = per_worker(params_map) or {} if params_map is not None else None
+    for name, indices in {"params_map": by_map, "the context": of_context or None}.items():
+        if indices is not None and sorted(indices) != [*range(count)]:
+            raise ValueError(f"{name} is for workers 0 to {count - 1}, not for {[*(params_map or indices)]}")
+    return count
 
 
 def _pass_on_of(context: object, model_id: str, model: object, strategy: WeightStrategy) -> Callable[[], object] | None:

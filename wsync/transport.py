@@ -10,8 +10,8 @@ the two set-up methods), and a scheme that returns it from ``create_transport``:
             return MyTransport(self.folder, worker_idx)
 
 The scheme handles versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates. A transport may
-have a ``close()`` as well, which releases its resources, and makes a call that blocks in another thread end. It is
-called when the worker has gone, at a deadline, at shutdown, and after a set-up that failed.
+have a ``close()``, which makes a call that blocks in another thread end. It is called when the worker has gone, at a
+deadline, at shutdown, and after a set-up that failed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 class TransportBackend(Protocol):
     """Moves the weights of one model between a sender and one worker.
 
-    ``scheme.create_transport(worker_idx)`` makes one at each end, for each connection of a worker that does not use
-    shared memory. Threads of the library call it, one call at a time. It stores no model and no strategy: the
-    receiver's methods are given those to use. Under a scheme, ``model`` and the set-up's ``weights`` are always None.
+    ``scheme.create_transport(worker_idx)`` makes one at each end of each connection. Threads of the library call it,
+    one call at a time. It stores no model and no strategy: the receiver's methods are given those to use. Under a
+    scheme, ``model`` and the set-up's ``weights`` are None.
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
@@ -138,22 +138,18 @@ class SchemeTransport(TransportBackend):
         self._worker_ids = worker_ids
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Connect to all workers of the scheme, unless that has been done."""
         self._scheme.create_sender().connect()
 
     def send_weights(self, weights: Any = None) -> None:
-        """Deliver ``weights`` (None: the model's), as ``WeightSyncScheme.send`` does."""
         self._scheme.create_sender().send(weights, self._worker_ids)
 
     def setup_connection_and_weights_on_receiver(self, *, worker_idx: int | None = None, **into: Any) -> Any | None:
-        """Connect; return the first weights, if the sender has any."""
         self._scheme.connect(worker_idx=worker_idx)
         if not self._scheme.version:
             return None
         return process_gate().call_model(self._scheme.model, self._copy_to, (), into)
 
     def receive_weights(self, timeout: float | None = None, **into: Any) -> Any | None:
-        """Return the next version, installed in the scheme's model; also applied to ``weights`` and ``model``."""
         if not self._scheme.sends_weights:
             return None
         return self._scheme._as_receiver("receive_weights").receive(timeout, partial(self._copy_to, **into))

@@ -9,7 +9,7 @@ import torch
 from wsync.control.rendezvous import Rendezvous
 from wsync.errors import NotConnected
 from wsync.media.cuda import CudaMedium, with_index
-from wsync.options import SchemeOptions
+from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
 

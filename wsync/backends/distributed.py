@@ -10,7 +10,7 @@ from torch.distributed import Store, is_nccl_available  # pyright: ignore[report
 from wsync.control.rendezvous import TorchStoreRendezvous
 from wsync.media.cuda import with_index
 from wsync.media.group import INLINE_BYTES, GroupMedium
-from wsync.options import SchemeOptions
+from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.transport import SchemeTransport
 from wsync.weights.strategy import Format
@@ -21,12 +21,7 @@ class DistributedTransport(SchemeTransport):
 
 
 class GroupScheme(WeightSyncScheme):
-    """Base of the schemes whose weights go through shared memory, small messages, and process groups.
-
-    Args:
-        backend, host, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
-        strategy, sync, options: as in ``WeightSyncScheme``.
-    """
+    """Base of the schemes whose weights go through shared memory, small messages, and process groups."""
 
     transport_class = DistributedTransport
 

@@ -1,4 +1,4 @@
-"""Multiprocess: every worker has a copy of its own, made from the slot of shared memory that all updates go through."""
+"""Multiprocess: every worker has a copy of its own, made from the shared memory that all updates go through."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from wsync.control.session import Medium
 from wsync.media.queues import MPTransport, WeightQueue
-from wsync.options import SchemeOptions
+from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.transport import TransportBackend
 from wsync.weights.strategy import Format
@@ -15,8 +15,7 @@ from wsync.weights.strategy import Format
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization by copies, for workers on the trainer's machine with memory of their own.
 
-    Args:
-        strategy, sync, options: as in ``WeightSyncScheme``; ``bind`` has no effect.
+    It takes the options of ``WeightSyncScheme``; ``bind`` has no effect.
     """
 
     name = "multiprocess"

@@ -1,8 +1,6 @@
-"""Ray: actors coordinate; shared memory carries on one machine, ``torch.distributed`` between several.
+"""Ray: the sender has actors join by a call through Ray; updates then travel as by ``distributed``.
 
-The sender drives both ends of any actor that it is given: it has the actor join by a call through Ray. Updates are then
-announced over a connection of their own, and installed beside whatever the actor does. A Ray call for each update would
-queue behind a rollout, or need a concurrency group that the actor's class declares.
+A Ray call for each update would queue behind a rollout, or need a concurrency group that the actor's class declares.
 """
 
 from __future__ import annotations
@@ -32,9 +30,8 @@ _joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sen
 class RayWeightSyncScheme(GroupScheme):
     """Weight synchronization to Ray actors.
 
-    Given actors (``init_on_sender(..., actors=[…])``), the sender alone drives both ends: ``connect()`` has each actor
-    find the model in itself, at the path ``model_id``, and join. Otherwise each actor calls ``init_on_receiver`` and
-    ``connect`` on the scheme that it was sent.
+    Given ``actors``, the sender alone drives both ends: ``connect()`` has each actor find the model in itself, at the
+    path ``model_id``, and join. Otherwise each actor calls ``init_on_receiver`` and ``connect``.
 
     Args:
         backend, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
@@ -48,7 +45,7 @@ class RayWeightSyncScheme(GroupScheme):
 
     _actors: Sequence[ActorHandle] = ()  # that the sender has join, by worker
     _joins: Mapping[int, ObjectRef] = {}  # by worker, the last call to join
-    _ray: tuple[str, str] | None = None  # the connection to Ray that the actors belong to
+    _job = ""  # the one of Ray's that the actors belong to
 
     def create_rendezvous(self) -> SocketRendezvous:
         if self.host != "node":
@@ -70,11 +67,9 @@ class RayWeightSyncScheme(GroupScheme):
         NotConnected: Ray is not initialised.
         """
         self._require_uninitialised()
-        self._ray = _connection()
-        if self._ray is None:
-            raise NotConnected(
-                "Ray is not initialised: call ray.init(), or ray.init(address=…), before init_on_sender()"
-            )
+        self._job = _job()
+        if not self._job:
+            raise NotConnected("Ray is not initialised: call ray.init(…) before init_on_sender()")
         self._actors, self._joins = [*(getattr(context, "actors", ()) if actors is None else actors)], {}
         super().init_on_sender(model_id, context, **given)
 
@@ -120,11 +115,8 @@ class RayWeightSyncScheme(GroupScheme):
         import ray
 
         sender = self.sender
-        if self._ray != _connection():  # a call would start another Ray
-            raise NotConnected(
-                f"ray.shutdown() was called, and has ended the connection to the {len(self._actors)} actor(s) of this "
-                "scheme: give new actors to a new scheme"
-            )
+        if self._job != _job():  # a call would start another Ray
+            raise NotConnected("ray.shutdown() was called: the actors of this scheme are gone")
         for worker in workers:
             if worker in self._joins and not ray.wait([self._joins[worker]], timeout=0)[0]:
                 continue
@@ -138,14 +130,14 @@ class RayWeightSyncScheme(GroupScheme):
     def shutdown(self) -> None:
         """Release everything, also in the actors that the sender had join."""
         actors = () if self._inherited else self._actors  # they are the parent's
-        key = _key(self) if actors and self._address is not None else ""
+        key = self._address.unix if actors and self._address is not None else ""
         super().shutdown()
-        if actors and self._ray == _connection():
+        if actors and self._job == _job():
             import ray
 
             calls: list[Any] = [one.__ray_call__.remote(_leave, key, worker) for worker, one in enumerate(actors)]
             ray.wait(calls, num_returns=len(calls), timeout=_GRACE)
-        self._actors, self._joins = (), {}  # last: after Ctrl-C another call does the rest
+        self._actors, self._joins = (), {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_actors": (), "_joins": {}}
@@ -155,8 +147,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     """Weight synchronization to a module inside a ``RayModuleTransform``, an environment transform in a Ray actor.
 
     The sender drives both ends: it is initialised with the transform (``context=transform``) or its actors, and
-    ``connect()`` is called on the sender alone. A collector that is given the scheme does both, for the transform at
-    the path: ``weight_sync_schemes={"env.transform[0].module": scheme}``.
+    ``connect()`` is called on the sender alone; a collector does both, for the transform at the path
+    ``"env.transform[0].module"``.
     """
 
     name = "ray_module_transform"
@@ -175,7 +167,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
 def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int) -> None:
     """Connect to the sender, which has closed the last connection; first leave that, and dead senders."""
-    key = _key(scheme)
+    key = scheme._address.unix
     for known, joined in [*_joined.items()]:
         receiver = joined._receiver  # None while another thread has the scheme leave
         if known == (key, worker_idx) or receiver is None or not receiver.connected:
@@ -191,23 +183,19 @@ def _leave(instance: Any, key: str, worker_idx: int) -> None:
         scheme.shutdown()
 
 
-def _key(scheme: RayWeightSyncScheme) -> str:
-    return scheme._address.unix
-
-
 # --- in the trainer ---
 
 
-def _connection() -> tuple[str, str] | None:
-    """Return which connection to Ray this process has; None for none."""
+def _job() -> str:
+    """Return the id of this process's job in Ray; empty without one."""
     try:
         import ray
     except ModuleNotFoundError as error:
         raise missing_extra(error, "ray") from error
     if not ray.is_initialized():
-        return None
+        return ""
     context = ray.get_runtime_context()
-    return context.get_node_id(), context.get_job_id()
+    return f"{context.get_node_id()} {context.get_job_id()}"
 
 
 @contextmanager

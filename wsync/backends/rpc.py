@@ -1,8 +1,4 @@
-"""``torch.distributed.rpc`` brings a worker and its sender together; updates travel as by ``distributed``.
-
-A worker gets the sender's address from the trainer by a call. After that, nothing is called: a call for each update
-would take several times as long as the update.
-"""
+"""``torch.distributed.rpc``: a worker asks for the sender's address; updates then travel as by ``distributed``."""
 
 from __future__ import annotations
 

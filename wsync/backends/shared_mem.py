@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack
 
 from tensordict import TensorDictBase
 
-from wsync.options import SchemeOptions
+from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.shm.registered import RegisteredWeights
 from wsync.transport import SchemeTransport
@@ -40,13 +40,12 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     Args:
         policy_weights: ``{model_id: TensorDict}`` of buffers that are registered from the start.
         auto_register: whether the first weights that are sent define the shared buffers. Otherwise
-            ``register_shared_weights`` has to be called before ``init_on_sender``: without it, ``connect`` (if the
-            sender was given a model or weights) and ``send`` raise ``NotConnected``.
+            ``register_shared_weights`` has to be called before ``init_on_sender``: without it, ``connect`` and ``send``
+            raise ``NotConnected``.
         per_worker_weights: whether each worker has slots of its own; for workers that are given different weights.
-        acknowledge: when a ``send`` is finished: ``"installed"``, when every worker has acknowledged that its model has
-            the weights; ``"published"``, when every forward that starts from then on will use them, which needs no
-            acknowledgement: a worker installs them on its way into a forward, or while it waits in ``receive``. Not for
-            workers that pass updates on to workers of their own.
+        acknowledge: when a ``send`` is finished: ``"installed"``, when every worker's model has the weights;
+            ``"published"``, when every forward that starts from then on will use them, without an acknowledgement: a
+            worker installs them on its way into a forward, or in ``receive``. Not for workers that pass updates on.
         strategy, sync, options: as in ``WeightSyncScheme``.
     """
 
@@ -81,8 +80,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Make ``weights`` the buffers of ``model_id``.
 
-        A ``send()`` without arguments sends what is in them, if the sender has no model of its own. After each ``send``
-        their tensors lie in the memory that the workers were given, and what refers to their former memory does not.
+        ``send()`` sends what is in them, if the sender has no model of its own. After each ``send`` their tensors lie
+        in the memory that the workers were given, and what refers to their former memory does not.
 
         Raises:
             RuntimeError: the model has buffers already, or the scheme is initialised already.

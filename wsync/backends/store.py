@@ -9,8 +9,8 @@ from urllib.parse import quote
 from torch import nn
 
 from wsync.deadlines import deadline_in
-from wsync.options import SchemeOptions
 from wsync.receiver import Receiver
+from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.store.files import SAME_WEIGHTS, Files, Store, absolute_url
 from wsync.store.reader import FileInbox, Reader

@@ -25,11 +25,8 @@ _INDEX = struct.Struct("<I")
 
 
 def with_index(device: str) -> torch.device:
-    """Return a device; a GPU without an index as the one of this thread: other threads may have another.
-
-    Does not initialise CUDA: before that, each thread has the first GPU.
-    """
-    found = torch.device(device)
+    """Return a device; a GPU without an index as the one of this thread: other threads may have another."""
+    found = torch.device(device)  # CUDA is not initialised here: before that, each thread has the first GPU
     if found.type != "cuda" or found.index is not None:
         return found
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)

@@ -20,9 +20,8 @@ _SLICE = 0.1  # seconds after which a wait for a queue looks whether it was clos
 class MPTransport(TransportBackend):
     """Weights through a queue, acknowledgements through another (a ``TransportBackend``).
 
-    Each end makes one over the same two queues. It needs no scheme; a user's scheme may return one from
-    ``create_transport``, without an ``ack_queue``: schemes acknowledge by their own connection. One process or thread
-    reads a ``multiprocessing.Queue``: several would wait for its lock by the wall clock.
+    Each end makes one over the same two queues, which have one reader each. A user's scheme may return one from
+    ``create_transport``, without an ``ack_queue``: schemes acknowledge by their own connection.
 
     Args:
         weight_queue: carries ``(number, weights)`` to one worker.

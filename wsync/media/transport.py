@@ -22,7 +22,7 @@ from wsync.control.session import checksum_of
 from wsync.control.wire import MAX_TEXT, Link, Offer, Sent, Side
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import WeightSyncError
-from wsync.media.blocking import BlockingMedium
+from wsync.media import BlockingMedium
 from wsync.transport import TransportBackend, require_transport
 from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import Snapshot, snapshot
