@@ -98,14 +98,9 @@ def init_on_worker(
 ) -> None:
     """Set up and begin to connect a worker, without waiting for the sender. ``connect`` need not be called.
 
-    Args:
-        scheme: a worker's own, if there is a pipe; else the sender's, pickled.
-        model_id: the model's name, and its path in ``context``.
-        context: an object that has the model (at that path, or as ``model``), and may have ``worker_idx`` and ``pipe``.
-        pipe: the other end of one that ``init_on_sender`` was given; its message has the sender's address and this
-            worker's index.
-        model: the model itself.
-        worker_idx: this worker's index, where there is no pipe.
+    ``pipe`` is the other end of one that ``init_on_sender`` was given, and brings the sender's address and this
+    worker's index; without it the scheme is the sender's, pickled, and needs ``worker_idx``. ``context`` has the model
+    (at the path ``model_id``, or as ``model``), and may have ``worker_idx`` and ``pipe``.
 
     Raises:
         NotConnected, SyncTimeout: the sender is gone, or has not called ``init_on_sender`` in time.
@@ -134,13 +129,13 @@ def init_on_worker(
         except BaseException as error:  # noqa: BLE001  raised again by `receive`
             connected.set_exception(error)
 
-    scheme._connecting = connected
     threading.Thread(target=connect, name="wsync-connect", daemon=True).start()
+    scheme._connecting = connected
 
 
 def end_connecting(scheme: WeightSyncScheme) -> None:
     """Wait for a worker's connecting thread, whose receiver was closed; whatever it connected meanwhile is closed."""
-    if scheme._connecting is not None and scheme._receiver is not None:
+    if scheme._connecting is not None and scheme._receiver is not None and not scheme._inherited:
         wait([scheme._connecting])
         scheme._receiver.close()
     scheme._connecting = None

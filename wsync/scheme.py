@@ -74,6 +74,9 @@ class WeightSyncScheme:
     """
 
     __signature__: ClassVar[inspect.Signature]
+    model_id: str | None = None
+    context: Any = None
+    model: Any = None
     name: ClassVar[str] = ""
     """The backend's name in reports; by default the class's name."""
     collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
@@ -118,9 +121,6 @@ class WeightSyncScheme:
         self.initiator: Literal["sender", "receiver"] = initiator
         self.max_staleness = max_staleness
         self.metrics = SyncMetrics(self.name or type(self).__name__)
-        self.model_id: str | None = None
-        self.context: Any = None
-        self.model: Any = None
         self._index: int | None = None  # this worker's
         self._sentinels: dict[int, Any] = {}  # of a collector's worker processes
         self._address: Any = None  # of the sender; travels in the pickle
@@ -250,8 +250,10 @@ class WeightSyncScheme:
             model = find_or_none(context, model_id)
         pipes = legacy.pipes_of(self, context, pipes)
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        counts = {"num_workers": num_workers, "pipes": len(pipes) or None, **self.implied_worker_counts()}
-        count = _agreed_count(counts, devices, params_map, [worker.worker_idx for worker in workers])
+        lists = {"devices": devices, "params_map": params_map, "pipes": pipes or None, "context": workers or None}
+        count = _agreed_count({"num_workers": num_workers, **lists, **self.implied_worker_counts()})
+        if params_map is not None and sorted(per_worker(params_map) or ()) != [*range(count)]:
+            raise ValueError(f"params_map is {{worker_idx: …}} for workers 0 to {count - 1}, not for {[*params_map]}")
         source = self.make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
         outlet = self.make_outlet(model_id, count)
         self._begin_sending(model_id, outlet, source, count)
@@ -680,30 +682,19 @@ class WeightSyncScheme:
         return self._as_sender("sender")
 
 
-def _agreed_count(
-    counts: Mapping[str, int | None],
-    devices: Sequence[Any] | None,
-    params_map: Mapping[int, Any] | None,
-    of_context: Sequence[int],
-) -> int:
-    """Return the number of workers on which the arguments of ``init_on_sender`` agree; 1 if none says it."""
-    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sequence)):
-        raise TypeError(f"devices is a list, one for each worker, not {devices!r}")
-    lists = {"devices": devices, "params_map": params_map, "the context's workers": of_context or None}
-    every = {**counts, **{name: len(entries) for name, entries in lists.items() if entries is not None}}
-    given = {name: count for name, count in every.items() if count is not None}
-    for name, count in given.items():
-        if not isinstance(count, Integral) or count < 1:
-            raise (ValueError if isinstance(count, Integral) else TypeError)(
-                f"{name} is a whole number, at least 1, not {count!r}"
-            )
-    if len(set(given.values())) > 1:
-        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in given.items()))
-    count = int(next(iter(given.values()), 1))
-    by_map = per_worker(params_map) or {} if params_map is not None else None
-    for name, indices in {"params_map": by_map, "the context": of_context or None}.items():
-        if indices is not None and sorted(indices) != [*range(count)]:
-            raise ValueError(f"{name} is for workers 0 to {count - 1}, not for {[*(params_map or indices)]}")
+def _agreed_count(given: Mapping[str, Any]) -> int:
+    """Return the number of workers that arguments agree on: numbers, or one entry for each; 1 if all are None."""
+    counts: dict[str, int] = {}
+    for name, value in given.items():
+        if isinstance(value, str) or not isinstance(value, Integral | Sequence | Mapping | None):
+            raise TypeError(f"{name} is a whole number, or has one for each worker, not {value!r}")
+        if value is not None:
+            counts[name] = int(value) if isinstance(value, Integral) else len(value)
+    if len(set(counts.values())) > 1:
+        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in counts.items()))
+    count = next(iter(counts.values()), 1)
+    if count < 1:
+        raise ValueError(f"num_workers is at least 1, not {count}")
     return count
 
 

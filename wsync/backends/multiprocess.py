@@ -29,17 +29,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         return Medium()  # without the C extension
 
     def create_transport(
-        self,
-        worker_idx: Any = None,
-        *,
-        weight_queue: WeightQueue | None = None,
-        ack_queue: WeightQueue | None = None,
-        timeout: float | None = None,
+        self, worker_idx: Any = None, *, weight_queue: WeightQueue | None = None, ack_queue: WeightQueue | None = None
     ) -> TransportBackend:
-        """Return the scheme's own way to a worker; or, given queues, an ``MPTransport`` over them.
-
-        ``timeout``: seconds for an acknowledgement; None for the scheme's.
-        """
+        """Return the scheme's own way to a worker; or, given queues, an ``MPTransport`` over them."""
         if weight_queue is None:
             return super().create_transport(worker_idx)
-        return MPTransport(weight_queue, ack_queue, self.timeout if timeout is None else timeout)
+        return MPTransport(weight_queue, ack_queue, self.timeout)

@@ -6,8 +6,6 @@ import os
 from typing import Any, ClassVar, Unpack
 from urllib.parse import quote
 
-from torch import nn
-
 from wsync.deadlines import deadline_in
 from wsync.receiver import Receiver
 from wsync.registry import SchemeOptions
@@ -19,7 +17,7 @@ from wsync.transport import TransportBackend, apply_received
 from wsync.update import Outlet, Update
 from wsync.weights.packing import packed
 from wsync.weights.source import DeviceMap, Source, per_worker
-from wsync.weights.strategy import Format, WeightStrategy
+from wsync.weights.strategy import Format
 
 
 class StoreWeightSyncScheme(WeightSyncScheme):
@@ -48,8 +46,8 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self,
         url: str | os.PathLike[str],
         *,
-        strategy: Format = "tensordict",
         keep: int = 3,
+        strategy: Format = "tensordict",
         **options: Unpack[SchemeOptions],
     ) -> None:
         if keep < 1:
@@ -119,18 +117,11 @@ class StoreTransport(TransportBackend):
         self._sent += 1  # a number is not used again: a version may have been stored in spite of an error
         self._files.publish(Update(self._sent, buffer), [0])
 
-    def receive_weights(
-        self,
-        timeout: float | None = None,
-        *,
-        weights: Any = None,
-        model: nn.Module | None = None,
-        strategy: WeightStrategy | None = None,
-    ) -> Any | None:
+    def receive_weights(self, timeout: float | None = None, **into: Any) -> Any | None:
         update = Reader(self._store, self._received + 1).wait(deadline_in(timeout))
         if update is None:
             return None
         received = dict(zip(update.buffer.layout.names, update.views, strict=True))
-        applied = apply_received(received, weights, model, strategy)
+        applied = apply_received(received, **into)
         self._received = update.version  # after an error, the next call receives it again
         return applied
