@@ -61,7 +61,6 @@ class BenchConfig:
         seconds: limit for the rounds of a side together; then there are fewer rounds.
         kind: ``send`` (standalone), ``update`` (a collector's), or ``both``.
         peer: ``torchrl`` measures it as well, in alternation.
-        checksum: whether our updates carry one, ``true`` or ``false``; ``null``: each scheme's default.
         device: where the model of a standalone send's trainer is: ``cpu`` or ``cuda``.
         worker_device: where its workers' models are. ``cuda`` at both ends: with NCCL and ``backends=[cuda]``.
         out: the folder for the results.
@@ -76,7 +75,6 @@ class BenchConfig:
     seconds: float = 20.0
     kind: str = "both"
     peer: str | None = None
-    checksum: bool | None = None
     device: str = "cpu"
     worker_device: str = "cpu"
     out: str = "outputs/bench_sync"
@@ -121,10 +119,7 @@ def cases(cfg: BenchConfig) -> Iterator[Case]:
             if kind == "send" and cfg.tensors != "auto":
                 tensors = int(cfg.tensors)
             for variant, chosen in _variants(backend, cfg.on_gpus).items():
-                sealed = {} if cfg.checksum is None else {"checksum": cfg.checksum}
-                yield Case(
-                    kind, backend, mib, tensors, workers, {**chosen, **sealed}, variant, cfg.device, cfg.worker_device
-                )
+                yield Case(kind, backend, mib, tensors, workers, dict(chosen), variant, cfg.device, cfg.worker_device)
 
 
 def _variants(backend: str, on_gpus: bool) -> Mapping[str, dict[str, Any]]:

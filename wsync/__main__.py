@@ -14,7 +14,7 @@ PACKAGES = ("torch", "tensordict", "numpy", "gymnasium", "ray", "hydra-core")
 
 
 def report() -> str:
-    """Return the versions of wsync, Python and the packages that it uses, and the names of the backends."""
+    """Return the versions of wsync and of what it uses, and the names of the backends."""
     extension = "with the C extension" if native is not None else f"without the C extension ({why_not})"
     lines = [f"wsync {wsync.__version__}, {extension}"]
     lines.append(f"Python {platform.python_version()}, {platform.platform()}")

@@ -1,7 +1,4 @@
-"""Hydra configs of the backends: structured configs, made from the signatures of their schemes.
-
-So a scheme that Hydra builds and one that is built in Python have the same options and defaults.
-"""
+"""Hydra configs of the backends: structured configs, made from the signatures of their schemes."""
 
 from __future__ import annotations
 
@@ -29,20 +26,15 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra(error, "train") from error
 
-_PLAIN = (bool, int, float, str)
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def register_configs(defaults: Mapping[str, Any] | None = None, folders: Sequence[Path] = ()) -> None:
     """Add every backend to Hydra's ConfigStore: those that are registered, and YAML files of the group ``weight_sync``.
 
-    ==============================  =================================================================================
-    ``weight_sync/base_<name>``     structured config of a registered backend, for the defaults list of a YAML file
-    ``weight_sync/<name>``          the same, as an option; left out where one of ``folders`` has a file of that name
-    ``weight_sync/schema/<name>``   structured config of the scheme that is the ``_target_`` of such a file
-    ``collector/for/<name>``        the collector option that the scheme names first (``WeightSyncScheme.collectors``)
-    ==============================  =================================================================================
-
-    A file without ``_target_`` is about the backend in its defaults list, or the one of its own name.
+    ``weight_sync/base_<name>`` is a registered backend, and so is ``weight_sync/<name>`` where no file has that name;
+    ``weight_sync/schema/<name>`` is the scheme of a file; ``collector/for/<name>`` is the collector that a scheme names
+    first. A file without ``_target_`` is about the backend in its defaults list, or the one of its own name.
 
     Args:
         defaults: replace the defaults of schemes that have an option of that name, ``{"timeout": "${timeout}"}``.
@@ -96,15 +88,14 @@ def _default_collector(target: str | None) -> str:
 
 @cache  # two configs of one scheme have to be of one type to be merged
 def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
-    """Return the config of a scheme: a dataclass with ``_target_`` and one field per argument of ``__init__``.
+    """Return the config of a class or function: a dataclass with ``_target_`` and one field per argument.
 
-    A ``Literal`` of strings is a ``str`` (the scheme checks the value); what OmegaConf has no type for is ``Any``. If
-    the scheme cannot be imported, or is a function that accepts any option, the config is a dictionary, to which
-    options can be added.
+    A ``Literal`` of strings is a ``str``; what OmegaConf has no type for is ``Any``. Where it cannot be imported, or
+    accepts any option, the config is a dictionary, to which options can be added.
 
     Args:
-        target: dotted name of the scheme's class, or of a function that returns a scheme.
-        defaults: ``(option, value)`` pairs that replace the scheme's own defaults, for options that it has.
+        target: its dotted name.
+        defaults: ``(option, value)`` pairs that replace its own defaults, for options that it has.
     """
     scheme = _imported(target)
     if not callable(scheme):
@@ -113,17 +104,14 @@ def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
     for function in [one.__init__ for one in reversed(scheme.__mro__)] if isinstance(scheme, type) else [scheme]:
         with suppress(NameError):  # names that are imported for type checkers only
             hints |= typing.get_type_hints(function)
-    accepts_any, given = False, dict(defaults)
+    given, parameters = dict(defaults), inspect.signature(scheme).parameters.values()
     fields: list[tuple[str, Any, Any]] = [("_target_", str, target)]
-    for parameter in inspect.signature(scheme).parameters.values():
-        accepts_any = accepts_any or parameter.kind is parameter.VAR_KEYWORD
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        default = "???" if parameter.default is parameter.empty else parameter.default
-        if all(one is None or isinstance(one, _PLAIN) for one in (default if type(default) is tuple else (default,))):
-            kind = _config_type(hints.get(parameter.name, Any))  # a config cannot hold other defaults
-            fields.append((parameter.name, kind, given.get(parameter.name, default)))
-    if accepts_any:
+    for one in parameters:
+        default = "???" if one.default is one.empty else one.default
+        plain = all(isinstance(value, _PLAIN) for value in (default if type(default) is tuple else (default,)))
+        if plain and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):  # a config cannot hold other defaults
+            fields.append((one.name, _config_type(hints.get(one.name, Any)), given.get(one.name, default)))
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return {name: default for name, _, default in fields}
     made = make_dataclass(f"{scheme.__name__}Config", [(name, kind, field(default=one)) for name, kind, one in fields])
     made.__doc__ = f"The options of ``{scheme.__name__}``."
@@ -136,7 +124,7 @@ def _config_type(annotation: Any) -> Any:
         return str if all(isinstance(value, str) for value in get_args(annotation)) else Any
     if annotation in _PLAIN:
         return annotation
-    if annotation == str | os.PathLike[str]:  # a config has no other paths
+    if annotation == str | os.PathLike[str]:
         return str
     if get_origin(annotation) is Sequence and (item := get_args(annotation)[0]) in _PLAIN:
         return list[item]
@@ -148,10 +136,9 @@ def _config_type(annotation: Any) -> Any:
 
 
 def store_once(group: str | None, name: str, node: Any) -> None:
-    """Put ``node`` into Hydra's ConfigStore. The same one again is harmless.
+    """Put ``node`` into Hydra's ConfigStore, which would overwrite another one without a word.
 
-    Raises:
-        ValueError: the store has another config of this name, which it would overwrite without a word.
+    ValueError: there is another one of this name. The same one again is harmless.
     """
     store = ConfigStore.instance()
     present: Any = store.repo

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import select
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
 
 _MARK = "wsync invitation"
 
+_PAUSE = 0.02  # seconds between two attempts to end the wait of a connecting thread
+
 
 class WeightSender:
-    """Sends one model's weights to its workers; ``scheme`` is initialised on the sender before the first call."""
+    """Sends one model's weights to its workers; its methods are those of the scheme."""
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
@@ -45,25 +49,20 @@ class WeightSender:
             self._scheme.connect()
 
     def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
-        """Deliver an update, as ``WeightSyncScheme.send`` does.
-
-        The first one waits for every worker. SyncTimeout: names those that have not called ``init_on_worker`` in time.
-        """
+        """As ``WeightSyncScheme.send``; the first one waits for every worker (SyncTimeout: names the absent ones)."""
         self.connect()
         return self._scheme.send(weights, worker_ids)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Send as ``send``, but do not wait for the update."""
         self.connect()
         self._scheme.send_async(weights, worker_ids)
 
     def wait_async(self) -> SyncReport | None:
-        """As ``WeightSyncScheme.wait_async``."""
         return self._scheme.wait_async()
 
 
 class WeightReceiver:
-    """Receives one model's weights in one worker; ``scheme`` is initialised on the worker before the first call."""
+    """Receives one model's weights in one worker."""
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
@@ -71,18 +70,16 @@ class WeightReceiver:
     def receive(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds for weights newer than those of the last call; return whether there are any.
 
-        They are installed as they arrive, also without this call. Raises as ``WeightSyncScheme.receive``; NotConnected:
-        the sender has shut down.
+        They are installed as they arrive, also without this call. NotConnected: the sender has shut down.
         """
         if not self._scheme.sends_weights:
             return False
-        deadline, receiver = deadline_in(timeout), self._scheme._as_receiver("receive")
-        try:
-            receiver.finish_connecting(remaining(deadline))
-        except SyncTimeout:
-            if receiver._connecting is not None:  # else it has failed
+        deadline, connecting = deadline_in(timeout), self._scheme._connecting
+        if connecting is not None:
+            if not wait([connecting], timeout).done:
                 return False
-            raise
+            self._scheme._connecting = None
+            connecting.result()
         received = self._scheme.receive(remaining(deadline))
         if received is None and self._scheme.finished:
             raise NotConnected("the sender has shut down: there will be no more weights")
@@ -103,19 +100,12 @@ def init_on_worker(
 ) -> None:
     """Set up and begin to connect a worker, without waiting for the sender. ``connect`` need not be called.
 
-    Args:
-        scheme: a worker's own, if there is a pipe; else the sender's, pickled.
-        model_id: the model's name, and its path in ``context``.
-        context: an object that has the model (under that name, or as ``model``); it may have ``worker_idx`` and
-            ``pipe``.
-        pipe: the other end of one that ``init_on_sender`` was given. Its message, which is waited for until the
-            scheme's timeout, has the sender's address and this worker's index.
-        model: the model itself.
-        worker_idx: this worker's index, where there is no pipe.
+    ``pipe`` is the other end of one that ``init_on_sender`` was given, and brings the sender's address and this
+    worker's index; without it the scheme is the sender's, pickled, and needs ``worker_idx``. ``context`` has the model
+    (at the path ``model_id``, or as ``model``), and may have ``worker_idx`` and ``pipe``.
 
     Raises:
-        NotConnected: the sender is gone.
-        SyncTimeout: ``init_on_sender`` was not called in time.
+        NotConnected, SyncTimeout: the sender is gone, or has not called ``init_on_sender`` in time.
         ValueError: no index; or something else came through the pipe; and all that ``init_on_receiver`` raises.
     """
     pipe = getattr(context, "pipe", None) if pipe is None else pipe
@@ -126,26 +116,44 @@ def init_on_worker(
         if worker_idx not in (None, invited):
             raise ValueError(f"which worker is this? worker_idx: {worker_idx}, pipe: {invited}")
         worker_idx = invited
-    if worker_idx is None:
-        worker_idx = getattr(context, "worker_idx", None)
+    worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
     if worker_idx is None:
         raise ValueError("which worker is this? give init_on_worker() a worker_idx, or a context that has it")
     if model is None and context is not None:
         model = find_or_none(context, model_id) or getattr(context, "model", None)
     scheme.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
-    scheme._as_receiver("init_on_worker").begin_connect(worker_idx, scheme.timeout)
+    receiver, connected = scheme._as_receiver("init_on_worker"), Future[None]()
+
+    def connect() -> None:
+        if not connected.set_running_or_notify_cancel():
+            return
+        try:
+            receiver.connect(worker_idx, scheme.timeout)
+            connected.set_result(None)
+        except BaseException as error:  # noqa: BLE001  raised again by `receive`
+            connected.set_exception(error)
+
+    threading.Thread(target=connect, name="wsync-connect", daemon=True).start()
+    scheme._connecting = connected
+
+
+def end_connecting(scheme: WeightSyncScheme) -> None:
+    """End a worker's connecting thread, and close what it connected meanwhile."""
+    connecting, receiver = scheme._connecting, scheme._receiver
+    if connecting is None or receiver is None or scheme._inherited or connecting.cancel():
+        return
+    while True:
+        receiver.close()  # again: the thread may not have begun to wait for the sender before
+        if wait([connecting], _PAUSE).done:
+            return receiver.close()
+    scheme._connecting = None
 
 
 def transport_to(scheme: WeightSyncScheme, given: object) -> TransportBackend:
     """Return the scheme's own way to a worker, or to all of them.
 
-    Args:
-        scheme: the sender's.
-        given: the worker's index; a pipe to it, which before ``init_on_sender`` is added to the scheme's; the worker
-            (``RemoteWorker``); or None or a context, which mean all workers, as all do where they share one memory.
-
-    Raises:
-        ValueError: a pipe, but the scheme is initialised without it.
+    ``given`` is the worker's index; a pipe to it, which before ``init_on_sender`` is added to the scheme's; the worker
+    (``RemoteWorker``); or None or a context, which mean all workers, as all do where they share one memory.
     """
     if isinstance(given, RemoteWorker):
         given = given.worker_idx
@@ -162,11 +170,7 @@ def transport_to(scheme: WeightSyncScheme, given: object) -> TransportBackend:
 
 
 def pipes_of(scheme: WeightSyncScheme, context: Any, given: Sequence[Connection] | None) -> list[Connection]:
-    """Return the pipes that ``init_on_sender`` was given, or that its context has as ``pipes``.
-
-    Raises:
-        ValueError: ``create_transport`` was given others, or in another order: it has numbered the workers by them.
-    """
+    """Return the pipes that ``init_on_sender`` was given, or that its context has as ``pipes``."""
     found = getattr(context, "pipes", ()) if given is None else given
     # an attribute of this name may be something else
     pipes = [*found] if isinstance(found, Sequence) and all(hasattr(pipe, "fileno") for pipe in found) else []
@@ -178,21 +182,18 @@ def pipes_of(scheme: WeightSyncScheme, context: Any, given: Sequence[Connection]
 def invite_all(scheme: WeightSyncScheme) -> None:
     """Tell every worker through its pipe where the sender is.
 
-    Raises:
-        NotConnected: a pipe is closed; names the worker.
-        SyncTimeout: a pipe is full and is not read.
+    NotConnected, SyncTimeout: a pipe is closed, or full and not read; names the worker.
     """
     for worker, pipe in enumerate(scheme._pipes):
         poller = select.poll()
         try:
             poller.register(pipe.fileno(), select.POLLOUT)
-            ready = bool(poller.poll(milliseconds(deadline_in(scheme.timeout))))
-            if ready:
+            if poller.poll(milliseconds(deadline_in(scheme.timeout))):
                 pipe.send_bytes(json.dumps([_MARK, scheme.model_id, worker, scheme._address.dump()]).encode())
+                continue
         except OSError as error:
             raise NotConnected(f"worker {worker}: its pipe is closed, or cannot send ({error})") from error
-        if not ready:
-            raise SyncTimeout(f"worker {worker}: its pipe is full, and is not read", {worker: "does not read its pipe"})
+        raise SyncTimeout(f"worker {worker}: its pipe is full, and is not read", {worker: "does not read its pipe"})
 
 
 def _read_invitation(pipe: Connection, model_id: str, timeout: float | None) -> tuple[int, Address]:

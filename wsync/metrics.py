@@ -18,15 +18,7 @@ _COPIES, _COPY_SECONDS, _LARGEST_COPY = 25, 0.4, 64 << 20  # of the plain copy: 
 
 
 class SyncMetrics:
-    """The reports of one scheme's updates.
-
-    Args:
-        scheme: its name in configs (``"shared_mem"``).
-
-    Attributes:
-        updates: how many there were.
-        last: the newest report.
-    """
+    """The reports of one scheme's updates: how many ``updates``, and the ``last``. ``scheme`` is its name."""
 
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
@@ -74,8 +66,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 def plain_copy_us(nbytes: int) -> float:
     """Median microseconds of one copy of ``nbytes`` bytes by one thread, here and now; takes half a second at most.
 
-    Of more than 64 MiB only so much is copied, and the time is scaled. One thread, because torch would divide a large
-    copy among its threads, which wait for one another while workers use the cores.
+    Of more than 64 MiB only so much is copied, and the time is scaled.
     """
     copied = min(nbytes, _LARGEST_COPY)
     source = torch.ones(copied, dtype=torch.uint8).numpy()

@@ -14,34 +14,25 @@ _MOST_NAMES = 20  # in an error
 
 @runtime_checkable
 class RemoteWorker(Protocol):
-    """A worker of a collector, as a scheme needs it."""
+    """A worker of a collector: its index from 0, and a descriptor that is readable when its process has ended."""
 
     @property
-    def worker_idx(self) -> int:
-        """Its index, 0 to ``num_workers - 1``."""
-        ...
+    def worker_idx(self) -> int: ...
 
     @property
-    def sentinel(self) -> int:
-        """A descriptor that becomes readable when the worker's process ends (``Process.sentinel``)."""
-        ...
+    def sentinel(self) -> int: ...
 
 
 @runtime_checkable
 class CollectorContext(Protocol):
-    """A collector that a scheme is initialised with on the sender."""
+    """A collector that a scheme is initialised with on the sender: it has its workers, in order."""
 
     @property
-    def remote_workers(self) -> Sequence[RemoteWorker]:
-        """The workers, in the order of their indices."""
-        ...
+    def remote_workers(self) -> Sequence[RemoteWorker]: ...
 
 
 class NoSuchPath(LookupError):
-    """A path leads nowhere.
-
-    ``reached`` is the part that exists, empty if its first step is missing; ``lacking`` says what there is instead.
-    """
+    """A path leads nowhere. ``reached`` is the part that exists; ``lacking`` says what there is instead."""
 
     def __init__(self, message: str, reached: str, lacking: str) -> None:
         super().__init__(message)
@@ -49,12 +40,9 @@ class NoSuchPath(LookupError):
 
 
 def find_model(context: object, model_id: str) -> nn.Module:
-    """The model that ``model_id`` names in ``context``: by its own ``get_model(model_id)``, else as a path.
+    """Return the model that ``model_id`` names in ``context``: by its ``get_model(model_id)``, else as a path.
 
-    Raises:
-        LookupError: there is no such thing; names the part of the path that was found, and what there is.
-        TypeError: it is not a module.
-        ValueError: the id is not a path.
+    LookupError: there is none; says what there is. TypeError: it is no module. ValueError: the id is no path.
     """
     own: Any = getattr(context, "get_model", None)
     found = find_object(context, model_id) if own is None else own(model_id)

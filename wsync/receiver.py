@@ -115,8 +115,6 @@ class Receiver:
         self._waiters: set[queue.SimpleQueue[None]] = set()
         self._phase = Phase.NEW
         self._hook: Any = self  # of the gate: this object, or compiled code that calls it
-        self._connecting: threading.Thread | None = None
-        self._connect_error: BaseException | None = None
         self._end_cause = ""
         self._loop = control_loop()
 
@@ -313,10 +311,6 @@ class Receiver:
         if process_gate().held_here:
             raise RuntimeError("call connect() outside any forward and any wsync.gate() block")
         self._loop.require_own()
-        if (connecting := self._connecting) is not None and connecting is not threading.current_thread():
-            if worker_idx != self.worker_idx:
-                raise ValueError(f"init_on_worker() has begun to connect worker {self.worker_idx}, not {worker_idx}")
-            return self.finish_connecting(timeout)
         if self._phase is Phase.OPEN:
             raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
         self.close()
@@ -361,44 +355,6 @@ class Receiver:
             gate_model(self.destination.module)
         _receivers.append(self)
 
-    def begin_connect(self, worker_idx: int, timeout: float | None) -> None:
-        """Connect in the background; ``connect``, ``receive`` and ``close`` wait for the result."""
-
-        def work() -> None:
-            try:
-                self.connect(worker_idx, timeout)
-            except BaseException as error:  # noqa: BLE001  raised again by `finish_connecting`
-                self._connect_error = error
-            self._notify()
-
-        self.worker_idx = worker_idx
-        self._connecting = thread = threading.Thread(target=work, name="wsync-connect", daemon=True)
-        try:
-            thread.start()
-        except BaseException:
-            self._connecting = None
-            raise
-
-    def finish_connecting(self, timeout: float | None) -> None:
-        """Wait for what ``begin_connect`` has begun; raise its error.
-
-        Raises:
-            SyncTimeout: it goes on.
-        """
-        thread = self._connecting
-        if thread is None or thread is threading.current_thread():
-            return
-        thread.join(timeout)
-        if thread.is_alive():
-            raise SyncTimeout(
-                f"worker {self.worker_idx}: the sender did not answer within {timeout} s: "
-                "does it call connect() or readmit()?"
-            )
-        self._connecting = None
-        if self._connect_error is not None:
-            error, self._connect_error = self._connect_error, None
-            raise error
-
     def close(self) -> None:
         """Close the connection; the model keeps its weights, in its own memory. Idempotent."""
         if self._phase is Phase.OPEN:
@@ -406,10 +362,6 @@ class Receiver:
         if self._loop.inherited:
             return
         self.connection.close()
-        thread = self._connecting
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-            self._connecting = None
         process_gate().call_without_forward(self._detach)
         self._notify()
 
@@ -486,8 +438,6 @@ class Receiver:
         """Wait for the next version; return what ``take()`` (default: ``weights``), called inside the gate, returns."""
         self._require_begun("receive()")
         deadline, take = deadline_in(timeout), take or self.weights
-        if self._connecting is not None:
-            self.finish_connecting(timeout)
         end_returned = self._end_returned
 
         def attempt() -> Any | None:
@@ -543,7 +493,7 @@ class Receiver:
 
     def _require_begun(self, call: str) -> None:
         self._loop.require_own()
-        if self._phase is Phase.NEW and self._connecting is None:
+        if self._phase is Phase.NEW:
             raise NotConnected(f"not connected yet: call connect(worker_idx=…) before {call}")
         if process_gate().held_here:
             raise RuntimeError(f"call {call} outside any forward and any wsync.gate() block")

@@ -1,16 +1,14 @@
-"""The names of backends, and the schemes behind them.
-
-A backend is added by ``register_backend``, or by an entry point in the group ``wsync.backends``::
-
-    [project.entry-points."wsync.backends"]
-    store = "mypackage:StoreScheme"
-"""
+"""What backends there are, by name, and the options that their schemes have."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Literal, TypedDict
+
+from wsync.transforms.chain import Transform
 
 _BACKENDS = {
     "shared_mem": "wsync.backends.shared_mem:SharedMemWeightSyncScheme",
@@ -30,8 +28,8 @@ def register_backend(name: str, scheme: str) -> None:
     """Add a backend. Registering the same one again is harmless.
 
     Args:
-        name: as in ``WeightSyncScheme.from_backend``. ``weight_sync=<name>`` of ``train.py`` needs an entry point or a
-            YAML file instead (``docs/backends.md``), as ``train.py`` starts before this is called.
+        name: for ``WeightSyncScheme.from_backend``. ``weight_sync=<name>`` of ``train.py``, which starts earlier, needs
+            an entry point ``wsync.backends`` or a YAML file instead.
         scheme: import string of the scheme's class, ``"mypackage.module:MyScheme"``.
 
     Raises:
@@ -61,13 +59,38 @@ def import_string(name: str) -> str:
 
 
 def load_backend(name: str) -> Any:
-    """Return the scheme class of a backend.
-
-    ValueError: there is no such backend. ImportError, AttributeError, TypeError: what was registered is no scheme.
-    """
+    """Return the scheme class of a backend; ValueError, ImportError, AttributeError, TypeError: there is none."""
     registered = import_string(name)
     module, _, attribute = registered.partition(":")
     found = getattr(import_module(module), attribute)
     if not isinstance(found, type) or not any(one.__name__ == "WeightSyncScheme" for one in found.__mro__):
         raise TypeError(f"backend '{name}' is registered as '{registered}', which is no subclass of WeightSyncScheme")
     return found
+
+
+class SchemeOptions(TypedDict, total=False):
+    """What a scheme's ``__init__`` hands on to ``WeightSyncScheme``: ``**options: Unpack[SchemeOptions]``."""
+
+    timeout: float | None
+    bind: bool
+    send_transform: Transform | Sequence[Transform] | None
+    receive_transform: Transform | Sequence[Transform] | None
+    initiator: Literal["sender", "receiver"]
+    max_staleness: int | None
+
+
+def full_signature(scheme: type) -> inspect.Signature:
+    """Return the signature of ``scheme``, which ``help`` shows, and from which configs are made.
+
+    ``**options: Unpack[SchemeOptions]`` stands for those, any other ``**options`` for all arguments of the next class.
+    """
+    classes = [one for one in scheme.__mro__ if "__init__" in vars(one)]
+    own = list(inspect.signature(classes[0].__init__).parameters.values())[1:]
+    if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return inspect.Signature(own)
+    options, known = own.pop(), {parameter.name for parameter in own}
+    for name, parameter in full_signature(classes[1]).parameters.items():
+        handed_on = "SchemeOptions" not in str(options.annotation) or name in SchemeOptions.__annotations__
+        if handed_on and name not in known:
+            own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    return inspect.Signature(own)

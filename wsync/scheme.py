@@ -3,9 +3,8 @@
     trainer   init_on_sender ─→ (pickled to the workers) ─→ connect ─→ send, send, … ─→ shutdown
     worker    init_on_receiver ─→ connect ─→ updates arrive, between two forwards ─→ shutdown
 
-A scheme puts an end together from its parts, and hands each call on: to the ``Sender`` (``sender.py``) with an outlet,
-or to the ``Receiver`` (``receiver.py``) with an inbox. A backend is a subclass that names what differs: a transport or
-a medium, a rendezvous, an outlet (``make_…``, ``create_…``).
+A scheme hands each call on: to the ``Sender`` (``sender.py``) with an outlet, or to the ``Receiver`` (``receiver.py``)
+with an inbox. A backend is a subclass that names what differs (``make_…``, ``create_…``).
 """
 
 from __future__ import annotations
@@ -13,13 +12,16 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from copy import deepcopy
 from functools import partial
 from multiprocessing import util
+from numbers import Integral
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import nn
 
 from wsync import legacy
 from wsync.control.auth import Address
@@ -33,46 +35,48 @@ from wsync.gate import process_gate, without_forward
 from wsync.inbox import InProcess, WorkerConnection
 from wsync.media.transport import TransportMedium
 from wsync.metrics import SyncMetrics
-from wsync.options import agreed_count, full_signature
 from wsync.paths import CollectorContext, find_model, find_or_none
 from wsync.receiver import Receiver
-from wsync.registry import load_backend
+from wsync.registry import full_signature, load_backend
 from wsync.sender import Sender
 from wsync.transforms.chain import Transform, compose, delta_of
-from wsync.transport import SchemeTransport, TransportBackend, require_transport
+from wsync.transport import SchemeTransport, TransportBackend
 from wsync.update import Connection, Outlet, SyncReport
-from wsync.weights.source import DeviceMap, Source, extracted
+from wsync.weights.source import DeviceMap, Source, extracted, per_worker
 from wsync.weights.strategy import Format, WeightStrategy
 from wsync.weights.targets import Destination, Load
 from wsync.workers import Workers
 
 
 class WeightSyncScheme:
-    """Carries one model's weights from a trainer to its workers. Any thread may call the methods.
+    """Carries one model's weights from a trainer to its workers. Any thread may call its methods.
 
     Args:
-        strategy: the format of weights that ``receive`` and ``weights`` return and that a transport is given,
-            ``"tensordict"`` or ``"state_dict"``. ``send`` takes both.
+        strategy: the format of weights that are returned and that a transport is given, ``"tensordict"`` or
+            ``"state_dict"``. ``send`` takes both.
         sync: whether ``send`` waits for the workers; otherwise ``wait_async`` does.
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
-        bind: whether a worker's parameters may point directly into received, possibly shared memory. False for a worker
-            that writes to its parameters, e.g. trains: it would corrupt the shared copy.
+        bind: whether a worker's parameters may point into received, possibly shared memory. False for a worker that
+            writes to its parameters, e.g. trains: it would corrupt the shared copy.
         send_transform: a function, or a list (``wsync.transforms``), that ``send`` applies to weights, in its thread.
-        receive_transform: what is done to them in the worker, before they are installed; picklable. Called inside the
-            gate, by the thread that installs.
+        receive_transform: the same, before they are installed; picklable. Called inside the gate.
         initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: it only makes the version
-            available, and a worker installs the newest one when it calls ``pull``. With either value ``connect``
-            installs the first weights, if the sender has any by then.
-        max_staleness: with ``initiator="receiver"``: a worker with a model more than this many versions behind
-            fetches the newest before its next forward; None for no limit.
+            available, and a worker installs the newest when it calls ``pull``. ``connect`` installs the first weights
+            with either value.
+        max_staleness: with ``initiator="receiver"``: a worker that is more than this many versions behind fetches the
+            newest before its next forward; None for no limit.
 
     Attributes:
-        strategy: the format in which weights are returned, a ``WeightStrategy``.
-        metrics: what each update has cost.
+        strategy: a ``WeightStrategy``.
         send_transform, receive_transform: as given; may be assigned before init.
+        metrics: what each update has cost.
+        model_id, context, model: what this end was initialised with; None before that.
     """
 
     __signature__: ClassVar[inspect.Signature]
+    model_id: str | None = None
+    context: Any = None
+    model: Any = None
     name: ClassVar[str] = ""
     """The backend's name in reports; by default the class's name."""
     collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
@@ -106,26 +110,24 @@ class WeightSyncScheme:
             raise ValueError(f"initiator is 'sender' or 'receiver', not {initiator!r}")
         if max_staleness is not None and (initiator == "sender" or max_staleness < 0):
             raise ValueError("max_staleness is a number of versions, 0 or more, and needs initiator='receiver'")
-        self.initiator: Literal["sender", "receiver"] = initiator
-        self.max_staleness = max_staleness
-        self.strategy = WeightStrategy(strategy)
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        self._model_id: str | None = None
-        self._context: Any = None
-        self._model: Any = None
-        self._index: int | None = None  # this worker's, if init was given it
-        self._sentinels: dict[int, Any] = {}  # of a collector's worker processes
-        self._address: Any = None  # of the sender; travels in the pickle
-        self._sender_model_id: str | None = None  # the model that the sender at this address sends
-        self._listening: Address | None = None  # on the sender: what `announce` publishes
-        self._pipes: list[Any] = []  # of the older API, by worker: see ``wsync.legacy``
+        self.strategy = WeightStrategy(strategy)
         self.sync = sync
         self.timeout = timeout
         self.bind = bind
         self.send_transform = send_transform
         self.receive_transform = receive_transform
+        self.initiator: Literal["sender", "receiver"] = initiator
+        self.max_staleness = max_staleness
         self.metrics = SyncMetrics(self.name or type(self).__name__)
+        self._index: int | None = None  # this worker's
+        self._sentinels: dict[int, Any] = {}  # of a collector's worker processes
+        self._address: Any = None  # of the sender; travels in the pickle
+        self._sender_model_id: str | None = None  # the model that the sender at this address sends
+        self._listening: Address | None = None  # on the sender: what `announce` publishes
+        self._pipes: list[Any] = []  # of the older API, by worker: see ``wsync.legacy``
+        self._connecting: Future[None] | None = None  # of the older API, in a worker
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Have ``inspect.signature`` name every option of a scheme."""
@@ -134,37 +136,32 @@ class WeightSyncScheme:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, models and connections; for workers, no ``send_transform``."""
-        none = dict.fromkeys(("_sender", "_receiver", "_model_id", "_context", "_model", "_index", "_listening"))
-        state = {**self.__dict__, **none, "_sentinels": {}, "_pipes": [], "metrics": SyncMetrics(self.metrics.scheme)}
+        own = ("_sender", "_receiver", "model_id", "context", "model", "_index", "_listening", "_connecting")
+        metrics = SyncMetrics(self.metrics.scheme)
+        state = {**self.__dict__, **dict.fromkeys(own), "_sentinels": {}, "_pipes": [], "metrics": metrics}
         return state if self._sender_model_id is None else {**state, "send_transform": None}
 
     # --- what a backend overrides ---
 
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
-        """Return a new transport to (or in) worker ``worker_idx``. Called once per connection, at either end.
+        """Return a new transport to (or in) worker ``worker_idx``. A backend of one's own overrides it.
 
-        A backend of one's own overrides it. In the base class, whose weights need no transport, it returns the scheme's
-        own way to a worker, or (None) to all. The older API gives a pipe or a context: see ``wsync.legacy``.
+        Called once per connection, at either end. Here it returns the scheme's own way to a worker, or (None) to all.
         """
         return legacy.transport_to(self, worker_idx)
 
     def create_rendezvous(self) -> Rendezvous:
-        """Return how workers find the sender; by default by the address in the pickled scheme, on one machine."""
+        """Return how workers find the sender: here by the address in the pickled scheme, on one machine."""
         return SocketRendezvous()
 
     def make_medium(self, worker_idx: int) -> Medium:
         """Return what carries the weights of one connection, at either end, where the arena does not."""
         if type(self).create_transport is WeightSyncScheme.create_transport:
             return Medium()
-        scheme = weakref.proxy(self)  # a scheme that is dropped is closed
-
-        def create() -> TransportBackend:
-            return require_transport(scheme.create_transport(worker_idx))
-
-        return TransportMedium(create, self.strategy, worker_idx, self.timeout)
+        return TransportMedium(weakref.proxy(self), worker_idx)  # a scheme that is dropped is closed
 
     def make_outlet(self, model_id: str, num_workers: int) -> Outlet:
-        """Return what the sender publishes to: by default workers that connect."""
+        """Return what the sender publishes to: here workers that connect."""
         rendezvous, scheme = self.create_rendezvous(), weakref.proxy(self)  # a scheme that is dropped is closed
         listener = Listener(rendezvous.key(), "weights", model_id, rendezvous.host)
         self._listening = listener.address
@@ -180,7 +177,7 @@ class WeightSyncScheme:
         )
 
     def make_connection(self, model_id: str, receiver: Receiver) -> Connection:
-        """Return a receiver's way to its updates: by default a connection to the sender."""
+        """Return a receiver's way to its updates: here a connection to the sender."""
         rendezvous = self.create_rendezvous()
         if self._address is None and not rendezvous.can_look_up():
             raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
@@ -225,7 +222,7 @@ class WeightSyncScheme:
         params_map: Mapping[int, Any] | None = None,
         pipes: Sequence[Any] | None = None,
     ) -> None:
-        """Set up the trainer's end. No weights are sent or copied; with ``pipes``, workers are sent the address.
+        """Set up the trainer's end. No weights are sent or copied.
 
         Args:
             model_id: the model's name, and its dotted path in ``context``.
@@ -233,12 +230,11 @@ class WeightSyncScheme:
             model: the model; read again by each ``send()`` without arguments.
             weights: the weights themselves, instead of a model; likewise read again.
             devices: one per worker; only their number is used.
-            device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker, on any device. The
-                thread that calls ``send`` or ``connect`` calls it for each worker of the update.
-            num_workers: by default the number of ``devices``, ``params_map``, ``pipes``, the context's workers, or
-                what an option of the backend implies; else 1.
+            device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker, on any device.
+                Called for each worker of an update, by the thread that sends it.
+            num_workers: by default the number of the other arguments that have one per worker; else 1.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
-            pipes: one to each worker: see ``wsync.legacy``.
+            pipes: of the older API, one to each worker, which is sent the sender's address.
 
         Raises:
             RuntimeError: the scheme is initialised already.
@@ -253,12 +249,14 @@ class WeightSyncScheme:
             model = find_or_none(context, model_id)
         pipes = legacy.pipes_of(self, context, pipes)
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        count_by_option = {**self.implied_worker_counts(), **({"pipes": len(pipes)} if pipes else {})}
-        count = agreed_count(num_workers, devices, params_map, workers, count_by_option)
+        lists = {"devices": devices, "params_map": params_map, "pipes": pipes or None, "context": workers or None}
+        count = _agreed_count({"num_workers": num_workers, **lists, **self.implied_worker_counts()})
+        if params_map is not None and sorted(per_worker(params_map) or ()) != [*range(count)]:
+            raise ValueError(f"params_map is {{worker_idx: …}} for workers 0 to {count - 1}, not for {[*params_map]}")
         source = self.make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
         outlet = self.make_outlet(model_id, count)
         self._begin_sending(model_id, outlet, source, count)
-        self._sender_model_id, self._context, self._model = model_id, context, model
+        self._sender_model_id, self.context, self.model = model_id, context, model
         self._sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         self._pipes = pipes
         try:
@@ -278,7 +276,7 @@ class WeightSyncScheme:
             waits=self.waits,
             record=self.metrics.record,
         )
-        self._model_id = model_id
+        self.model_id = model_id
         # Closes the outlet when the scheme is garbage-collected, or this process ends, without `shutdown`: before
         # `multiprocessing` joins the trainer's child processes, and never in a forked child.
         util.Finalize(self._sender, partial(outlet.close, graceful=True), exitpriority=0)
@@ -297,10 +295,9 @@ class WeightSyncScheme:
         Args:
             model_id: the model's name, and its dotted path in ``context``.
             context: an object that has the model. Its ``cascade_weights(model_id)``, or else
-                ``update_policy_weights_(weights=, model_id=)`` with a copy, is called when an update (of several, the
-                newest) is installed and not yet acknowledged: outside the gate, in a thread of its own.
-            model: the model itself, or a mapping of tensors into which weights are copied. A module in memory shared
-                with another process is first given memory of its own.
+                ``update_policy_weights_(weights=, model_id=)`` with a copy, is called when the newest update is
+                installed and not yet acknowledged: outside the gate, in a thread of its own.
+            model: the model itself, or a mapping of tensors into which weights are copied.
             load: for an inference engine: called inside the gate with an iterator over the ``(name, tensor)`` pairs of
                 a version, which are valid during the call. ``model`` is then optional.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
@@ -308,11 +305,11 @@ class WeightSyncScheme:
         Raises:
             RuntimeError: initialised already; or the scheme has no sender's address and no torch store with one.
             LookupError, TypeError: the context has no such model.
-            ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or a context with workers
-                of its own, and ``send`` awaits no acknowledgements (``published``, pull mode, ``store``).
+            ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or the context passes
+                updates on, but ``send`` awaits no acknowledgements.
         """
         if self._sender is not None and self._inherited:  # a forked worker has the trainer's end, too
-            self._sender = self._model_id = None
+            self._sender = self.model_id = None
         self._require_uninitialised()
         if self._sender_model_id not in (None, model_id):
             raise ValueError(f"the sender of this scheme sends '{self._sender_model_id}', not '{model_id}'")
@@ -323,21 +320,20 @@ class WeightSyncScheme:
         pass_on = _pass_on_of(context, model_id, model, self.strategy)
         if pass_on is not None and not self.acknowledges:
             raise ValueError(
-                f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
-                "acknowledgements: use initiator='sender', with shared_mem also acknowledge='installed', not a store"
+                f"the context of '{model_id}' passes updates on, so a finished send needs acknowledgements: use "
+                "initiator='sender', with shared_mem also acknowledge='installed', not a store"
             )
-        receiver = self._make_receiver(model_id, model, pass_on, load=load)
+        receiver = self._make_receiver(model_id, model, pass_on, load)
         receiver.connection = self.make_connection(model_id, receiver)
-        self._receiver, self._model_id, self._context, self._model = receiver, model_id, context, model
+        self._receiver, self.model_id, self.context, self.model = receiver, model_id, context, model
         self._index = worker_idx
 
     def _make_receiver(
-        self, model_id: str, model: Any, pass_on: Callable[[], object] | None = None, **options: Any
+        self, model_id: str, model: Any, pass_on: Callable[[], object] | None = None, load: Load | None = None
     ) -> Receiver:
-        transform = compose(self.receive_transform, "receive_transform")
         return Receiver(
             model_id,
-            Destination(model, transform=transform, **options),
+            Destination(model, load=load, transform=compose(self.receive_transform, "receive_transform")),
             self.strategy,
             bind=self.bind,
             on_request=self.initiator == "receiver",
@@ -350,9 +346,8 @@ class WeightSyncScheme:
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process: an update is installed before ``send`` returns.
 
-        If ``source`` is given, its weights are installed in ``model`` at once, and ``send()`` reads it again; else
-        ``send`` has to be given weights. RuntimeError: the scheme is initialised. LayoutMismatch: the source does not
-        fit the model.
+        The weights of ``source`` are installed in ``model`` at once, and ``send()`` reads it again. LayoutMismatch: it
+        does not fit the model. RuntimeError: the scheme is initialised.
         """
         self._require_uninitialised()
         receiver = self._make_receiver(model_id, model)
@@ -360,7 +355,7 @@ class WeightSyncScheme:
         outlet = InProcess(receiver)
         self._begin_sending(model_id, outlet, self.make_source(model_id, source, None), 1)
         receiver.sender = outlet.name
-        self._receiver, self._model = receiver, model
+        self._receiver, self.model = receiver, model
         try:
             self.sender.connect(None, None)
         except Exception:  # of any class: it is raised again
@@ -379,15 +374,15 @@ class WeightSyncScheme:
         Args:
             worker_idx: on a receiver, this worker's index.
             weights: on the sender, first weights instead of the model's.
-            processes: on the sender, the workers' processes, so that one that ends before it has connected is an error
-                at once, with its exit code. ``docs/lifecycle.md`` has the forms: ``[process, …]``, ``{worker: …}``.
+            processes: on the sender, the workers' processes, ``[process, …]`` or ``{worker: …}``: one that ends before
+                it has connected is then an error at once, with its exit code.
 
         Raises:
             NotConnected: not initialised; or the sender is gone, or rejected this worker.
             SyncTimeout: a worker did not connect or install the first weights in time; or the sender did not answer.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch, WeightSyncError: the weights do not fit a model, it raised an error, or the memory is full.
-            TypeError, ValueError: a wrong form of ``processes``; no ``worker_idx``; an argument of the other end.
+            TypeError, ValueError: a wrong argument.
             RuntimeError: on a receiver that is connected already, or inside the gate.
         """
         self._require_not_forked()
@@ -396,7 +391,7 @@ class WeightSyncScheme:
                 raise ValueError("connect() takes no worker_idx= on the sender")
             if self._listening is not None and not self._sender.connected:
                 rendezvous = self.create_rendezvous()
-                rendezvous.announce(self._listening, str(self._model_id), deadline_in(self.timeout))
+                rendezvous.announce(self._listening, str(self.model_id), deadline_in(self.timeout))
             self._sender.connect(weights, processes if processes is not None else self._sentinels or None)
         elif self._receiver is not None:
             if weights is not None or processes is not None:
@@ -404,6 +399,7 @@ class WeightSyncScheme:
             index = self._index if worker_idx is None else worker_idx
             if index is None:
                 raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
+            self._index = index
             self._receiver.connect(index, self.timeout)
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect(), also after shutdown()")
@@ -416,11 +412,7 @@ class WeightSyncScheme:
         """On the sender: wait for the process that takes the place of a worker, and until it has the newest update.
 
         It may connect at any time once the former worker has ended; one that is connected still is disconnected.
-        ``timeout``: seconds, None for the scheme's.
-
-        Raises:
-            SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
-            TypeError, ValueError: ``process`` has a wrong form, see ``connect``; or there is no such worker.
+        ``timeout``: seconds, None for the scheme's. It raises as ``connect`` does.
         """
         self._as_sender("readmit").readmit(worker_idx, process, timeout)
 
@@ -435,8 +427,7 @@ class WeightSyncScheme:
     ) -> SyncReport | None:
         """Deliver an update. When this returns, every forward that starts later in a worker uses it, or a newer one.
 
-        With ``sync=False`` it does not wait. With ``initiator="receiver"`` it only makes the version available; the
-        backend ``store`` writes it to a file.
+        With ``sync=False`` it does not wait. With ``initiator="receiver"`` it only makes the version available.
 
         Args:
             weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads what was given at init.
@@ -470,9 +461,8 @@ class WeightSyncScheme:
         """Wait for a version newer than the last one returned; at first, newer than the one ``connect`` delivered.
 
         Returns:
-            The model's weights, of one version, not copied: a later update may be written into the same memory. With
-            ``load=`` and no model, the version number. None after ``timeout`` seconds, and when the sender has shut
-            down (``finished`` is then true) or this end has.
+            The model's weights, of one version, not copied; with ``load=`` and no model, the version number. None after
+            ``timeout`` seconds, and when the sender has shut down (``finished`` is then true) or this end has.
 
         Raises:
             NotConnected: the sender died, or has disconnected this worker; or an earlier call has told a shutdown.
@@ -484,13 +474,13 @@ class WeightSyncScheme:
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
-        It waits at most ``timeout`` seconds: with ``initiator="receiver"`` for that version, with ``"sender"`` only if
-        none has arrived yet. The wait for a running forward, or for a store, is not limited.
+        It waits at most ``timeout`` seconds for that version. The wait for a running forward, or for a store, is not
+        limited.
 
         Raises:
             NotConnected: before ``connect``; or the connection is lost, and the last version was returned already.
             SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
-            WeightSyncError: the newest version failed to install, or send_weights raised; or a store is unreadable.
+            WeightSyncError: the newest version failed to install or to be sent; or a store is unreadable.
             RuntimeError: called inside a forward, or ``wsync.gate()``.
         """
         return self._as_receiver("pull").pull(timeout)
@@ -501,20 +491,19 @@ class WeightSyncScheme:
         LayoutMismatch: they do not fit, nothing was applied. NotConnected: this end has no model.
         """
         self._require_not_forked()
-        if self._model is None:
+        if self.model is None:
             raise NotConnected("this end has no model to apply weights to")
         with without_forward(), process_gate().hold():
             if self._receiver is not None:
                 self._receiver.copy_to_own_memory()
-            self.strategy.apply_weights(self._model, weights, inplace=inplace)
+            self.strategy.apply_weights(self.model, weights, inplace=inplace)
 
     def prepare_weights(
         self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
     ) -> Any:
-        """Return ``weights`` in the strategy's format, before ``device_map_fn`` and ``send_transform`` are applied.
+        """Return ``weights`` (``{worker: weights}`` where they differ) in the strategy's format, before any transform.
 
-        ``{worker: weights}`` where workers have different ones. Nothing is sent, and nothing is changed. NotConnected:
-        no weights were given, and there is no model to take them from.
+        Nothing is sent or changed. NotConnected: no weights were given, and there is no model to take them from.
         """
         if weights is None and context is not None:
             weights = find_model(context, model_id)
@@ -527,8 +516,8 @@ class WeightSyncScheme:
     def shutdown(self) -> None:
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
 
-        Updates sent without waiting may be lost: call ``wait_async`` first. A call in another thread ends with an
-        error; in a worker, ``receive`` returns None. RuntimeError: inside the gate, in a worker.
+        Updates sent without waiting may be lost: call ``wait_async`` first. A call in another thread ends.
+        RuntimeError: inside the gate, in a worker.
         """
         if self._receiver is not None and process_gate().held_here:
             raise RuntimeError("call shutdown() outside any forward and any wsync.gate() block")
@@ -537,7 +526,8 @@ class WeightSyncScheme:
             self._address = self._sender_model_id = None  # a worker keeps both: it may connect again
         if self._receiver is not None:
             self._receiver.close()
-        self._sender = self._receiver = self._model_id = self._context = self._model = self._listening = None
+            legacy.end_connecting(self)
+        self._sender = self._receiver = self.model_id = self.context = self.model = self._listening = None
         self._index, self._pipes = None, []
 
     # --- the older API: see ``wsync.legacy`` ---
@@ -545,15 +535,14 @@ class WeightSyncScheme:
     init_on_worker = legacy.init_on_worker
 
     def synchronize_weights(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """``connect``, under its older name."""
         self.connect(worker_idx=worker_idx, weights=weights)
 
     def create_sender(self) -> legacy.WeightSender:
-        """Return the scheme's sender; may come before ``init_on_sender``."""
+        """Return the scheme's sender, also before ``init_on_sender``."""
         return legacy.WeightSender(self)
 
     def create_receiver(self) -> legacy.WeightReceiver:
-        """Return the scheme's receiver; may come before ``init_on_worker``."""
+        """Return the scheme's receiver, also before ``init_on_worker``."""
         return legacy.WeightReceiver(self)
 
     def get_sender(self) -> legacy.WeightSender:
@@ -576,7 +565,7 @@ class WeightSyncScheme:
 
     @classmethod
     def from_backend(cls, name: str, **options: Any) -> WeightSyncScheme:
-        """Return the scheme of the backend ``name`` (``wsync.registry``); ``ValueError`` lists those that there are."""
+        """Return a scheme of the backend ``name``; ``ValueError`` lists those that there are."""
         return load_backend(name)(**options)
 
     @property
@@ -590,10 +579,9 @@ class WeightSyncScheme:
             raise forked_child_error()
 
     def _require_uninitialised(self) -> None:
-        if self._model_id is not None:
+        if self.model_id is not None:
             where = "sender" if self._sender is not None else "receiver"
-            fork = ", in the parent of this forked process" if self._inherited else ""
-            raise RuntimeError(f"this scheme is already initialised on the {where}{fork}, for model '{self._model_id}'")
+            raise RuntimeError(f"this scheme is already initialised on the {where}, for model '{self.model_id}'")
 
     def _as_sender(self, call: str) -> Sender:
         self._require_not_forked()
@@ -608,7 +596,7 @@ class WeightSyncScheme:
         return self._receiver
 
     def _wrong_end(self, call: str, needed: str) -> NotConnected:
-        if self._model_id is not None:
+        if self.model_id is not None:
             return NotConnected(
                 f"{call}() can only be called on the {needed}; this scheme is initialised on the other end"
             )
@@ -616,17 +604,16 @@ class WeightSyncScheme:
 
     @property
     def timeout(self) -> float | None:
-        """Seconds for ``connect`` and ``send``; None: no limit. One set after ``init_on_sender`` is not pickled."""
-        return self._timeout if self._sender is None else self._sender.timeout
+        """Seconds for ``connect`` and ``send``; None: no limit. It may be assigned at any time."""
+        return self._timeout
 
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
         if seconds is not None and not seconds > 0:
             raise ValueError(f"timeout is a number of seconds above 0, or None, not {seconds}")
-        if self._sender is None:
-            self._timeout = as_timeout(seconds)
-        else:
-            self._sender.timeout = as_timeout(seconds)
+        self._timeout = as_timeout(seconds)
+        if self._sender is not None:
+            self._sender.timeout = self._timeout
 
     @property
     def is_sender(self) -> bool:
@@ -634,27 +621,9 @@ class WeightSyncScheme:
         return self._sender is not None and not self._inherited
 
     @property
-    def context(self) -> Any:
-        """The collector (or other context) of this end, if any."""
-        return self._context
-
-    @property
-    def model(self) -> Any:
-        """The model of this end, if it has one."""
-        return self._model
-
-    @property
-    def model_id(self) -> str | None:
-        """The model's name; None before init."""
-        return self._model_id
-
-    @property
     def worker_idx(self) -> int | None:
         """This worker's index; None on the sender."""
-        if self._sender is not None:
-            return None
-        receiver = self._receiver
-        return self._index if receiver is None or receiver.worker_idx < 0 else receiver.worker_idx
+        return None if self._sender is not None else self._index
 
     @property
     def num_workers(self) -> int:
@@ -663,7 +632,7 @@ class WeightSyncScheme:
 
     @property
     def version(self) -> int:
-        """On a sender the newest number used (see ``continue_from``), on a receiver the model's; 0 before the first."""
+        """On a sender the newest number used, on a receiver the model's; 0 before the first."""
         end = self._sender or self._receiver
         return 0 if end is None else end.version
 
@@ -689,7 +658,7 @@ class WeightSyncScheme:
             source = self._sender.source.weights
             return None if source is None else extracted(source, self.strategy)
         receiver = self._receiver
-        return None if receiver is None else process_gate().call_model(self._model, receiver.weights, (), {})
+        return None if receiver is None else process_gate().call_model(self.model, receiver.weights, (), {})
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
@@ -704,7 +673,7 @@ class WeightSyncScheme:
     @property
     def receiver_transport(self) -> TransportBackend | None:
         """On a receiver, the transport from the sender; None on a sender."""
-        return None if self._model_id is None or self.num_workers else self.transport_class(self)
+        return None if self.model_id is None or self.num_workers else self.transport_class(self)
 
     @property
     def sender(self) -> Sender:
@@ -712,12 +681,28 @@ class WeightSyncScheme:
         return self._as_sender("sender")
 
 
+def _agreed_count(given: Mapping[str, Any]) -> int:
+    """Return the number of workers that arguments agree on: numbers, or one entry for each; 1 if all are None."""
+    counts: dict[str, int] = {}
+    for name, value in given.items():
+        if isinstance(value, str) or not isinstance(value, Integral | Sequence | Mapping | None):
+            raise TypeError(f"{name} is a whole number, or has one for each worker, not {value!r}")
+        if value is not None:
+            counts[name] = int(value) if isinstance(value, Integral) else len(value)
+    if len(set(counts.values())) > 1:
+        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in counts.items()))
+    count = next(iter(counts.values()), 1)
+    if count < 1:
+        raise ValueError(f"num_workers is at least 1, not {count}")
+    return count
+
+
 def _pass_on_of(context: object, model_id: str, model: object, strategy: WeightStrategy) -> Callable[[], object] | None:
     """Return what passes an update of ``model`` on to workers of ``context``; None if that has no method for it."""
     cascade: Callable[[str], object] | None = getattr(context, "cascade_weights", None)
+    update: Callable[..., object] | None = getattr(context, "update_policy_weights_", None)
     if cascade is not None:
         return lambda: cascade(model_id)
-    update: Callable[..., object] | None = getattr(context, "update_policy_weights_", None)
     if update is None:
         return None
     if model is None:
@@ -727,9 +712,6 @@ def _pass_on_of(context: object, model_id: str, model: object, strategy: WeightS
         )
 
     def copy() -> Any:
-        weights = strategy.extract_weights(model)
-        if isinstance(weights, TensorDictBase):
-            return weights.clone()
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
+        return deepcopy(strategy.extract_weights(model))
 
     return lambda: update(weights=process_gate().call_model(model, copy, (), {}), model_id=model_id)

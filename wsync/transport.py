@@ -1,4 +1,4 @@
-"""The interface of transports, which carry weights from a sender to a worker. ``TransportBackend`` is TorchRL's name.
+"""The interface of transports, which carry weights from a sender to a worker.
 
 A custom backend is a class with the four methods of ``TransportBackend`` (a class that derives from it may leave out
 the two set-up methods), and a scheme that returns it from ``create_transport``::
@@ -10,8 +10,8 @@ the two set-up methods), and a scheme that returns it from ``create_transport``:
             return MyTransport(self.folder, worker_idx)
 
 The scheme handles versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates. A transport may
-have a ``close()`` as well, which releases its resources, and makes a call that blocks in another thread end. It is
-called when the worker has gone, at a deadline, at shutdown, and after a set-up that failed.
+have a ``close()``, which makes a call that blocks in another thread end. It is called when the worker has gone, at a
+deadline, at shutdown, and after a set-up that failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -34,16 +34,15 @@ if TYPE_CHECKING:
 class TransportBackend(Protocol):
     """Moves the weights of one model between a sender and one worker.
 
-    ``scheme.create_transport(worker_idx)`` makes one at each end, for each connection of a worker that does not use
-    shared memory. Threads of the library call it, one call at a time. It stores no model and no strategy: the
-    receiver's methods are given those to use. Under a scheme, ``model`` and the set-up's ``weights`` are always None.
+    ``scheme.create_transport(worker_idx)`` makes one at each end of each connection. Threads of the library call it,
+    one call at a time. It stores no model and no strategy: the receiver's methods are given those to use. Under a
+    scheme, ``model`` and the set-up's ``weights`` are None.
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Set up the sender's end.
+        """Set up the sender's end, before the first ``send_weights``. May wait for the worker's end.
 
-        Called once per connection, before the first ``send_weights``. May wait for the worker's end, which is set up at
-        the same time. After an error the worker is disconnected, and a call that waits for it raises ``WorkerFailed``.
+        After an error the worker is disconnected, and a call that waits for it raises ``WorkerFailed``.
         """
 
     def setup_connection_and_weights_on_receiver(
@@ -54,29 +53,28 @@ class TransportBackend(Protocol):
         model: nn.Module | None = None,
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
-        """Set up the worker's end.
+        """Set up the worker's end, before the first ``receive_weights``; errors as on the sender.
 
-        Called once per connection, before the first ``receive_weights``. Under a scheme the result is ignored, and the
-        first weights arrive by ``receive_weights`` like all others; standalone a transport may return them, applied as
-        there. After an error the worker is disconnected, and the trainer is told it.
+        Under a scheme the result is ignored, and the first weights arrive by ``receive_weights`` like all others;
+        standalone a transport may return them, applied as there.
         """
 
     @abstractmethod
     def send_weights(self, weights: Any) -> None:
-        """Send one version to the worker.
+        """Send one version to the worker. May block until the worker receives.
 
-        Called once for each update that is not sent as a difference (``Delta``). An update that is replaced by a newer
-        one while it waits is never sent. May block until the worker receives. If this method has not returned at the
-        deadline of a call that waits for the update, ``close()`` is called, and the worker is disconnected.
+        Not called for differences (``Delta``), nor for an update that a newer one replaces while it waits. If it has
+        not returned at the deadline of a call that waits for the update, ``close()`` is called, and the worker is
+        disconnected.
 
-        Raise ``ConnectionError`` (such as ``BrokenPipeError``) if nothing can be sent to this worker any more: it is
-        then disconnected, and named in a ``WorkerDied`` in the trainer. After any other error the worker stays
-        connected, and the trainer raises ``WorkerFailed``.
+        Raise ``ConnectionError`` if nothing can be sent to this worker any more: it is then disconnected, and named in
+        a ``WorkerDied`` in the trainer. After any other error the worker stays connected, and the trainer raises
+        ``WorkerFailed``.
 
         Args:
-            weights: in the scheme's format (``strategy``): its leaves are views of the packed buffer, which stays
-                unchanged until the call has returned. They must not be written. The transports of all workers that are
-                sent the same update are given the same object. Standalone: a module, a TensorDict or a state dict.
+            weights: in the scheme's format (``strategy``), the same object for all workers: views of the packed
+                buffer, not to be written, unchanged until the call has returned. Standalone: a module, a TensorDict or
+                a state dict.
         """
         ...
 
@@ -98,37 +96,20 @@ class TransportBackend(Protocol):
 
         Args:
             timeout: seconds; None for no limit. Under a scheme with a timeout: what is left of 80 % of it.
-            weights: a buffer in the strategy's format, with the layout of the argument of ``send_weights``; a
-                transport may copy the received tensors into it and return it, or return tensors of its own.
+            weights: a buffer like the argument of ``send_weights``; a transport may copy the received tensors into it
+                and return it, or return tensors of its own.
             model: None under a scheme; otherwise the weights are applied to it, inside ``wsync.gate()``.
             strategy: how they are applied, and the format of the result.
         """
         ...
 
 
-class SenderEnd:
-    """Base class of a transport that only sends: its receiver methods raise an error.
-
-    Attributes:
-        receive_hint: the end of the error message: where to receive instead.
-    """
-
-    receive_hint = "in the worker, by its scheme"
-
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> NoReturn:
-        """Raise RuntimeError: this is the sender's end."""
-        raise RuntimeError(f"this is the sender's end: receive {self.receive_hint}")
-
-    setup_connection_and_weights_on_receiver = receive_weights
-
-
 def apply_received(
     received: Any, weights: Any = None, model: nn.Module | None = None, strategy: WeightStrategy | None = None
 ) -> Any:
-    """Apply received weights to ``weights`` and ``model``, if given, inside the gate. For ``receive_weights``.
+    """Apply received weights to ``weights`` and ``model``, if given, inside the gate; return them, in a format.
 
-    Returns:
-        The received weights, in the format of ``strategy``; a TensorDict if ``strategy`` is None.
+    The format is that of ``strategy``, by default a TensorDict. For ``receive_weights`` of standalone transports.
     """
     chosen = strategy or WeightStrategy()
     with without_forward(), process_gate().hold():
@@ -139,28 +120,17 @@ def apply_received(
 
 
 def require_transport(made: object) -> TransportBackend:
-    """Return what ``create_transport`` has returned.
-
-    Raises:
-        TypeError: it is no transport; names what it lacks.
-    """
+    """Return what ``create_transport`` has returned; TypeError: it is no transport; names what it lacks."""
     if isinstance(made, TransportBackend):
         return made
     lacking = [name for name in vars(TransportBackend) if name[0] != "_" and not hasattr(made, name)]
-    raise TypeError(
-        f"create_transport() returned {made!r}, which lacks {', '.join(lacking)} of wsync.TransportBackend "
-        "(a class without the worker's methods derives from wsync.SenderEnd)"
-    )
+    raise TypeError(f"create_transport() returned {made!r}, which lacks {', '.join(lacking)} of wsync.TransportBackend")
 
 
 class SchemeTransport(TransportBackend):
     """One end of a scheme as a transport: what it sends and receives has the scheme's versions, answers and gate.
 
-    ``scheme.sender_transports``, ``shared_transport`` and ``receiver_transport`` are such ones.
-
-    Args:
-        scheme: on the sender, the first call connects it, if it has to be.
-        worker_ids: on the sender, the workers; None for all.
+    The first call of a sender connects the scheme. ``worker_ids``: the sender's workers; None for all.
     """
 
     def __init__(self, scheme: WeightSyncScheme, worker_ids: Sequence[int] | None = None) -> None:
@@ -168,22 +138,18 @@ class SchemeTransport(TransportBackend):
         self._worker_ids = worker_ids
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Connect to all workers of the scheme, unless that has been done."""
         self._scheme.create_sender().connect()
 
     def send_weights(self, weights: Any = None) -> None:
-        """Deliver ``weights`` (None: the model's), as ``WeightSyncScheme.send`` does."""
         self._scheme.create_sender().send(weights, self._worker_ids)
 
     def setup_connection_and_weights_on_receiver(self, *, worker_idx: int | None = None, **into: Any) -> Any | None:
-        """Connect; return the first weights, if the sender has any."""
         self._scheme.connect(worker_idx=worker_idx)
         if not self._scheme.version:
             return None
         return process_gate().call_model(self._scheme.model, self._copy_to, (), into)
 
     def receive_weights(self, timeout: float | None = None, **into: Any) -> Any | None:
-        """Return the next version, installed in the scheme's model; also applied to ``weights`` and ``model``."""
         if not self._scheme.sends_weights:
             return None
         return self._scheme._as_receiver("receive_weights").receive(timeout, partial(self._copy_to, **into))

@@ -137,12 +137,6 @@ def test_workers_connect_beside_connections_that_send_noise_or_nothing(backend: 
 # --- misuse ---
 
 
-def numbered(*indices: int) -> SimpleNamespace:
-    """A context with workers of these indices."""
-    workers = [SimpleNamespace(worker_idx=index, sentinel=0) for index in indices]
-    return SimpleNamespace(policy=Small(), remote_workers=workers)
-
-
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
@@ -155,9 +149,6 @@ def numbered(*indices: int) -> SimpleNamespace:
         ({"params_map": {0: Small()}, "device_map_fn": lambda worker, weights: weights}, "device_map_fn"),
         ({"params_map": {False: Small(), True: Small()}}, "workers 0 to 1"),
         ({"params_map": {"policy": Small()}}, "workers 0 to 0"),
-        ({"context": numbered(1, 2)}, "0 to 1"),
-        ({"context": numbered(0, 0)}, "0 to 1"),
-        ({"context": SimpleNamespace(policy=Small(), remote_workers=["worker 0"])}, "worker_idx"),
     ],
 )
 def test_an_init_that_is_refused_has_no_effect(backend: BuiltIn, given: Any, problem: str) -> None:

@@ -8,9 +8,8 @@ import torch
 
 from wsync.control.rendezvous import Rendezvous
 from wsync.errors import NotConnected
-from wsync.media.cuda import CudaMedium
-from wsync.media.pair import with_index
-from wsync.options import SchemeOptions
+from wsync.media.cuda import CudaMedium, with_index
+from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
 
@@ -18,16 +17,13 @@ from wsync.weights.strategy import Format
 class CudaWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization between processes with models on one GPU.
 
-    An update is copied twice, on the GPU: by the trainer into a buffer, and by each worker from there into a buffer of
-    its own, from which it is installed in the gate. Nothing goes through main memory. A worker that is killed keeps the
-    memory of the trainer's buffers allocated until the trainer ends, as PyTorch's shared CUDA tensors do.
+    An update is copied twice, on the GPU: by the trainer into a buffer, and by each worker from there into its own.
+    Nothing goes through main memory. A worker that is killed keeps the memory of the trainer's buffers allocated until
+    the trainer ends, as PyTorch's shared CUDA tensors do.
 
     Args:
-        device: the GPU, as PyTorch names it in the trainer and in each worker. ``"cuda"`` is the current one of the
-            thread that initialises the scheme, or connects it.
-        checksum: whether each update carries a checksum. It is computed in main memory, which takes longer than the
-            update.
-        strategy, sync, timeout, options: as in ``WeightSyncScheme``.
+        device: the GPU, as PyTorch names it in the trainer and in each worker.
+        strategy, sync, options: as in ``WeightSyncScheme``; ``bind`` has no effect.
     """
 
     name = "cuda"
@@ -39,27 +35,23 @@ class CudaWeightSyncScheme(WeightSyncScheme):
         sync: bool = True,
         *,
         device: str = "cuda:0",
-        timeout: float | None = 60.0,
-        checksum: bool = False,
         **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(strategy, sync, timeout=timeout, bind=False, **options)
-        self.checksum = checksum
-        self._device = torch.device(device)
-        if self._device.type != "cuda":
+        super().__init__(strategy, sync, **options)
+        self.bind = False
+        self._device = device
+        if torch.device(device).type != "cuda":
             raise ValueError(f"device is a GPU ('cuda:0'), not '{device}'")
 
     @property
     def device(self) -> torch.device:
-        """Where weights are packed, and received."""
         return with_index(self._device)
 
     def make_medium(self, worker_idx: int) -> CudaMedium:
-        """Return what carries the weights of one connection."""
         return CudaMedium()
 
     def create_rendezvous(self) -> Rendezvous:
-        """Return how workers find the sender; NotConnected: there is no GPU here. Called at both ends."""
+        """NotConnected: there is no GPU here."""
         if not torch.cuda.is_available():
             raise NotConnected("there is no GPU that this process can use: use MultiProcessWeightSyncScheme instead")
         return super().create_rendezvous()

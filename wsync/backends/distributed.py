@@ -5,28 +5,25 @@ from __future__ import annotations
 from typing import Any, ClassVar, Unpack
 
 import torch
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store, is_nccl_available  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.control.rendezvous import TorchStoreRendezvous
+from wsync.media.cuda import with_index
 from wsync.media.group import INLINE_BYTES, GroupMedium
-from wsync.media.pair import check_backend, device_of
-from wsync.options import SchemeOptions
+from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.transport import SchemeTransport
 from wsync.weights.strategy import Format
 
 
 class DistributedTransport(SchemeTransport):
-    """The way of a ``DistributedWeightSyncScheme`` to its workers."""
+    """The way of a scheme to its workers. ``RPCTransport`` and ``RayTransport`` are other names of it."""
 
 
 class GroupScheme(WeightSyncScheme):
-    """Base of the schemes whose weights go through shared memory, small messages, and process groups.
+    """Base of the schemes whose weights go through shared memory, small messages, and process groups."""
 
-    Args:
-        backend, host, checksum, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
-        strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
-    """
+    transport_class = DistributedTransport
 
     def __init__(
         self,
@@ -34,61 +31,53 @@ class GroupScheme(WeightSyncScheme):
         backend: str = "gloo",
         *,
         sync: bool = True,
-        timeout: float | None = 60.0,
         host: str = "127.0.0.1",
-        bind: bool = True,
-        checksum: bool | None = None,
         shared_memory: bool = True,
         inline_bytes: int = INLINE_BYTES,
         **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
-        self.backend = check_backend(backend)
+        super().__init__(strategy, sync, **options)
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"unknown backend {backend!r} of torch.distributed: choose gloo or nccl")
+        if backend == "nccl" and not is_nccl_available():
+            raise ValueError("this build of PyTorch has no nccl: choose backend=gloo")
+        self.backend = backend
         self.host = host
-        self.checksum = checksum
         self.shared_memory = shared_memory
         self.inline_bytes = inline_bytes
 
     def make_medium(self, worker_idx: int) -> GroupMedium:
-        """Return what carries the weights of one connection, where the arena does not."""
         return GroupMedium(self.backend, self.inline_bytes, self.timeout)
 
     @property
     def arena(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether workers on the sender's machine take weights from its memory."""
         return self.shared_memory and self.backend == "gloo"
 
     @property
     def device(self) -> torch.device:
-        """Where weights are packed."""
-        return device_of(self.backend)
+        return with_index("cuda" if self.backend == "nccl" else "cpu")
 
 
 class DistributedWeightSyncScheme(GroupScheme):
     """Weight synchronization over ``torch.distributed``.
 
     A worker finds the sender by the pickled scheme. Where each process makes its own scheme (``torchrun``), the
-    sender's address is looked up in a ``torch.distributed`` store of all processes: ``store``, or that of the
-    initialised default group, or the one of ``torchrun``. These processes share a key: ``WSYNC_AUTHKEY``, or a file
-    that only this user can read.
+    sender's address is looked up in ``store``, or the store of the default group, or that of ``torchrun``. These
+    processes share a key: ``WSYNC_AUTHKEY``, or a file that only this user can read.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
         host: the sender's address, by which workers reach it; loopback by default.
-        checksum: whether an update carries a checksum, which a worker checks before it prepares or installs it. None:
-            where it crosses a network, not in shared memory.
         shared_memory: whether workers on the sender's machine take weights from its memory, in a fraction of the time.
-            False sends to all by messages and gloo, as over a network; nccl always does.
-        inline_bytes: updates with at most this many bytes of weights and extra state travel in the announcing message;
-            larger ones by gloo, each worker in a process group of its own. Without effect in shared memory and nccl.
-        store: where the sender's address is looked up by processes without a pickled scheme. A worker takes the sender
-            that its scheme was connected to last; else the oldest one that is still there and to which this process has
-            not been connected.
-        strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
+            Without it, and always with nccl, all are sent them as over a network.
+        inline_bytes: updates with at most this many bytes travel in the announcing message; larger ones by gloo, each
+            worker in a process group of its own. Without effect in shared memory and nccl.
+        store: a ``torch.distributed`` store. A worker takes the sender that its scheme was connected to last; else the
+            oldest one that is still there and to which this process has not been connected.
+        strategy, sync, timeout, options: as in ``WeightSyncScheme``.
     """
 
     name = "distributed"
-    transport_class = DistributedTransport
     collectors: ClassVar[tuple[str, ...]] = (
         *("distributed", "distributed_async", "rpc", "rpc_async", "ray", "ray_async", "single"),
     )
@@ -107,5 +96,4 @@ class DistributedWeightSyncScheme(GroupScheme):
         self._rendezvous = TorchStoreRendezvous(self.host, store)
 
     def create_rendezvous(self) -> TorchStoreRendezvous:
-        """Return how workers find the sender."""
         return self._rendezvous

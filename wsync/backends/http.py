@@ -18,29 +18,23 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization with inference engines that are HTTP servers.
 
     Each engine is taken through the four phases of vLLM's native weight transfer, all engines side by side: *init* once
-    for a layout, then for each version *start*, *update* and *finish*
-    (``wsync/engine/protocol.py``). If ``pause`` is given, generation is paused around the latter three.
-
-    The weights are bodies of HTTP requests, which the engines of ``wsync.engine_app`` take; ``docs/engines.md`` shows a
-    ``transfer`` for vLLM's own engines.
+    for a layout, then for each version *start*, *update* and *finish*. The weights are bodies of HTTP requests, which
+    the engines of ``wsync.engine_app`` take; ``docs/engines.md`` shows a ``transfer`` for vLLM's own engines.
 
     Worker ``i`` is the engine of ``urls[i]``. A finished ``send`` means: each engine has loaded the version. An engine
-    that cannot be reached raises ``WorkerDied`` at once, one that does not answer ``SyncTimeout`` at the deadline, one
-    that refuses ``WorkerFailed``; all name the URL, the phase and the answer; the other engines have the version.
-    ``readmit(i)`` accepts an engine that has been started again, and sends it the newest version.
+    that cannot be reached raises ``WorkerDied``, one that does not answer ``SyncTimeout``, one that refuses
+    ``WorkerFailed``; all name the URL, the phase and the answer. ``readmit(i)`` sends an engine that has been started
+    again the newest version.
 
     Args:
         urls: the URLs of the engines (``"http://10.0.0.5:8000"``); one or several. Weights go to no other host:
             redirects are errors, proxies are not used.
         token: sent as a bearer token. It is readable on the way unless the URL is ``https``.
-        pause: what happens to generations in flight: ``"abort"`` ends them, ``"wait"`` waits for their end, ``"keep"``
-            has them go on with the new weights (mixed versions); None: nothing is paused. For engines that have these
-            routes, as vLLM's.
+        pause: what happens to generations in flight, around the last three phases: ``"abort"`` ends them, ``"wait"``
+            waits for their end, ``"keep"`` has them go on with the new weights (mixed versions); None: nothing is
+            paused. For engines that have these routes, as vLLM's.
         transfer: a function ``(EngineClient, VersionSource) → object with send_weights()``; None: HTTP bodies.
-        sync: see ``WeightSyncScheme``.
-        timeout: seconds for ``connect``, which waits for engines that are starting, and for ``send``.
-        send_transform: see ``WeightSyncScheme``. What the engine does to weights is ``engine_app(receive_transform=)``.
-            ``Delta()`` has no effect.
+        sync, timeout, send_transform: as in ``WeightSyncScheme``; ``connect`` waits for engines that are starting.
 
     Raises:
         ValueError: no URL, a malformed or repeated one, an unknown ``pause``, a bad token.
@@ -72,14 +66,12 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         self.transfer = transfer
 
     def make_outlet(self, model_id: str, num_workers: int) -> Engines:
-        """Return what drives the engines. It has no reference to the scheme: it is closed when that is dropped."""
-        scheme, clients = weakref.proxy(self), [EngineClient(url, self.token) for url in self.urls]
+        scheme = weakref.proxy(self)  # a scheme that is dropped is closed
+        clients = [EngineClient(url, self.token) for url in self.urls]
         return Engines(clients, self.transfer or BodyTransfer, self.pause, lambda: scheme.timeout)
 
     def implied_worker_counts(self) -> Mapping[str, int]:
-        """Return how many engines there are."""
         return {"urls": len(self.urls)}
 
     def make_connection(self, model_id: str, receiver: Receiver) -> NoReturn:
-        """Refuse: engines are no workers that poll."""
         raise RuntimeError("an engine over HTTP receives by wsync.engine_app(load=…), in the engine's process")

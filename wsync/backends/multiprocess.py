@@ -1,4 +1,4 @@
-"""Multiprocess: every worker has a copy of its own, made from the slot of shared memory that all updates go through."""
+"""Multiprocess: every worker has a copy of its own, made from the shared memory that all updates go through."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from wsync.control.session import Medium
 from wsync.media.queues import MPTransport, WeightQueue
-from wsync.options import SchemeOptions
+from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.transport import TransportBackend
 from wsync.weights.strategy import Format
@@ -15,46 +15,23 @@ from wsync.weights.strategy import Format
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization by copies, for workers on the trainer's machine with memory of their own.
 
-    Args:
-        checksum: whether each update carries a checksum, which a worker checks before it prepares or installs it.
-        strategy, sync, timeout, options: as in ``WeightSyncScheme``.
+    It takes the options of ``WeightSyncScheme``; ``bind`` has no effect.
     """
 
     name = "multiprocess"
     arena = True
 
-    def __init__(
-        self,
-        strategy: Format = "tensordict",
-        sync: bool = True,
-        *,
-        timeout: float | None = 60.0,
-        checksum: bool = False,
-        **options: Unpack[SchemeOptions],
-    ) -> None:
-        super().__init__(strategy, sync, timeout=timeout, bind=False, **options)
-        self.checksum = checksum
+    def __init__(self, strategy: Format = "tensordict", sync: bool = True, **options: Unpack[SchemeOptions]) -> None:
+        super().__init__(strategy, sync, **options)
+        self.bind = False
 
     def make_medium(self, worker_idx: int) -> Medium:
-        """Return what carries weights without the C extension."""
-        return Medium()
+        return Medium()  # without the C extension
 
     def create_transport(
-        self,
-        worker_idx: Any = None,
-        *,
-        weight_queue: WeightQueue | None = None,
-        ack_queue: WeightQueue | None = None,
-        timeout: float | None = None,
+        self, worker_idx: Any = None, *, weight_queue: WeightQueue | None = None, ack_queue: WeightQueue | None = None
     ) -> TransportBackend:
-        """Return the scheme's own way to a worker, as in ``WeightSyncScheme``; or an ``MPTransport`` over queues.
-
-        Args:
-            worker_idx: as in ``WeightSyncScheme``.
-            weight_queue: to one worker.
-            ack_queue: back from it; None for no acknowledgements.
-            timeout: seconds for an acknowledgement; None for the scheme's.
-        """
+        """Return the scheme's own way to a worker; or, given queues, an ``MPTransport`` over them."""
         if weight_queue is None:
             return super().create_transport(worker_idx)
-        return MPTransport(weight_queue, ack_queue, self.timeout if timeout is None else timeout)
+        return MPTransport(weight_queue, ack_queue, self.timeout)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import nn
-
 from wsync.paths import CollectorContext, find_or_none
 from wsync.scheme import WeightSyncScheme
-from wsync.weights.strategy import Format
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
     """Carries nothing: no call has an effect on another process, and workers keep the weights that they have.
 
     It takes the arguments of every scheme. The model is kept for the properties and ``apply_weights``.
-
-    Args:
-        strategy: the format in which weights are returned.
-        sync, timeout, bind: accepted, as by every scheme; without effect.
     """
 
     name = "none"
@@ -27,57 +20,33 @@ class NoWeightSyncScheme(WeightSyncScheme):
         *("multi_sync", "multi_async", "single", "distributed", "distributed_async"),
         *("rpc", "rpc_async", "ray", "ray_async"),
     )
+    _workers = 0  # 0 on a receiver
+    _source: Any = None  # what `weights` and `prepare_weights` read
 
-    def __init__(
-        self, strategy: Format = "tensordict", sync: bool = True, *, timeout: float | None = 60.0, bind: bool = True
-    ) -> None:
-        super().__init__(strategy, sync, timeout=timeout, bind=bind)
-        self._workers = 0  # 0 on a receiver
-        self._source: Any = None  # what `weights` and `prepare_weights` read
-
-    def init_on_sender(
-        self,
-        model_id: str = "policy",
-        context: Any = None,
-        *,
-        model: nn.Module | None = None,
-        weights: Any = None,
-        num_workers: int | None = None,
-        **given: Any,
-    ) -> None:
-        """Keep the model or the weights, and the number of workers."""
-        self.init_on_receiver(model_id, context, model=model)
+    def init_on_sender(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
+        self.init_on_receiver(model_id, context, model=given.get("model"))
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        self._workers = num_workers or len(workers) or 1
-        self._source = self._model if weights is None else weights
+        self._workers = given.get("num_workers") or len(workers) or 1
+        weights = given.get("weights")
+        self._source = self.model if weights is None else weights
 
-    def init_on_receiver(
-        self,
-        model_id: str = "policy",
-        context: Any = None,
-        *,
-        model: nn.Module | None = None,
-        worker_idx: int | None = None,
-        **given: Any,
-    ) -> None:
-        """Keep the model."""
+    def init_on_receiver(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
+        model = given.get("model")
         if model is None and context is not None:
             model = find_or_none(context, model_id)
-        self._model_id, self._context, self._model, self._source = model_id, context, model, model
-        self._workers, self._index = 0, worker_idx
+        self.model_id, self.context, self.model, self._source = model_id, context, model, model
+        self._workers, self._index = 0, given.get("worker_idx")
 
     init_on_worker = init_on_receiver
 
-    def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
-        """Keep the model; ``source`` has no effect."""
+    def init_in_process(self, model_id: str, model: Any, source: Any = None) -> None:
         self.init_on_sender(model_id, model=model)
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None, processes: Any = None) -> None:
-        """Return at once: there is nothing to connect."""
         self._index = self._index if worker_idx is None else worker_idx
 
     def _nothing(self, *_: Any, **__: Any) -> None:
-        """Return at once."""
+        return
 
     disconnect = readmit = continue_from = send = send_async = wait_async = _nothing
 
@@ -86,31 +55,28 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return False
 
     def pull(self, timeout: float | None = None) -> int:
-        """Return 0 at once: there is never a version."""
         return 0
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: Any = None, context: Any = None) -> Any:
-        """Return ``weights`` in the strategy's format."""
         return super().prepare_weights(self._source if weights is None else weights, model_id, strategy, context)
 
     def shutdown(self) -> None:
-        """Forget the model."""
         super().shutdown()
         self._workers, self._source = 0, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_workers": 0, "_source": None}
 
     get_sender, get_receiver = WeightSyncScheme.create_sender, WeightSyncScheme.create_receiver
 
     @property
     def is_sender(self) -> bool:
-        """Whether this end is the sender's."""
         return self._workers > 0
 
     @property
     def num_workers(self) -> int:
-        """The number of workers; 0 on a receiver, and before init."""
         return self._workers
 
     @property
     def weights(self) -> Any:
-        """This end's weights, live."""
         return None if self._source is None else self.strategy.extract_weights(self._source)

@@ -1,8 +1,6 @@
-"""Ray: actors coordinate; shared memory carries on one machine, ``torch.distributed`` between several.
+"""Ray: the sender has actors join by a call through Ray; updates then travel as by ``distributed``.
 
-The sender drives both ends of any actor that it is given: it has the actor join by a call through Ray. Updates are then
-announced over a connection of their own, and installed beside whatever the actor does. A Ray call for each update would
-queue behind a rollout, or need a concurrency group that the actor's class declares.
+A Ray call for each update would queue behind a rollout, or need a concurrency group that the actor's class declares.
 """
 
 from __future__ import annotations
@@ -13,50 +11,43 @@ from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wsync.backends.distributed import GroupScheme
+from wsync.backends.distributed import DistributedTransport, GroupScheme
 from wsync.control.processes import Process, Processes
 from wsync.control.rendezvous import SocketRendezvous
 from wsync.errors import NotConnected, WeightSyncError, WorkerFailed, missing_extra
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import one_worker
-from wsync.transport import SchemeTransport
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
+RayTransport = DistributedTransport
 _GRACE = 5.0  # seconds to wait for Ray to report the calls as finished; calls of busy actors may finish later
 _joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sender's address and the worker's index
-
-
-class RayTransport(SchemeTransport):
-    """The way of a ``RayWeightSyncScheme`` to its actors."""
 
 
 class RayWeightSyncScheme(GroupScheme):
     """Weight synchronization to Ray actors.
 
-    Given actors (``init_on_sender(..., actors=[…])``), the sender alone drives both ends: ``connect()`` has each actor
-    find the model in itself, at the path ``model_id``, and join. Otherwise each actor calls ``init_on_receiver`` and
-    ``connect`` on the scheme that it was sent.
+    Given ``actors``, the sender alone drives both ends: ``connect()`` has each actor find the model in itself, at the
+    path ``model_id``, and join. Otherwise each actor calls ``init_on_receiver`` and ``connect``.
 
     Args:
-        backend, checksum, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
+        backend, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
         host: the sender's address, by which actors reach it; loopback by default. ``"node"`` is this node's address in
             the Ray cluster.
-        strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
+        strategy, options: as in ``WeightSyncScheme``.
     """
 
     name = "ray"
     collectors: ClassVar[tuple[str, ...]] = ("ray", "ray_async", "single")
-    transport_class = RayTransport
 
     _actors: Sequence[ActorHandle] = ()  # that the sender has join, by worker
     _joins: Mapping[int, ObjectRef] = {}  # by worker, the last call to join
-    _ray: tuple[str, str] | None = None  # the connection to Ray that the actors belong to
+    _job = ""  # the one of Ray's that the actors belong to
 
     def create_rendezvous(self) -> SocketRendezvous:
-        """Return how actors find the sender."""
         if self.host != "node":
             return SocketRendezvous(self.host)
         from ray.util import get_node_ip_address
@@ -71,36 +62,27 @@ class RayWeightSyncScheme(GroupScheme):
         actors: Sequence[ActorHandle] | None = None,
         **given: Any,
     ) -> None:
-        """Set up the trainer's end, as ``WeightSyncScheme.init_on_sender`` does; NotConnected: Ray is not initialised.
+        """``actors``, also of the context, are those that the sender has join, by worker index.
 
-        Args:
-            model_id: the model's name, and its path in each actor.
-            context: a collector; or an object with ``actors``.
-            actors: those that the sender has join, by worker index.
-            given: as there.
+        NotConnected: Ray is not initialised.
         """
         self._require_uninitialised()
-        self._ray = _connection()
-        if self._ray is None:
-            raise NotConnected(
-                "Ray is not initialised: call ray.init(), or ray.init(address=…), before init_on_sender()"
-            )
+        self._job = _job()
+        if not self._job:
+            raise NotConnected("Ray is not initialised: call ray.init(…) before init_on_sender()")
         self._actors, self._joins = [*(getattr(context, "actors", ()) if actors is None else actors)], {}
         super().init_on_sender(model_id, context, **given)
 
     def implied_worker_counts(self) -> Mapping[str, int]:
-        """Return how many actors there are."""
         return {"actors": len(self._actors)} if self._actors else {}
 
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
     ) -> None:
-        """Connect, as ``WeightSyncScheme.connect`` does. Actors that have not joined are called to join.
+        """Connect; actors that have not joined are called to join.
 
-        Raises:
-            NotConnected: ``ray.shutdown`` was called since; and all that is raised there.
-            WorkerFailed: an actor could not join; with its own error.
-            ValueError: ``processes``, with actors: Ray reports the end of one.
+        WorkerFailed: an actor could not, with its own error. NotConnected: ``ray.shutdown`` was called since.
+        ValueError: ``processes``, with actors.
         """
         if not self._actors:
             super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
@@ -112,10 +94,9 @@ class RayWeightSyncScheme(GroupScheme):
             super().connect(worker_idx=worker_idx, weights=weights, processes=sentinels)
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
-        """Accept a worker in the place of one that has died, as ``WeightSyncScheme.readmit`` does.
+        """An actor that is alive, or that Ray has restarted, is called to join with the model that it has now.
 
-        An actor that Ray has restarted (``max_restarts``), or that is alive, is called to join with the model that it
-        has at the path now. WorkerFailed: it could not; with its own error. ValueError: ``process``, with actors.
+        WorkerFailed: it could not, with its own error. ValueError: ``process``, with actors.
         """
         if not self._actors:
             super().readmit(worker_idx, process, timeout)
@@ -134,11 +115,8 @@ class RayWeightSyncScheme(GroupScheme):
         import ray
 
         sender = self.sender
-        if self._ray != _connection():  # a call would start another Ray
-            raise NotConnected(
-                f"ray.shutdown() was called, and has ended the connection to the {len(self._actors)} actor(s) of this "
-                "scheme: give new actors to a new scheme"
-            )
+        if self._job != _job():  # a call would start another Ray
+            raise NotConnected("ray.shutdown() was called: the actors of this scheme are gone")
         for worker in workers:
             if worker in self._joins and not ray.wait([self._joins[worker]], timeout=0)[0]:
                 continue
@@ -150,19 +128,18 @@ class RayWeightSyncScheme(GroupScheme):
         return _watched({worker: self._joins[worker] for worker in workers})
 
     def shutdown(self) -> None:
-        """Release everything, also in the actors that the sender had join: they leave, or Ray takes long to say so."""
+        """Release everything, also in the actors that the sender had join."""
         actors = () if self._inherited else self._actors  # they are the parent's
-        key = _key(self) if actors and self._address is not None else ""
+        key = self._address.unix if actors and self._address is not None else ""
         super().shutdown()
-        if actors and self._ray == _connection():
+        if actors and self._job == _job():
             import ray
 
             calls: list[Any] = [one.__ray_call__.remote(_leave, key, worker) for worker, one in enumerate(actors)]
             ray.wait(calls, num_returns=len(calls), timeout=_GRACE)
-        self._actors, self._joins = (), {}  # last: after Ctrl-C another call does the rest
+        self._actors, self._joins = (), {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options and the sender's address."""
         return {**super().__getstate__(), "_actors": (), "_joins": {}}
 
 
@@ -170,8 +147,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     """Weight synchronization to a module inside a ``RayModuleTransform``, an environment transform in a Ray actor.
 
     The sender drives both ends: it is initialised with the transform (``context=transform``) or its actors, and
-    ``connect()`` is called on the sender alone. A collector that is given the scheme does both, for the transform at
-    the path: ``weight_sync_schemes={"env.transform[0].module": scheme}``.
+    ``connect()`` is called on the sender alone; a collector does both, for the transform at the path
+    ``"env.transform[0].module"``.
     """
 
     name = "ray_module_transform"
@@ -179,7 +156,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     sender_driven = True
 
     def init_on_sender(self, model_id: str = "module", context: Any = None, **given: Any) -> None:
-        """As ``RayWeightSyncScheme.init_on_sender``; ValueError: neither the transform nor its actors were given."""
+        """ValueError: neither the transform nor its actors were given."""
         if given.get("actors") is None and not hasattr(context, "actors"):  # the class is the user's
             raise ValueError("RayModuleTransformScheme needs context=<the RayModuleTransform>, or actors=[…]")
         super().init_on_sender(model_id, context, **given)
@@ -190,7 +167,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
 def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int) -> None:
     """Connect to the sender, which has closed the last connection; first leave that, and dead senders."""
-    key = _key(scheme)
+    key = scheme._address.unix
     for known, joined in [*_joined.items()]:
         receiver = joined._receiver  # None while another thread has the scheme leave
         if known == (key, worker_idx) or receiver is None or not receiver.connected:
@@ -206,23 +183,19 @@ def _leave(instance: Any, key: str, worker_idx: int) -> None:
         scheme.shutdown()
 
 
-def _key(scheme: RayWeightSyncScheme) -> str:
-    return scheme._address.unix
-
-
 # --- in the trainer ---
 
 
-def _connection() -> tuple[str, str] | None:
-    """Return which connection to Ray this process has; None for none."""
+def _job() -> str:
+    """Return the id of this process's job in Ray; empty without one."""
     try:
         import ray
     except ModuleNotFoundError as error:
         raise missing_extra(error, "ray") from error
     if not ray.is_initialized():
-        return None
+        return ""
     context = ray.get_runtime_context()
-    return context.get_node_id(), context.get_job_id()
+    return f"{context.get_node_id()} {context.get_job_id()}"
 
 
 @contextmanager

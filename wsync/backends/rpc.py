@@ -1,8 +1,4 @@
-"""``torch.distributed.rpc`` brings a worker and its sender together; updates travel as by ``distributed``.
-
-A worker gets the sender's address from the trainer by a call. After that, nothing is called: a call for each update
-would take several times as long as the update.
-"""
+"""``torch.distributed.rpc``: a worker asks for the sender's address; updates then travel as by ``distributed``."""
 
 from __future__ import annotations
 
@@ -12,16 +8,16 @@ from typing import Any, ClassVar
 
 from torch.distributed import rpc
 
-from wsync.backends.distributed import GroupScheme
+from wsync.backends.distributed import DistributedTransport, GroupScheme
 from wsync.control.auth import Address
 from wsync.control.rendezvous import SocketRendezvous
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.transport import SchemeTransport
 from wsync.weights.strategy import Format
 
 _NO_TIMEOUT = 0.0  # in RPC's terms
 _TIMED_OUT = "RPCErr:1:"  # how torch begins the message of a call that has timed out
+RPCTransport = DistributedTransport
 _addresses: dict[str, Address] = {}  # of this process's senders, by the names in their pickled schemes
 
 
@@ -40,13 +36,11 @@ class RpcRendezvous(SocketRendezvous):
         self._trainer = trainer
 
     def pickled(self, address: Address) -> str:
-        """Return a name, for which workers are given the address."""
         name = secrets.token_hex(16)
         _addresses[name] = address
         return name
 
     def addresses(self, pickled: Any, model_id: str, worker: int, deadline: float | None) -> Iterator[Address]:
-        """Ask the trainer for the address."""
         left = remaining(deadline)
         timeout = _NO_TIMEOUT if left is None else max(left, 0.001)
         try:
@@ -61,26 +55,21 @@ class RpcRendezvous(SocketRendezvous):
         yield found
 
 
-class RPCTransport(SchemeTransport):
-    """The way of an ``RPCWeightSyncScheme`` to its workers."""
-
-
 class RPCWeightSyncScheme(GroupScheme):
     """Weight synchronization between members of a ``torch.distributed.rpc`` group.
 
     ``init_rpc`` has been called in all of them. The first weights are delivered by the first ``send``.
 
     Args:
-        backend, checksum, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
+        backend, shared_memory, inline_bytes: as in ``DistributedWeightSyncScheme``.
         host: the sender's address, by which workers reach it; loopback by default.
         trainer: the sender's name in RPC.
-        strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
+        strategy, options: as in ``WeightSyncScheme``.
     """
 
     name = "rpc"
     delivers_at_connect = False
     collectors: ClassVar[tuple[str, ...]] = ("rpc", "rpc_async", "single")
-    transport_class = RPCTransport
 
     def __init__(
         self, strategy: Format = "tensordict", backend: str = "gloo", *, trainer: str = "trainer", **options: Any
@@ -89,5 +78,4 @@ class RPCWeightSyncScheme(GroupScheme):
         self.trainer = trainer
 
     def create_rendezvous(self) -> RpcRendezvous:
-        """Return how workers find the sender."""
         return RpcRendezvous(self.host, self.trainer)

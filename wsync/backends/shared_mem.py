@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack
 
 from tensordict import TensorDictBase
 
-from wsync.options import SchemeOptions
+from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.shm.registered import RegisteredWeights
 from wsync.transport import SchemeTransport
@@ -40,17 +40,13 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     Args:
         policy_weights: ``{model_id: TensorDict}`` of buffers that are registered from the start.
         auto_register: whether the first weights that are sent define the shared buffers. Otherwise
-            ``register_shared_weights`` has to be called before ``init_on_sender``: without it, ``connect`` (if the
-            sender was given a model or weights) and ``send`` raise ``NotConnected``.
+            ``register_shared_weights`` has to be called before ``init_on_sender``: without it, ``connect`` and ``send``
+            raise ``NotConnected``.
         per_worker_weights: whether each worker has slots of its own; for workers that are given different weights.
-        acknowledge: when a ``send`` is finished: ``"installed"``, when every worker has acknowledged that its model has
-            the weights; ``"published"``, when every forward that starts from then on will use them, which needs no
-            acknowledgement: a worker installs them on its way into a forward, or while it waits in ``receive``. Not for
-            workers that pass updates on to workers of their own.
-        checksum: whether each update carries a checksum, which a worker checks before it prepares or installs it, on
-            its way into a forward. With ``"published"`` a corrupt one leaves the model as it was, and the error is
-            raised by the next ``send``.
-        strategy, sync, timeout, bind, options: as in ``WeightSyncScheme``.
+        acknowledge: when a ``send`` is finished: ``"installed"``, when every worker's model has the weights;
+            ``"published"``, when every forward that starts from then on will use them, without an acknowledgement: a
+            worker installs them on its way into a forward, or in ``receive``. Not for workers that pass updates on.
+        strategy, sync, options: as in ``WeightSyncScheme``.
     """
 
     name = "shared_mem"
@@ -66,21 +62,17 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         sync: bool = True,
         per_worker_weights: bool = False,
         *,
-        timeout: float | None = 60.0,
         acknowledge: Literal["installed", "published"] = "installed",
-        bind: bool = True,
-        checksum: bool = False,
         **options: Unpack[SchemeOptions],
     ) -> None:
         if acknowledge not in ("installed", "published"):
             raise ValueError(f"acknowledge is 'installed' or 'published', not {acknowledge!r}")
-        super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
+        super().__init__(strategy, sync, **options)
         self.auto_register = auto_register
         self.per_worker_weights = per_worker_weights
         if policy_weights is not None and not isinstance(policy_weights, Mapping):
             raise TypeError(f"policy_weights is a mapping {{model_id: TensorDict}}, not {policy_weights!r}")
         self.acknowledge = acknowledge
-        self.checksum = checksum
         self._registered: dict[str, TensorDictBase] = {}
         for model_id, weights in (policy_weights or {}).items():
             self.register_shared_weights(model_id, weights)
@@ -88,8 +80,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Make ``weights`` the buffers of ``model_id``.
 
-        A ``send()`` without arguments sends what is in them, if the sender has no model of its own. After each ``send``
-        their tensors lie in the memory that the workers were given, and what refers to their former memory does not.
+        ``send()`` sends what is in them, if the sender has no model of its own. After each ``send`` their tensors lie
+        in the memory that the workers were given, and what refers to their former memory does not.
 
         Raises:
             RuntimeError: the model has buffers already, or the scheme is initialised already.
@@ -114,10 +106,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         cached_weights: TensorDictBase | None = None,
         **given: Any,
     ) -> None:
-        """Set up the trainer's end, as ``WeightSyncScheme.init_on_sender`` does.
-
-        ``cached_weights``, also of the context, is the older API's way to ``register_shared_weights``.
-        """
+        """``cached_weights``, also of the context, is the older API's way to ``register_shared_weights``."""
         cached_weights = getattr(context, "cached_weights", None) if cached_weights is None else cached_weights
         if cached_weights is not None and self._registered.get(model_id) is not cached_weights:
             self.register_shared_weights(model_id, cached_weights)
@@ -128,7 +117,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             self.sender.on_published = lambda update: own.repoint(update.buffer)
 
     def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
-        """Return what the sender reads: its model or weights, or the registered buffers."""
         registered = self._registered.get(model_id)
         if not self.auto_register and registered is None:
             options["undefined"] = (
@@ -140,19 +128,14 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     @property
     def weights(self) -> Any:
-        """This end's weights, live; on a sender that was given none, those that it has published.
-
-        None where workers have different ones: ``shared_transport.unique_weights`` are all of them.
-        """
+        """This end's weights, live; on a sender that was given none, those that it has published for all workers."""
         own = super().weights
         published = SharedMemTransport(self).unique_weights if own is None and self.is_sender else []
         return self.strategy.extract_weights(published[0]) if len(published) == 1 else own
 
     @property
     def acknowledges(self) -> bool:
-        """Whether a finished ``send`` means that every worker has acknowledged the update."""
         return self.acknowledge == "installed" and super().acknowledges
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options and the sender's address: registered weights stay with the sender."""
         return {**super().__getstate__(), "_registered": {}}

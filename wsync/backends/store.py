@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar, NoReturn, Unpack
+from typing import Any, ClassVar, Unpack
 from urllib.parse import quote
 
-from torch import nn
-
 from wsync.deadlines import deadline_in
-from wsync.options import SchemeOptions
 from wsync.receiver import Receiver
+from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.store.files import SAME_WEIGHTS, Files, Store, absolute_url
 from wsync.store.reader import FileInbox, Reader
@@ -19,27 +17,23 @@ from wsync.transport import TransportBackend, apply_received
 from wsync.update import Outlet, Update
 from wsync.weights.packing import packed
 from wsync.weights.source import DeviceMap, Source, per_worker
-from wsync.weights.strategy import Format, WeightStrategy
+from wsync.weights.strategy import Format
 
 
 class StoreWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization through files: a shared folder, S3, or whatever else ``fsspec`` reads.
 
     A finished ``send`` means: a reader that looks from now on finds the version, and it is on the disk. There are no
-    acknowledgements, and the trainer does not notice readers that come or go. A reader needs the
-    URL alone; it may start before or after the trainer, and gets the newest version. A trainer that starts again goes
-    on counting. All readers get the same weights: ``params_map``, ``device_map_fn``, ``worker_ids`` of some workers and
-    weights per worker are refused.
+    acknowledgements. A reader needs the URL alone; it may start before or after the trainer, and gets the newest
+    version. A trainer that starts again goes on counting. All readers get the same weights: weights per worker are
+    refused.
 
     Args:
         url: the URL of a folder; each model has a folder of its own in it. A relative path is resolved at once.
-        strategy: the format in which weights are returned.
-        timeout: seconds for ``connect``; None for no limit.
-        bind: whether a worker's model may be bound to the memory that a version was read into.
         keep: how many versions are kept.
-        options: see ``WeightSyncScheme``. With ``initiator="sender"`` workers install versions as they appear, with
-            ``"receiver"`` only when they ``pull``; ``max_staleness`` counts versions that a worker has read: no forward
-            waits for one.
+        strategy, options: as in ``WeightSyncScheme``. With ``initiator="sender"`` workers install versions as they
+            appear, with ``"receiver"`` only when they ``pull``; ``max_staleness`` counts versions that a worker has
+            read: no forward waits for one.
 
     Raises:
         ValueError: ``url`` is empty; ``keep`` is below 1; or see ``WeightSyncScheme``.
@@ -52,15 +46,13 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self,
         url: str | os.PathLike[str],
         *,
-        strategy: Format = "tensordict",
-        timeout: float | None = 60.0,
-        bind: bool = True,
         keep: int = 3,
+        strategy: Format = "tensordict",
         **options: Unpack[SchemeOptions],
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is at least 1, not {keep}")
-        super().__init__(strategy, True, timeout=timeout, bind=bind, **options)
+        super().__init__(strategy, **options)
         self.url = absolute_url(url)
         self.keep = keep
         # Of workers that have this scheme, pickled: the oldest version that they use, and whether they wait for it.
@@ -68,13 +60,11 @@ class StoreWeightSyncScheme(WeightSyncScheme):
 
     @property
     def acknowledges(self) -> bool:
-        """Readers do not answer."""
-        return False
+        return False  # readers do not answer
 
     @property
     def waits(self) -> bool:
-        """A version is stored when it is published."""
-        return True
+        return True  # a version is stored when it is published
 
     def create_transport(self, worker_idx: int | None = None) -> StoreTransport:
         """Return a transport over the folder of the model ``policy``, for use without a scheme."""
@@ -89,14 +79,12 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         return f"{scheme}{separator}{path.rstrip('/')}/{name}"
 
     def make_outlet(self, model_id: str, num_workers: int) -> Files:
-        """Return what writes the files."""
         store, delta = Store(self._folder(model_id)), delta_of(self.send_transform)
         files = Files(store, num_workers, keep=self.keep, delta=delta)
         self._first_version = files.begin() + 1
         return files
 
     def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
-        """Return what the sender reads: one model for all."""
         if device_map_fn is not None or len(per_worker(weights) or ()) > 1:
             raise ValueError(f"{SAME_WEIGHTS}: device_map_fn and weights per worker cannot be used")
         return super().make_source(model_id, weights, device_map_fn, **options)
@@ -107,26 +95,13 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self._begins_with_weights = source.weights is not None
 
     def make_connection(self, model_id: str, receiver: Receiver) -> FileInbox:
-        """Return what reads the files."""
         reader = Reader(Store(self._folder(model_id)), self._first_version)
         watches = self.initiator == "sender" or self.max_staleness is not None
         return FileInbox(reader, receiver, waits=self._begins_with_weights, watches=watches)
 
-    def init_on_worker(self, *arguments: Any, **options: Any) -> NoReturn:
-        """Refuse: the older API has nothing that waits for a first version."""
-        raise ValueError("the older init_on_worker() is not for a store: call init_on_receiver() and connect()")
-
 
 class StoreTransport(TransportBackend):
-    """Versions of weights in one folder, for use without a scheme.
-
-    Args:
-        url: the URL of the folder. A relative path is resolved at once.
-        keep: how many versions are kept.
-
-    Raises:
-        NotConnected: it cannot be opened. ValueError: ``url`` is empty.
-    """
+    """Versions of weights in the folder ``url``, for use without a scheme; the newest ``keep`` are kept."""
 
     def __init__(self, url: str | os.PathLike[str], *, keep: int = 3) -> None:
         self._store = Store(absolute_url(url))
@@ -134,29 +109,19 @@ class StoreTransport(TransportBackend):
         self._sent = self._received = 0  # versions
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Make the folder; go on counting from the newest version in it."""
         self._sent = self._files.begin()
 
     def send_weights(self, weights: Any) -> None:
-        """Store ``weights`` (a module, a TensorDict or a state dict) as the next version."""
         layout, buffer = packed(weights)
         self._files.set_layout(layout)
         self._sent += 1  # a number is not used again: a version may have been stored in spite of an error
         self._files.publish(Update(self._sent, buffer), [0])
 
-    def receive_weights(
-        self,
-        timeout: float | None = None,
-        *,
-        weights: Any = None,
-        model: nn.Module | None = None,
-        strategy: WeightStrategy | None = None,
-    ) -> Any | None:
-        """Return the next version, applied to ``weights`` and ``model``; None if none appeared within ``timeout``."""
+    def receive_weights(self, timeout: float | None = None, **into: Any) -> Any | None:
         update = Reader(self._store, self._received + 1).wait(deadline_in(timeout))
         if update is None:
             return None
         received = dict(zip(update.buffer.layout.names, update.views, strict=True))
-        applied = apply_received(received, weights, model, strategy)
+        applied = apply_received(received, **into)
         self._received = update.version  # after an error, the next call receives it again
         return applied

@@ -24,6 +24,14 @@ from wsync.weights.packing import Buffer
 _INDEX = struct.Struct("<I")
 
 
+def with_index(device: str) -> torch.device:
+    """Return a device; a GPU without an index as the one of this thread: other threads may have another."""
+    found = torch.device(device)  # CUDA is not initialised here: before that, each thread has the first GPU
+    if found.type != "cuda" or found.index is not None:
+        return found
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+
+
 class CudaMedium(Medium):
     """One end of a connection between two processes on one GPU."""
 
@@ -33,7 +41,6 @@ class CudaMedium(Medium):
         self._said = asyncio.Queue[bytes | None]()  # by the other end; None: the connection has ended
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
-        """Announce the update, and wait until the worker has copied it."""
         if isinstance(payload, bytes):
             await super().send(link, offer, payload)
             return
@@ -47,7 +54,6 @@ class CudaMedium(Medium):
         await self._next()
 
     async def receive(self, link: Link, offer: Offer, into: Buffer) -> None:
-        """Copy the buffer that the sender names, and say so."""
         message = await self._next()
         await run_blocking("transfer", self._copy, message, into.flat)
         await link.send(Side(b""))
@@ -67,10 +73,8 @@ class CudaMedium(Medium):
         return said
 
     def on_side(self, data: bytes) -> None:
-        """Take what the other end says."""
         self._said.put_nowait(data)
 
     def close(self) -> None:
-        """End both ends; the sender's buffers are not mapped any more."""
         self._said.put_nowait(None)
         self._mapped.clear()

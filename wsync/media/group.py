@@ -4,31 +4,47 @@
     worker    (first time: form the group) ─→ group.recv ←─────────┘
 
 One group per connection: the members of a group are fixed, so a restarted worker needs a new one. The two processes
-find each other by a store whose messages go over their authenticated connection. The group is formed when an update
-needs it. Small updates follow their offer.
+find each other by a store whose messages go over their authenticated connection. Small updates follow their offer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
+import torch
+from torch.distributed import ProcessGroupGloo
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.control.wire import Link, Offer, Side
-from wsync.deadlines import as_timeout, deadline_in, remaining
-from wsync.media.blocking import BlockingMedium
-from wsync.media.pair import Pair, form_pair
+from wsync.deadlines import as_timedelta, as_timeout, deadline_in, remaining, time_until
+from wsync.media import BlockingMedium
 from wsync.weights.packing import Buffer
 
 INLINE_BYTES = 5 << 18  # 1 MiB with some padding: up to this size it was faster than gloo, over loopback
 _LONGEST = 600.0  # seconds to form a group, where there is no deadline
 _MAX_KEYS = 100
+_PORT, _PROOF, _READY = "wsync port ", "wsync proof ", "wsync ready "  # keys in the store, with a rank
+_PROOF_SIZE, _PROOF_TAG = 32, 1
+_PROOF_TIMEOUT = 5.0  # seconds; milliseconds are enough
+_SO_ATTACH_FILTER = 26  # of Linux
+_NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"  # a watchdog would end this whole process when the other one has died
+_making = threading.Lock()  # while a gloo device is made, and while the setting above is in the environment
 
 
-class LinkStore(TorchStore):
+class _LinkStore(TorchStore):
     """A ``torch.distributed`` store of two processes: a value that one sets, the other can get.
 
     The thread that forms a group calls ``set``, ``get``, ``wait`` and ``check``; all else runs in the control thread.
@@ -46,7 +62,6 @@ class LinkStore(TorchStore):
         self._link, self._deadline = link, deadline
 
     def put(self, key: str, value: bytes) -> None:
-        """Store a value."""
         if len(self._values) > _MAX_KEYS:
             raise ConnectionError("the other end sets more keys than a group needs")
         self._values[key] = value
@@ -77,20 +92,16 @@ class LinkStore(TorchStore):
             raise RuntimeError("the connection has ended")
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a value, here and in the other process."""
         self._run(self._set(key, value.encode() if isinstance(value, str) else bytes(value)), f"take {key}")
 
     def get(self, key: str) -> bytes:
-        """Wait for a key, and return its value."""
         self.wait([key])
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: object = None) -> None:
-        """Wait for keys."""
         self._run(self._until_set(keys), f"set {', '.join(keys)}")
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether there are values for all keys."""
         return all(key in self._values for key in keys)
 
 
@@ -103,60 +114,208 @@ class GroupMedium(BlockingMedium):
         timeout: seconds to form a group; None for ten minutes.
     """
 
-    def __init__(self, backend: str = "gloo", inline_bytes: int = INLINE_BYTES, timeout: float | None = None) -> None:
+    def __init__(self, backend: str, inline_bytes: int, timeout: float | None) -> None:
         super().__init__()
-        self._backend = backend
+        self._backend, self._timeout = backend, timeout
         self._inline_bytes = inline_bytes if backend == "gloo" else -1
-        self._timeout = timeout
-        self._store = LinkStore()
-        self._pair: Pair | None = None
+        self._store = _LinkStore()
+        self._group: Any = None
+        self._connections: list[socket.socket] = []  # of gloo, to the other process
+        _media.add(self)
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
-        """Send a small update inline, a large one through the group."""
         if isinstance(payload, bytes) or payload.layout.nbytes + len(offer.extra) <= self._inline_bytes:
             await super().send(link, offer, payload)
             return
         await link.send(msgspec.structs.replace(offer, medium=True))
-        pair = await self._formed(link, 0)
-        await self._call_group("transfer", pair.send, payload)
+        await self._carry(link, 0, payload)
 
     async def receive(self, link: Link, offer: Offer, into: Buffer) -> None:
-        """Receive a large update."""
-        pair = await self._formed(link, 1)
-        await self._call_group("transfer", pair.receive, into)
+        await self._carry(link, 1, into)
 
-    async def _formed(self, link: Link, rank: int) -> Pair:
-        if self._pair is None:
-            deadline = deadline_in(as_timeout(self._timeout) or _LONGEST)
-            self._store.begin(link, deadline)
-            await self._call_group("transport-setup", self._form, rank, link.host, deadline)
-        assert self._pair is not None, "it has been formed"
-        return self._pair
-
-    def _form(self, rank: int, host: str, deadline: float | None) -> None:
-        self._pair = form_pair(self._store, rank, self._backend, host, deadline)
-        if self._closed.is_set():  # meanwhile: nobody else closes it
-            self._pair.close()
-
-    async def _call_group(self, name: str, function: Callable[..., None], *args: Any) -> None:
+    async def _carry(self, link: Link, rank: int, buffer: Buffer) -> None:
         try:
-            await self._call(name, function, *args)
+            if self._group is None:
+                deadline = deadline_in(as_timeout(self._timeout) or _LONGEST)
+                self._store.begin(link, deadline)
+                await self._call("transport-setup", self._form, rank, link.host, buffer.flat.device, deadline)
+            await self._call("transfer", self._transfer, rank, buffer)
         except (RuntimeError, OSError) as error:
             self._require_open()
             raise ConnectionError(f"the process group has broken: {error}") from error
 
+    def _form(self, rank: int, host: str, device: torch.device, deadline: float | None) -> None:
+        """Form this end of the group; the other process forms its end meanwhile."""
+        if self._backend == "nccl":
+            self._group = _nccl_group(self._store, rank, device, deadline)
+        else:
+            self._group, self._connections = _gloo_group(self._store, rank, host, deadline)
+        if self._closed.is_set():  # meanwhile: nobody else closes it
+            self._release()
+
+    def _transfer(self, rank: int, buffer: Buffer) -> None:
+        group, flat = self._group, buffer.flat
+        if group is None:
+            raise RuntimeError("this group was closed")
+        if rank == 0 and flat.is_cuda:
+            torch.cuda.synchronize(flat.device)  # it has been packed
+        transfer = (group.send if rank == 0 else group.recv)([flat], 1 - rank, 0)
+        try:
+            transfer.wait(as_timedelta(None))  # gloo gives the group up when a wait times out
+        finally:
+            del transfer, group  # the traceback of an error would keep them, and the port open
+        if flat.is_cuda:  # there the wait is one of this thread's stream
+            torch.cuda.current_stream(flat.device).synchronize()
+
     def on_side(self, data: bytes) -> None:
-        """Store what the other end has set."""
         try:
             self._store.put(*msgspec.msgpack.decode(data, type=tuple[str, bytes]))
         except msgspec.DecodeError as error:
             raise ConnectionError(f"the other end has sent something unknown: {error}") from error
 
     def close(self) -> None:
-        """End a transfer, and the forming of the group."""
         super().close()
         self._store.abandon()
 
     def _release(self) -> None:
-        if self._pair is not None:
-            self._pair.close()
+        group, self._group = self._group, None  # without references to it, gloo closes its port
+        for connection in self._connections:
+            with suppress(OSError):  # the other end has closed it
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        if group is not None and self._backend == "nccl":
+            group.abort()  # ends kernels that wait for the other process
+
+
+_media: WeakSet[GroupMedium] = WeakSet()
+
+
+def _keep_inherited() -> None:
+    """Keep groups from being destroyed in a forked child: their threads are the parent's, which it waits for."""
+    for medium in _media:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(medium._group))
+
+
+os.register_at_fork(after_in_child=_keep_inherited)
+
+
+# --- gloo ---
+
+
+def _gloo_group(store: TorchStore, rank: int, host: str, deadline: float | None) -> tuple[Any, list[socket.socket]]:
+    """Return a group of two over gloo, and its connections.
+
+    gloo accepts any process that reaches its port while a group is formed. So both ends prove over the group, before
+    any weights are sent, that they have what the other end has put into the store. From then on the port takes no
+    connection: gloo would keep each for ever, and end this process when it has no descriptor left.
+
+    Raises:
+        ConnectionError: another process has connected to the port in the other end's place.
+        RuntimeError: the group could not be formed.
+    """
+    device, listener = _listening_device(host)
+    with listener:
+        options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._devices = [device]
+        options._threads = 1  # sends and receives need no more
+        options._timeout = time_until(deadline)
+        own_port = listener.getsockname()[1]
+        store.set(_PORT + str(rank), str(own_port))
+        group = ProcessGroupGloo(store, rank, 2, options)
+        _exchange_proofs(store, group, rank, deadline)
+        drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # BPF: return 0, for each packet
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop_all)))
+    other_port = int(store.get(_PORT + str(1 - rank)))
+    return group, _tcp_sockets(lambda sock: sock.getpeername()[1] == other_port or sock.getsockname()[1] == own_port)
+
+
+def _listening_device(host: str) -> tuple[Any, socket.socket]:
+    """Return a device of gloo, and the socket on which it listens: the one that is new."""
+    known = set[Any]()  # addresses on which this process listens
+
+    def is_new(sock: socket.socket) -> bool:
+        address, listens = sock.getsockname(), sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        new = bool(listens) and address not in known
+        known.add(address)
+        return new
+
+    with _making:
+        while True:
+            for sock in _tcp_sockets(is_new):
+                sock.close()
+            device = ProcessGroupGloo.create_device(hostname=host)
+            listening = _tcp_sockets(is_new)
+            if len(listening) == 1:
+                return device, listening[0]
+            for sock in listening:
+                sock.close()
+            time.sleep(0.001)  # another thread has opened one in this moment: make another device
+
+
+def _tcp_sockets(wanted: Callable[[socket.socket], bool]) -> list[socket.socket]:
+    """Return duplicates of those TCP sockets of this process of which ``wanted`` is true, and raises no OSError."""
+    found: list[socket.socket] = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, no socket, or not connected
+            sock = socket.socket(fileno=int(name))
+            try:
+                is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+                if is_tcp and wanted(sock):  # `socket.dup` would make it block, and gloo's descriptor with it
+                    found.append(socket.socket(fileno=os.dup(int(name))))
+            finally:
+                sock.detach()  # another object closes it
+    return found
+
+
+def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float | None) -> None:
+    """Send over a new group what the other end has put into the store, and check that it does so too.
+
+    Each end puts its value into the store when its half of the group is formed, so the values travel at once.
+    """
+    own, other = secrets.token_bytes(_PROOF_SIZE), 1 - rank
+    store.set(_PROOF + str(rank), own)  # pyright: ignore[reportArgumentType]  bytes are taken as well
+    given = torch.frombuffer(bytearray(store.get(_PROOF + str(other))), dtype=torch.uint8)
+    shown = torch.zeros(_PROOF_SIZE, dtype=torch.uint8)
+    transfers = [group.send([given], other, _PROOF_TAG), group.recv([shown], other, _PROOF_TAG)]
+    left = remaining(deadline)
+    limit = as_timedelta(_PROOF_TIMEOUT if left is None else max(min(left, _PROOF_TIMEOUT), 0.001))
+    try:
+        for transfer in transfers:
+            transfer.wait(limit)
+        proven = hmac.compare_digest(shown.numpy().tobytes(), own)
+    except RuntimeError:
+        proven = False
+    if not proven:
+        raise ConnectionError(
+            "what is connected to gloo's port did not prove that it is the other end: has another process connected?"
+        )
+
+
+# --- nccl ---
+
+
+def _nccl_group(store: TorchStore, rank: int, device: torch.device, deadline: float | None) -> Any:
+    """Return a group of two over NCCL, connected: later it could not be, without the store.
+
+    NCCL waits for the other process without a deadline, so it begins when both processes have come this far.
+    """
+    from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
+
+    options: Any = ProcessGroupNCCL.Options()
+    options._timeout = as_timedelta(None)  # deadlines are those of the scheme
+    with torch.cuda.device(device):
+        with _making:
+            before = os.environ.get(_NO_WATCHDOG)
+            os.environ[_NO_WATCHDOG] = "1"
+            try:
+                group: Any = ProcessGroupNCCL(store, rank, 2, options)
+            finally:
+                del os.environ[_NO_WATCHDOG]
+                os.environ.update({} if before is None else {_NO_WATCHDOG: before})
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)  # initialises CUDA
+        store.set(_READY + str(rank), "")
+        store.get(_READY + str(1 - rank))
+        group.eager_connect_single_device(device)
+        (group.send if rank == 0 else group.recv)([byte], 1 - rank, 0).wait(time_until(deadline))
+        torch.cuda.current_stream().synchronize()
+    return group

@@ -20,9 +20,8 @@ _SLICE = 0.1  # seconds after which a wait for a queue looks whether it was clos
 class MPTransport(TransportBackend):
     """Weights through a queue, acknowledgements through another (a ``TransportBackend``).
 
-    Each end makes one over the same two queues. It needs no scheme; a user's scheme may return one from
-    ``create_transport``, without an ``ack_queue``: schemes acknowledge by their own connection. One process or thread
-    reads a ``multiprocessing.Queue``: several would wait for its lock by the wall clock.
+    Each end makes one over the same two queues, which have one reader each. A user's scheme may return one from
+    ``create_transport``, without an ``ack_queue``: schemes acknowledge by their own connection.
 
     Args:
         weight_queue: carries ``(number, weights)`` to one worker.
@@ -40,11 +39,9 @@ class MPTransport(TransportBackend):
         self._closed = False
 
     def send_weights(self, weights: Any) -> None:
-        """Put a copy of ``weights`` (a module, a TensorDict, a state dict); wait for the acknowledgement, if any.
+        """Put a copy of ``weights``; wait for the acknowledgement, if any.
 
-        Raises:
-            SyncTimeout: none came in time.
-            WorkerFailed: the worker could not apply them; carries its traceback.
+        SyncTimeout: none came in time. WorkerFailed: the worker could not apply them; carries its traceback.
         """
         given = snapshot(weights)
         require_whole(given.tensors, given.tensors.values())
@@ -61,7 +58,6 @@ class MPTransport(TransportBackend):
             raise WorkerFailed(f"the worker could not apply the weights:\n{error}")
 
     def receive_weights(self, timeout: float | None = None, **into: Any) -> Any | None:
-        """Return the next weights, as in ``TransportBackend``; ConnectionError: ``close`` was called."""
         try:
             number, received = self._get(self._weights, deadline_in(timeout))
         except queue.Empty:

@@ -22,8 +22,8 @@ from wsync.control.session import checksum_of
 from wsync.control.wire import MAX_TEXT, Link, Offer, Sent, Side
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import WeightSyncError
-from wsync.media.blocking import BlockingMedium
-from wsync.transport import TransportBackend
+from wsync.media import BlockingMedium
+from wsync.transport import TransportBackend, require_transport
 from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import Snapshot, snapshot
 from wsync.weights.strategy import WeightStrategy
@@ -37,22 +37,16 @@ _formatted: WeakKeyDictionary[Buffer, Any] = WeakKeyDictionary()  # one object f
 class TransportMedium(BlockingMedium):
     """One end of a connection whose weights a ``TransportBackend`` carries.
 
-    Args:
-        create: returns one end of the transport. Called in the thread of the set-up, before that.
-        strategy: the format of weights that the transport is given.
-        worker: the worker's index.
-        timeout: of the scheme, in seconds; None for no limit.
+    ``scheme`` makes the transport, in the thread of the set-up, and has the format of its weights and the timeout.
     """
 
-    def __init__(
-        self, create: Callable[[], TransportBackend], strategy: WeightStrategy, worker: int, timeout: float | None
-    ) -> None:
+    def __init__(self, scheme: Any, worker: int) -> None:
         super().__init__()
-        self._create = create
+        self._scheme = scheme
         self._transport: Any = None  # a ``TransportBackend``, once it is made
-        self._strategy = strategy
+        self._strategy: WeightStrategy = scheme.strategy
         self._worker = worker
-        self._timeout = timeout
+        self._timeout: float | None = scheme.timeout
         self._is_set_up = False
         self._sent = Sent(0)  # the newest such message
         self._receiving: asyncio.Future[Any] | None = None  # a call of ``receive_weights`` that was not used yet
@@ -60,7 +54,6 @@ class TransportMedium(BlockingMedium):
 
     @property
     def waits_for_close(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether a method of the transport has not returned."""
         return bool(self._running)
 
     # --- the trainer's end ---
@@ -94,7 +87,6 @@ class TransportMedium(BlockingMedium):
     # --- the worker's end ---
 
     async def receive(self, link: Link, offer: Offer, into: Buffer) -> None:
-        """Call ``receive_weights`` until it has returned the weights with the checksum of the offer."""
         options = {"worker_idx": self._worker, "strategy": self._strategy}
         await self._set_up(link, lambda made: made.setup_connection_and_weights_on_receiver(**options))
         deadline = deadline_in(None if self._timeout is None else _SHARE * self._timeout)
@@ -184,22 +176,19 @@ class TransportMedium(BlockingMedium):
             raise
 
     def _make_and_set_up(self, set_up: Callable[[TransportBackend], Any]) -> None:
-        self._transport = self._create()
+        self._transport = require_transport(self._scheme.create_transport(self._worker))
         if self._closed.is_set():  # meanwhile: nobody else closes it
             self._release()
         set_up(self._transport)
 
     def on_side(self, data: bytes) -> None:
-        """The other end could not be set up: end the connection."""
         raise ConnectionError(data.decode(errors="replace"))
 
     def on_sent(self, version: int, error: str) -> None:
-        """``send_weights`` has returned, or has failed."""
         self._sent = Sent(version, error)
         self._news.set()
 
     def close(self) -> None:
-        """End this end; a thread calls the transport's own ``close``."""
         super().close()
         self._news.set()
 
