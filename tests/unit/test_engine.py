@@ -25,8 +25,8 @@ from wsync.engine.outlet import Engines
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate
 from wsync.update import Cause, Update
-from wsync.weights.binding import dump_extra
 from wsync.weights.packing import packed
+from wsync.weights.targets import dump_extra
 
 TOKEN = "a token"
 
