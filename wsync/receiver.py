@@ -37,10 +37,6 @@ _receivers: list[Receiver] = []  # those of this process that are connected; cha
 os.register_at_fork(after_in_child=_receivers.clear)
 
 
-class NoInbox(Inbox):
-    """What is polled while there is no connection."""
-
-
 class Phase(Enum):
     """How far a receiver is."""
 
@@ -70,7 +66,7 @@ class Receiver:
         words: of the arena, which has the version that compiled code has installed; None without an arena.
         worker_idx: the worker's index; -1 before ``connect``.
         connection: the way to the sender; set by the scheme.
-        inbox: what has its updates; set by the connection.
+        inbox: what has its updates; set by the connection. An empty one while there is no connection.
         announced_at: when the control thread has seen the newest update; 0.0 if it was not woken for it.
     """
 
@@ -90,7 +86,7 @@ class Receiver:
         self.model_id = model_id
         self.destination = destination
         self.connection: Connection
-        self.inbox: Inbox = NoInbox()
+        self.inbox: Inbox = Inbox()
         self.sender = ""
         self.words: Any = None
         self._version = 0
@@ -375,7 +371,7 @@ class Receiver:
         self._broken = ""
         self.inbox.release()
         self.inbox.close()
-        self.inbox = NoInbox()
+        self.inbox = Inbox()
         module = self.destination.module
         if module is not None and not any(one.destination.module is module for one in _receivers):
             ungate_model(module)

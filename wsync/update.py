@@ -198,7 +198,7 @@ class Connection(Protocol):
         """End the connection. Idempotent."""
 
 
-class Inbox(Protocol):
+class Inbox:
     """What a receiver polls: of a connection, a store, or a sender in the same process. This one is always empty.
 
     An implementation derives from it: a method with a body here is for what the inbox does not have. All methods are

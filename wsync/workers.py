@@ -26,7 +26,7 @@ from wsync.control.listen import Listener, Visitor
 from wsync.control.loop import ControlLoop, control_loop
 from wsync.control.processes import Processes, watched
 from wsync.control.session import LATE, Medium, WorkerSession, checksum_of, wait_for
-from wsync.control.wire import NewLayout, OfferSlot, Settings
+from wsync.control.wire import NewLayout, Offer, Settings
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed, join_indices
 from wsync.native import native, why_not
@@ -453,7 +453,7 @@ class Workers(Outlet):
         self._store_header(update)
         for member in given.values():
             if member.block >= 0:
-                self._loop.post(member.session.post, OfferSlot(update.version, update.buffer.slot))
+                self._loop.post(member.session.post, Offer(update.version, 0, slot=update.buffer.slot))
             else:
                 self._loop.post(member.session.offer, update)
 

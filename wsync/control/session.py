@@ -34,7 +34,6 @@ from wsync.control.wire import (
     Newest,
     NewLayout,
     Offer,
-    OfferSlot,
     Refused,
     Sent,
     Side,
@@ -547,7 +546,7 @@ class SessionInbox(Inbox):
                     self._medium.on_side(data)
                 case Sent(version, error):
                     self._medium.on_sent(version, error)
-                case Offer(medium=False) as offer:
+                case Offer(medium=False, slot=-1) as offer:
                     self._messages.put_nowait((offer, await self._read_payload(offer)))
                 case message:
                     self._messages.put_nowait((message, None))
@@ -557,10 +556,10 @@ class SessionInbox(Inbox):
     async def _handle_all(self) -> None:
         while True:
             match await self._messages.get():
+                case Offer(version, slot=slot), _ if slot >= 0 and self._slots is not None:
+                    await self._prepare(self._slots(version, slot))
                 case Offer() as offer, payload:
                     await self._receive(offer, payload)
-                case OfferSlot(version, slot), _ if self._slots is not None:
-                    await self._prepare(self._slots(version, slot))
                 case Decide(version, commit), _:
                     prepared = self._prepared.pop(version, None)
                     if commit and prepared is not None and self._slots is None:

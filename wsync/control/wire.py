@@ -70,6 +70,7 @@ class Offer(Message, frozen=True, tag=True):
         undecided: as in ``Update``.
         base: the version to which a difference is applied; 0 for whole weights.
         medium: whether it is carried by the connection's medium, and not by this connection.
+        slot: in the arena, where it lies, if it is an undecided one that is not carried at all; else -1.
     """
 
     version: int
@@ -80,13 +81,7 @@ class Offer(Message, frozen=True, tag=True):
     undecided: bool = False
     base: int = 0
     medium: bool = False
-
-
-class OfferSlot(Message, frozen=True, tag=True):
-    """An undecided update in a slot of the arena."""
-
-    version: int
-    slot: int
+    slot: int = -1
 
 
 class Sent(Message, frozen=True, tag=True):
@@ -165,7 +160,7 @@ class Side(Message, frozen=True, tag=True):
     data: bytes
 
 
-FromTrainer = Settings | NewLayout | Offer | OfferSlot | Sent | Decide | Newest | Goodbye | Side
+FromTrainer = Settings | NewLayout | Offer | Sent | Decide | Newest | Goodbye | Side
 FromWorker = Fits | State | Refused | Fetch | Goodbye | Side
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {

@@ -95,11 +95,7 @@ _SPAN = 1 << 36  # bytes of (sparse) file between two headers
 _SPARE = 2  # slots besides those that are published, held and leased: one to write, one that may still be in use
 
 
-class _Header(msgspec.Struct):
-    """What accompanies one version: see ``Update``."""
-
-    requires: dict[str, int]
-    extra: bytes
+_Header = tuple[dict[str, int], bytes]  # what an update requires, and its extra state
 
 
 class _Slots:
@@ -296,7 +292,7 @@ class SenderArena:
         """
         slot, record, words = update.buffer.slot, self._slots.record(update.buffer.slot), self._slots.words
         if update.extra or update.requires:
-            header = msgspec.msgpack.encode(_Header(dict(update.requires), update.extra))
+            header = msgspec.msgpack.encode((dict(update.requires), update.extra))
             write_at(self._slots.fds[1], header, slot * _SPAN)
             words[record + _HEADER_SIZE] = len(header)
         words[record + _HAS_EXTRA], words[record + _SERIAL] = bool(update.extra), serial
@@ -419,11 +415,11 @@ class ArenaInbox(Inbox):
         try:
             buffer = self._slots.buffer(slot)
             blob = read_at(self._slots.fds[1], size, slot * _SPAN)
-            header = msgspec.msgpack.decode(blob, type=_Header) if size else _Header({}, b"")
+            requires, extra = msgspec.msgpack.decode(blob, type=_Header) if size else ({}, b"")
         except (OSError, RuntimeError, ValueError) as error:  # no descriptor, memory or thread is left to map the slot
             absent: Any = None
             return Update(version, absent, acknowledge=acknowledge, damage=f"{version} could not be mapped: {error}")
-        return Update(version, buffer, header.extra, 0, header.requires, acknowledge=bool(acknowledge))
+        return Update(version, buffer, extra, 0, requires, acknowledge=bool(acknowledge))
 
     def settled(self, update: Update, error: str) -> None:
         words = self.words
