@@ -453,7 +453,8 @@ class WeightSyncScheme:
     def wait_async(self) -> SyncReport | None:
         """Wait until all that was sent without waiting is installed; return the newest report, None if there is none.
 
-        It raises the errors of the oldest update that has failed, as ``send``: call again for the rest.
+        It raises one error, as ``send``: for the oldest update that has failed, with every worker that lacks it or a
+        later one.
         """
         return self._as_sender("wait_async").wait()
 
