@@ -120,13 +120,17 @@ class WorkerConnection:
         with suppress(OSError):
             if pid:
                 self._pidfd = os.pidfd_open(pid)
-                self._watch(self._pidfd, link.close, ConnectionError("the sender's process has died"))
+                self._watch(self._pidfd, self._sender_died, link)
         self._running = asyncio.ensure_future(self._session.run())
         return settings.first
 
     def _watch(self, descriptor: int, function: Callable[..., object], *args: Any) -> None:
         self._watched.append(descriptor)
         asyncio.get_running_loop().add_reader(descriptor, function, *args)
+
+    def _sender_died(self, link: Link) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)  # it stays readable
+        link.close(ConnectionError("the sender's process has died"))
 
     def _refuse(self, update: Update, error: str) -> None:
         if self._session is not None:
