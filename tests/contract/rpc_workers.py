@@ -74,7 +74,9 @@ def serve(pipe: Any, membership: Membership) -> None:
 
 
 class RpcWorkerPool(WorkerPool):
-    """A group of the trainer and its workers; a new one after the death of a member."""
+    """A group of the trainer and its workers; a new one after the death of a member. A process has one at a time."""
+
+    _open_pool: ClassVar[RpcWorkerPool | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +86,9 @@ class RpcWorkerPool(WorkerPool):
         self._lost_member = False
 
     def _open(self) -> None:
+        if RpcWorkerPool._open_pool is not None:
+            RpcWorkerPool._open_pool.close()
+        RpcWorkerPool._open_pool = self
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         _stores[self._store.port] = self._store
         self._group, self._ranks = next(_groups), itertools.count(1)
@@ -121,7 +126,7 @@ class RpcWorkerPool(WorkerPool):
         if self._store is not None:
             rpc.shutdown(graceful=False)
             del _stores[self._store.port]
-            self._store = None
+            self._store = RpcWorkerPool._open_pool = None
             self._lost_member = False
 
 
