@@ -152,35 +152,62 @@ class ControlLoop:
         self._loop.call_soon_threadsafe(partial(function, *args, **kwargs))
 
 
+class BlockingCalls:
+    """A thread that makes calls that block, one after the other, for the control thread, which awaits their results.
+
+    Args:
+        name: of the thread, after ``wsync-``. It starts with the first call, and ends after the one that follows
+            ``end``; a call that never returns keeps it, but not the process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = f"wsync-{name}"
+        self._calls = queue.SimpleQueue[Any]()
+        self._thread: threading.Thread | None = None
+
+    def start(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Have a function called; return the future of its result."""
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        self._calls.put((loop, future, partial(function, *args, **kwargs)))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        return future
+
+    def end(self) -> None:
+        """End the thread, once it is idle."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            loop, future, function = call
+            result, error = None, None
+            try:
+                result = function()
+            except BaseException as raised:  # noqa: BLE001  raised again where it is awaited
+                error = raised
+                if not isinstance(raised, Exception) or isinstance(raised, StopIteration):  # these would end the loop
+                    error = RuntimeError(f"{type(raised).__name__}: {raised}")
+            with suppress(RuntimeError):  # the loop has ended: nothing awaits the result
+                loop.call_soon_threadsafe(_settle, future, result, error)
+            del call, future, function, result, error  # not kept until the next call: they may have a buffer
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if not future.done():
+        future.set_result(result) if error is None else future.set_exception(error)
+
+
 async def run_blocking(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function that blocks in a thread of its own, and await its result.
 
     If the caller is cancelled, the thread goes on to the function's end, and its result is dropped.
     """
-    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_result(result) if error is None else future.set_exception(error)
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = function(*args, **kwargs)
-        except BaseException as raised:  # noqa: BLE001  raised again where it is awaited
-            error = raised
-            if not isinstance(raised, Exception) or isinstance(raised, StopIteration):  # these would end the loop
-                error = RuntimeError(f"{type(raised).__name__}: {raised}")
-        with suppress(RuntimeError):  # the loop has ended: nothing awaits the result
-            loop.call_soon_threadsafe(settle, result, error)
-
-    thread = threading.Thread(target=work, name=f"wsync-{name}", daemon=True)
-    thread.start()
-    try:
-        return await future
-    finally:
-        if future.done() and not future.cancelled():
-            thread.join()  # it has nothing left to do
+    calls = BlockingCalls(name)
+    future = calls.start(function, *args, **kwargs)
+    calls.end()
+    return await future
 
 
 _current = ControlLoop()

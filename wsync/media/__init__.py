@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from wsync.control.loop import run_blocking
+from wsync.control.loop import BlockingCalls, run_blocking
 from wsync.control.session import Medium
 
 T = TypeVar("T")
@@ -27,12 +27,18 @@ class BlockingMedium(Medium):
     def __init__(self) -> None:
         self._closed = asyncio.Event()
         self._running: set[asyncio.Future[Any]] = set()
+        self._waits: set[asyncio.Future[None]] = set()
+        self._transfers = BlockingCalls("transfer")
 
     async def _call(self, name: str, function: Callable[..., T], *args: Any) -> T:
         """Call a function in a thread. ``close`` ends the wait; the function may go on, and keeps its arguments."""
-        work, closed = self._start(name, function, *args), asyncio.ensure_future(self._closed.wait())
-        await asyncio.wait([work, closed], return_when=asyncio.FIRST_COMPLETED)
-        closed.cancel()
+        work, result = self._start(name, function, *args), asyncio.get_running_loop().create_future()
+        work.add_done_callback(lambda _: result.done() or result.set_result(None))
+        self._waits.add(result)
+        try:
+            await result
+        finally:
+            self._waits.discard(result)
         self._require_open()
         return work.result()
 
@@ -42,7 +48,10 @@ class BlockingMedium(Medium):
             if not work.cancelled():
                 work.exception()  # it is seen, also where nobody waits any more
 
-        work = asyncio.ensure_future(run_blocking(name, function, *args))
+        if name == "transfer":  # one after the other, for each update: a thread that is there already
+            work = self._transfers.start(function, *args)
+        else:
+            work = asyncio.ensure_future(run_blocking(name, function, *args))
         self._running.add(work)
         work.add_done_callback(ended)
         return work
@@ -57,7 +66,10 @@ class BlockingMedium(Medium):
     def close(self) -> None:
         if not self._closed.is_set():
             self._closed.set()
+            for result in self._waits:
+                result.done() or result.set_result(None)
             self._start("medium-close", self._release)
+            self._transfers.end()
 
     async def wait_closed(self) -> None:
         """Return when all calls have ended, or two seconds later."""
