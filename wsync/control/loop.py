@@ -179,6 +179,11 @@ class BlockingCalls:
         """End the thread, once it is idle."""
         self._calls.put(None)
 
+    def join(self) -> None:
+        """Wait for the end of the thread, after ``end``: no call is running."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             loop, future, function = call
@@ -207,7 +212,11 @@ async def run_blocking(name: str, function: Callable[P, T], *args: P.args, **kwa
     calls = BlockingCalls(name)
     future = calls.start(function, *args, **kwargs)
     calls.end()
-    return await future
+    try:
+        return await future
+    finally:
+        if future.done() and not future.cancelled():
+            calls.join()  # it has nothing left to do
 
 
 _current = ControlLoop()

@@ -78,3 +78,5 @@ class BlockingMedium(Medium):
         while self._running and loop.time() < deadline:
             with suppress(asyncio.CancelledError):  # a shutdown meanwhile waits, too
                 await asyncio.wait(self._running, timeout=deadline - loop.time())
+        if not self._running:
+            self._transfers.join()
