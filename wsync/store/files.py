@@ -38,6 +38,7 @@ from wsync.update import LAST_VERSION, Outlet, Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
 from wsync.weights.targets import require_no_extra
+from wsync.weights.tensors import raw_bytes
 
 _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -187,10 +188,20 @@ class Store:
 def dump(tensors: Mapping[str, Tensor]) -> bytes:
     """Return tensors as the content of a safetensors file."""
     try:
-        from safetensors.torch import save
+        from safetensors import TensorSpec, serialize
     except ModuleNotFoundError as error:
         raise missing_extra(error, "store") from error
-    return save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    memory = {name: raw_bytes(tensor.cpu()) for name, tensor in tensors.items()}  # exists as long as it is read
+    specs: dict[str, Any] = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=list(tensor.shape),
+            data_ptr=memory[name].data_ptr() if tensor.numel() else 0,
+            data_len=len(memory[name]),
+        )
+        for name, tensor in tensors.items()
+    }
+    return serialize(specs)
 
 
 class Files(Outlet):
