@@ -67,7 +67,8 @@ class BlockingMedium(Medium):
         if not self._closed.is_set():
             self._closed.set()
             for result in self._waits:
-                result.done() or result.set_result(None)
+                if not result.done():
+                    result.set_result(None)
             self._start("medium-close", self._release)
             self._transfers.end()
 
