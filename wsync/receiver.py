@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import Enum, auto
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,15 +34,6 @@ from wsync.weights.targets import Binding, Destination, Target, load_extra, unsh
 
 _receivers: list[Receiver] = []  # those of this process that are connected; changed inside the gate
 os.register_at_fork(after_in_child=_receivers.clear)
-
-
-class Phase(Enum):
-    """How far a receiver is."""
-
-    NEW = auto()  # before ``connect``
-    OPEN = auto()
-    FINISHED = auto()  # the sender or this end has shut down
-    LOST = auto()  # the sender died or has disconnected this worker, or ``connect`` has failed
 
 
 class Receiver:
@@ -109,7 +99,9 @@ class Receiver:
         self._returned = 0  # the version that `receive` or `pull` has returned last
         self._end_returned = False
         self._waiters: set[queue.SimpleQueue[None]] = set()
-        self._phase = Phase.NEW
+        # new: before ``connect``. finished: the sender or this end has shut down. lost: the sender died, or has
+        # disconnected this worker, or ``connect`` has failed.
+        self._phase: Literal["new", "open", "finished", "lost"] = "new"
         self._hook: Any = self  # of the gate: this object, or compiled code that calls it
         self._end_cause = ""
         self._loop = control_loop()
@@ -164,7 +156,7 @@ class Receiver:
         Raises:
             SyncTimeout: it did not come in time.
         """
-        if self._max_staleness is None or self._phase is not Phase.OPEN:
+        if self._max_staleness is None or self._phase != "open":
             return False
         newest = self.inbox.newest
         if newest - self.version <= self._max_staleness or not entered_for_forward_of(self.destination.model):
@@ -296,8 +288,8 @@ class Receiver:
 
     def ended(self, cause: str, *, finished: bool) -> None:
         """The connection has ended."""
-        if self._phase is Phase.OPEN:
-            self._phase, self._end_cause = Phase.FINISHED if finished else Phase.LOST, cause
+        if self._phase == "open":
+            self._phase, self._end_cause = "finished" if finished else "lost", cause
         self._notify()
 
     # --- connect and close ---
@@ -307,13 +299,13 @@ class Receiver:
         if process_gate().held_here:
             raise RuntimeError("call connect() outside any forward and any wsync.gate() block")
         self._loop.require_own()
-        if self._phase is Phase.OPEN:
+        if self._phase == "open":
             raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
         self.close()
         self.words = None
         self.worker_idx, self._version, self._returned, self._failed_version = worker_idx, 0, 0, 0
         self._passing, self._passed = None, 0
-        self._end_returned, self._phase = False, Phase.OPEN
+        self._end_returned, self._phase = False, "open"
         deadline = deadline_in(timeout)
         try:
             process_gate().call_without_forward(self._gate_model)
@@ -341,7 +333,7 @@ class Receiver:
             self._returned = first
         except BaseException:
             self.close()
-            self._phase = Phase.LOST
+            self._phase = "lost"
             raise
         finally:
             self._pulling = 0
@@ -353,8 +345,8 @@ class Receiver:
 
     def close(self) -> None:
         """Close the connection; the model keeps its weights, in its own memory. Idempotent."""
-        if self._phase is Phase.OPEN:
-            self._phase = Phase.FINISHED
+        if self._phase == "open":
+            self._phase = "finished"
         if self._loop.inherited:
             return
         self.connection.close()
@@ -408,17 +400,17 @@ class Receiver:
     @property
     def connected(self) -> bool:
         """Whether it is connected to a sender that has not ended, as far as is known here."""
-        return self._phase is Phase.OPEN
+        return self._phase == "open"
 
     @property
     def finished(self) -> bool:
         """Whether there will be no more versions because the sender or this worker has shut down."""
-        return self._phase is Phase.FINISHED
+        return self._phase == "finished"
 
     @property
     def closed(self) -> bool:
         """Whether there will be no more versions."""
-        return self._phase in (Phase.FINISHED, Phase.LOST)
+        return self._phase in ("finished", "lost")
 
     @property
     def module(self) -> nn.Module | None:
@@ -446,7 +438,7 @@ class Receiver:
 
         taken = self._wait(deadline, attempt)
         if taken is None and self.closed:
-            if end_returned or self._phase is Phase.LOST:
+            if end_returned or self._phase == "lost":
                 raise self._ended_error()
             self._end_returned = True
         return taken
@@ -489,13 +481,13 @@ class Receiver:
 
     def _require_begun(self, call: str) -> None:
         self._loop.require_own()
-        if self._phase is Phase.NEW:
+        if self._phase == "new":
             raise NotConnected(f"not connected yet: call connect(worker_idx=…) before {call}")
         if process_gate().held_here:
             raise RuntimeError(f"call {call} outside any forward and any wsync.gate() block")
 
     def _ended_error(self) -> NotConnected:
-        if self._phase is Phase.FINISHED:
+        if self._phase == "finished":
             return NotConnected("the sender (or this end) has shut down: there will be no more weights")
         return NotConnected(
             "the sender died, ended without shutdown(), or has disconnected this worker: there will be no more weights"
