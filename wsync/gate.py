@@ -95,14 +95,18 @@ class Gate:
             return self.call(function, *args, **kwargs)
 
     def call_before(self, deadline: float | None, function: Callable[[], R]) -> R | None:
-        """As ``call_without_forward``; None if another thread holds the gate until the deadline has passed."""
+        """As ``call_without_forward``; None if another thread holds the gate until the deadline has passed.
+
+        Called outside the gate, in the main thread as well: Ctrl-C may come when the lock has just been acquired.
+        """
         left = remaining(deadline)
-        if not self._lock.acquire(timeout=-1 if left is None else left):
-            return None
         try:
-            return self.call_without_forward(function)
+            if self._lock.acquire(timeout=-1 if left is None else left):
+                return self.call_without_forward(function)
+            return None
         finally:
-            self._lock.release()
+            if self._lock._is_owned():  # pyright: ignore[reportAttributeAccessIssue]
+                self._lock.release()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
