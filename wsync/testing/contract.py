@@ -589,7 +589,9 @@ class BackendContract(BackendHooks):
             with pytest.raises(wsync.WeightSyncError):
                 session.update(2)  # at the deadline ``close`` is called, if ``send_weights`` still waits
             session.scheme.shutdown()
-            assert commands.wsync_threads() <= before, "send_weights does not end when close() is called"
+            for thread in commands.wsync_threads() - before:
+                thread.join(TIMEOUT)
+                assert not thread.is_alive(), "send_weights does not end when close() is called"
 
     def test_close_ends_a_set_up_that_waits_for_a_worker(self) -> None:
         before = commands.wsync_threads()
