@@ -63,7 +63,7 @@ class Gate:
         self.subject: object = None
         self._lock = threading.RLock()  # guards the models of this process, and all attributes here
         self._depth = 0  # how often the thread with the lock has entered
-        self._wanted = False  # whether somebody has found the gate closed
+        self._wanted = False  # whether another thread has tried to enter, and could not
         self._jobs: deque[Callable[[], object]] = deque()
         self._task: object = None  # the asyncio task that holds the gate by `hold`
 

@@ -172,8 +172,10 @@ def transport_to(scheme: WeightSyncScheme, given: object) -> TransportBackend:
 def pipes_of(scheme: WeightSyncScheme, context: Any, given: Sequence[Connection] | None) -> list[Connection]:
     """Return the pipes that ``init_on_sender`` was given, or that its context has as ``pipes``."""
     found = getattr(context, "pipes", ()) if given is None else given
-    # an attribute of this name may be something else
-    pipes = [*found] if isinstance(found, Sequence) and all(hasattr(pipe, "fileno") for pipe in found) else []
+    are_pipes = isinstance(found, Sequence) and all(isinstance(pipe, Connection) for pipe in found)
+    if given is not None and not are_pipes:
+        raise TypeError(f"pipes is a list of multiprocessing connections, one for each worker, not {given!r}")
+    pipes = [*found] if are_pipes else []  # an attribute of a context with this name may be something else
     if scheme._pipes and pipes != scheme._pipes:
         raise ValueError("give init_on_sender() the pipes that create_transport() was given, in this order")
     return pipes

@@ -237,7 +237,7 @@ class Sender:
         if finished and not self._kept and self._failed is None and len(workers) == self.num_workers:
             return SyncReport(version, layout.nbytes, now - began, costs, workers)
         if not workers:
-            raise self._nobody()
+            raise self._no_worker()
         return Sent(version, workers, layout.nbytes, acknowledge, began, deadline, costs)
 
     def _publish_any(self, weights: object, worker_ids: Any, partial: bool, acknowledge: bool) -> Sent:
@@ -338,7 +338,7 @@ class Sender:
     def _recipients(self, worker_ids: Any) -> Sequence[int]:
         if worker_ids is None:
             if not self._expected(self._everyone):
-                raise self._nobody()
+                raise self._no_worker()
             return self._everyone
         wanted, causes = worker_list(worker_ids, self.num_workers), self.outlet.causes()
         if gone := {worker: causes[worker] for worker in wanted if worker in causes}:
@@ -360,8 +360,8 @@ class Sender:
             return self._expecting
         return [worker for worker in workers if worker in self._expecting]
 
-    def _nobody(self) -> NotConnected:
-        """The error of a send to nobody. Deaths that no call has reported come first."""
+    def _no_worker(self) -> NotConnected:
+        """Return the error of a send without a worker. Deaths that no call has reported are raised first."""
         self._collect()
         self._raise_failed(sent=False)
         why = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(self.outlet.causes().items()))

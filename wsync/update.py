@@ -141,7 +141,7 @@ class Outlet(Protocol):
         return {}
 
     def reserve(self, deadline: float | None) -> Buffer:
-        """Return memory for one version that nobody reads; it stays reserved as long as the buffer exists."""
+        """Return memory for one version that no process reads; it stays reserved as long as the buffer exists."""
         ...
 
     def publish(self, update: Update, workers: Sequence[int]) -> bool | None:

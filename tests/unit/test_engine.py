@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
 import torch
-import uvicorn
+from asgi_server import serve
 from torch import Tensor
 
 from wsync.deadlines import deadline_in
@@ -29,20 +28,6 @@ from wsync.weights.packing import packed
 from wsync.weights.targets import dump_extra
 
 TOKEN = "a token"
-
-
-@contextmanager
-def serve(app: Any, port: int = 0) -> Iterator[str]:
-    options: dict[str, Any] = {"lifespan": "on", "log_level": "critical", "timeout_graceful_shutdown": 0}
-    with socket.create_server(("127.0.0.1", port)) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, **options))
-        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 class Loaded:

@@ -128,7 +128,7 @@ static inline int64_t load(const int64_t *word)
     return __atomic_load_n(word, __ATOMIC_SEQ_CST);
 }
 
-/* Add 1 to an eventfd. It does not block, and fails only where nobody needs it any more. */
+/* Add 1 to an eventfd. It does not block, and fails only where it is not needed any more. */
 static inline void ring(int eventfd)
 {
     (void)!write(eventfd, &(uint64_t){1}, 8);

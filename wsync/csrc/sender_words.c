@@ -143,8 +143,8 @@ static int is_free(SenderWords *self, int64_t slot, int reasons)
     return 1;
 }
 
-/* Of the buffers of all slots, return one that nobody else refers to, in a slot that no block needs. If there is none,
- * return how many slots are kept: they are named or held by a block, or somebody refers to the buffer. */
+/* Of the buffers of all slots, return one that is not leased (only the list refers to it), in a slot that no block needs.
+ * If there is none, return how many slots are kept: leased, or named or held by a block. */
 static PyObject *SenderWords_claim(SenderWords *self, PyObject *buffers)
 {
     Py_ssize_t kept = 0;

@@ -67,7 +67,7 @@ class EngineWeights:
         name = _text(info, "session")
         try:
             layout = Layout.decode(base64.b64decode(_text(info, "layout").encode(), validate=True))
-        except Exception as error:  # whatever decoding raises
+        except ValueError as error:
             raise HTTPException(400, f"init_info.layout is malformed: {error}") from error
         if layout.nbytes > self._max_bytes:
             raise HTTPException(413, f"a version has {layout.nbytes} bytes, and max_bytes is {self._max_bytes}")

@@ -46,7 +46,7 @@ class BlockingMedium(Medium):
         def ended(work: asyncio.Future[T]) -> None:
             self._running.discard(work)
             if not work.cancelled():
-                work.exception()  # it is seen, also where nobody waits any more
+                work.exception()  # mark it as retrieved: the call may have been given up
 
         if name == "transfer":  # one after the other, for each update: a thread that is there already
             work = self._transfers.start(function, *args)

@@ -17,7 +17,6 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
@@ -36,6 +35,7 @@ from wsync.weights.packing import Buffer
 INLINE_BYTES = 5 << 18  # 1 MiB with some padding: up to this size it was faster than gloo, over loopback
 _LONGEST = 600.0  # seconds to form a group, where there is no deadline
 _MAX_KEYS = 100
+_DEVICES = 100  # of gloo, made to find the socket on which the last one listens
 _PORT, _PROOF, _READY = "wsync port ", "wsync proof ", "wsync ready "  # keys in the store, with a rank
 _PROOF_SIZE, _PROOF_TAG = 32, 1
 _PROOF_TIMEOUT = 5.0  # seconds; milliseconds are enough
@@ -150,7 +150,7 @@ class GroupMedium(BlockingMedium):
             self._group = _nccl_group(self._store, rank, device, deadline)
         else:
             self._group, self._connections = _gloo_group(self._store, rank, host, deadline)
-        if self._closed.is_set():  # meanwhile: nobody else closes it
+        if self._closed.is_set():  # `close` came before there was a group to close
             self._release()
 
     def _transfer(self, rank: int, buffer: Buffer) -> None:
@@ -240,16 +240,16 @@ def _listening_device(host: str) -> tuple[Any, socket.socket]:
         return new
 
     with _making:
-        while True:
+        for _ in range(_DEVICES):
             for sock in _tcp_sockets(is_new):
                 sock.close()
             device = ProcessGroupGloo.create_device(hostname=host)
             listening = _tcp_sockets(is_new)
             if len(listening) == 1:
                 return device, listening[0]
-            for sock in listening:
+            for sock in listening:  # another thread has opened one at the same time: make another device
                 sock.close()
-            time.sleep(0.001)  # another thread has opened one in this moment: make another device
+    raise RuntimeError("other threads open listening sockets all the time: the one of gloo cannot be found")
 
 
 def _tcp_sockets(wanted: Callable[[socket.socket], bool]) -> list[socket.socket]:

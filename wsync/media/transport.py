@@ -131,7 +131,7 @@ class TransportMedium(BlockingMedium):
         self._receiving = None
         try:
             return call.result()
-        except Exception as error:
+        except Exception as error:  # of a user's transport: raised again, or the method is called again, as documented
             self._require_open()
             if not final:
                 return None
@@ -169,7 +169,7 @@ class TransportMedium(BlockingMedium):
         try:
             await self._call("transport-setup", self._make_and_set_up, set_up)
             self._is_set_up = True
-        except Exception as error:
+        except Exception as error:  # of a user's transport: raised again, after the other end was told
             text = f"the set-up of the transport of worker {self._worker} has failed: {_text(error)}"
             await link.send(Side(text.encode(errors="replace")))
             asyncio.get_running_loop().call_soon(link.close, ConnectionError(text))
@@ -177,7 +177,7 @@ class TransportMedium(BlockingMedium):
 
     def _make_and_set_up(self, set_up: Callable[[TransportBackend], Any]) -> None:
         self._transport = require_transport(self._scheme.create_transport(self._worker))
-        if self._closed.is_set():  # meanwhile: nobody else closes it
+        if self._closed.is_set():  # `close` came before there was a transport to close
             self._release()
         set_up(self._transport)
 

@@ -28,7 +28,7 @@ stored in one order that every process sees (sequentially consistent atomics, in
 
 - A worker that enters a forward loads ``published``, stores its slot in ``used``, and loads ``published`` again. If it
   has changed, it begins anew.
-- The trainer writes a slot ``s`` only after it has found that ``s`` is leased to nobody (nothing refers to its
+- The trainer writes a slot ``s`` only after it has found that ``s`` is not leased (only the arena refers to its
   ``Buffer``), that no block names ``s`` in ``published`` or ``pending``, then none in ``used`` or ``used_too``, then
   none in ``held``.
 
@@ -223,7 +223,7 @@ class SenderArena:
         self._slots.layout = layout
 
     def reserve(self, deadline: float | None) -> Buffer:
-        """Return the buffer of a slot that nobody reads. It stays so as long as somebody refers to the buffer.
+        """Return the buffer of a slot that no process reads. The slot is leased until the last reference is dropped.
 
         Raises:
             SyncTimeout: there was none before ``deadline``; names the workers whose forwards use them.
@@ -342,7 +342,8 @@ class ArenaInbox(Inbox):
         binds: whether the model stays bound to its slot; otherwise it copies.
 
     Attributes:
-        wake: this connection's eventfd. When it can be read, an update has come that somebody waits for.
+        wake: this connection's eventfd. When it can be read, an update has come that
+            the trainer, or a thread of this process, waits for.
         words: the words of the connection, for ``version`` (what is installed).
     """
 

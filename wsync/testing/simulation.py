@@ -494,7 +494,7 @@ class World:
             self.fail(error)
 
 
-# --- does it find anything? Each bug is one change, as somebody could make it ---
+# --- does it find anything? Each bug is one small change of the code ---
 
 _state, _decide, _offer = WorkerSession.state, WorkerSession.decide, WorkerSession.offer
 

@@ -21,7 +21,7 @@ _POOL_ALONE = 2  # references: the pool's list, and the argument of ``getrefcoun
 class Buffer(msgspec.Struct, weakref=True, eq=False):
     """A lease on memory for one version: a slot of the arena, or memory of a pool.
 
-    The memory is not reused as long as somebody refers to the buffer: whatever reads the bytes or the views keeps it.
+    The memory is not reused until the last reference to the buffer is dropped: a reader of its bytes or views keeps it.
 
     Attributes:
         flat: all of it, ``uint8[nbytes]``; ``views``: one tensor per entry of the layout.
@@ -76,7 +76,7 @@ class BufferPool:
         self._buffers: list[Buffer] = []
 
     def reserve(self, layout: Layout) -> Buffer:
-        """Return a buffer that nobody else has. One thread calls."""
+        """Return a free buffer. Not thread-safe."""
         if self._layout is not layout:
             self._buffers, self._layout = [], layout
         for index in range(len(self._buffers)):

@@ -87,7 +87,7 @@ def _accumulators(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _aliased(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the storages of a model that somebody outside it has as well: a view, a NumPy array, a kept state dict.
+    """Return the storages of a model to which something else refers as well: a view, a NumPy array, a kept state dict.
 
     Such an alias follows a copy into the tensor's memory, and would not notice that the tensor is bound elsewhere.
     """
