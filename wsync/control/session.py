@@ -454,7 +454,7 @@ class SessionInbox(Inbox):
         self._asked = 0  # the number of the last request
         self._fetching: dict[int, asyncio.Future[int]] = {}  # by request: gets the version that is the newest one
         self._arrived, self._arrival = 0, asyncio.Event()  # the newest version that is here, or will not be
-        self._ended = False
+        self._finished = self._ended = False
 
     # --- called inside the gate, or by any thread ---
 
@@ -490,11 +490,11 @@ class SessionInbox(Inbox):
     async def run(self) -> None:
         """Read, handle and answer until the connection ends."""
         tasks = [asyncio.ensure_future(one) for one in (self._handle_all(), self._take(), self._report())]
-        finished, cause = False, "this end was shut down"
+        cause = "this end was shut down"
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             error = next((error for task in done if (error := task.exception()) is not None), None)
-            finished, cause = error is None, str(self._link.cause or error or "the sender has shut down")
+            cause = str(self._link.cause or error or "the sender has shut down")
             if error is not None and not isinstance(error, ConnectionError):
                 cause = f"{type(error).__name__}: {error}"
         finally:
@@ -506,7 +506,7 @@ class SessionInbox(Inbox):
             self._prepared.clear()
             self._answer_fetches(0, self._asked)
             self._arrival.set()
-            self._owner.ended(cause, finished=finished)
+            self._owner.ended(cause, finished=self._finished)
             await asyncio.wait(tasks)
             await _close(self._medium)
 
@@ -551,6 +551,8 @@ class SessionInbox(Inbox):
                 case message:
                     self._messages.put_nowait((message, None))
                     if isinstance(message, Goodbye):  # nothing follows; the connection ends when this was handled
+                        self._finished = True
+                        self._medium.close()  # the sender's end is closed, too: what it had not sent never comes
                         await asyncio.get_running_loop().create_future()
 
     async def _handle_all(self) -> None:
