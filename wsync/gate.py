@@ -37,6 +37,7 @@ from wsync.deadlines import remaining
 
 P = ParamSpec("P")
 R = TypeVar("R")
+NO_FORWARD = object()
 
 
 class GateHook(Protocol):
@@ -55,7 +56,8 @@ class Gate:
 
     Attributes:
         hooks: the hooks, in the order in which they were attached.
-        subject: inside the gate, the model that was called from outside; None for ``gate()`` and ``gated()``.
+        subject: inside the gate, the model that was called from outside; None for ``gate()`` and ``gated()``, and
+            ``NO_FORWARD`` for a thread that only installs: hooks raise no errors that are meant for a forward.
     """
 
     def __init__(self) -> None:
@@ -90,9 +92,8 @@ class Gate:
                 self.settle()
 
     def call_without_forward(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call ``function``, which runs no forward, inside the gate: see ``without_forward``."""
-        with without_forward():
-            return self.call(function, *args, **kwargs)
+        """Call ``function``, which runs no forward, inside the gate."""
+        return self.call_model(NO_FORWARD, function, args, kwargs)
 
     def call_before(self, deadline: float | None, function: Callable[[], R]) -> R | None:
         """As ``call_without_forward``; None if another thread holds the gate until the deadline has passed.
@@ -158,8 +159,7 @@ class Gate:
                 if self._depth:  # this thread is inside
                     return
                 self._wanted = False
-                with without_forward():
-                    self.call_model(None, self._run_jobs, (), {})
+                self.call_model(NO_FORWARD, self._run_jobs, (), {})
             finally:
                 self._lock.release()
 
@@ -196,17 +196,6 @@ def _current_task() -> object:
 
 
 _gate = Gate()
-_thread_local = threading.local()
-
-
-@contextmanager
-def without_forward() -> Iterator[None]:
-    """In this block, entering the gate does not count as a forward: hooks raise no errors that are meant for one."""
-    before, _thread_local.without_forward = getattr(_thread_local, "without_forward", False), True
-    try:
-        yield
-    finally:
-        _thread_local.without_forward = before
 
 
 def entered_for_forward_of(model: object) -> bool:
@@ -214,8 +203,6 @@ def entered_for_forward_of(model: object) -> bool:
 
     A forward may use the parameters of its own model, of models inside it, and of models around it.
     """
-    if getattr(_thread_local, "without_forward", False):
-        return False
     subject = _gate.subject
     if subject is None or subject is model:
         return True
@@ -228,7 +215,6 @@ def _in_child() -> None:
     """Start anew: a child has no receivers, and the lock may be held by a thread that does not exist in the child."""
     global _gate
     _gate = Gate()
-    _thread_local.without_forward = False
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -25,7 +25,7 @@ from wsync.control.loop import control_loop, run_blocking
 from wsync.control.session import choose
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, error_of
-from wsync.gate import entered_for_forward_of, gate_model, process_gate, ungate_model, without_forward
+from wsync.gate import entered_for_forward_of, gate_model, process_gate, ungate_model
 from wsync.update import Connection, Inbox, Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
@@ -502,8 +502,7 @@ class Receiver:
         try:
             while True:
                 closed = self.closed  # before the attempt: what came before the end counts
-                with without_forward():
-                    result = process_gate().call_before(deadline, attempt)
+                result = process_gate().call_before(deadline, attempt)
                 if result is not None or closed or remaining(deadline) == 0.0:
                     return result
                 try:

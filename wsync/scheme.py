@@ -31,7 +31,7 @@ from wsync.control.rendezvous import Rendezvous, SocketRendezvous
 from wsync.control.session import Medium
 from wsync.deadlines import as_timeout, deadline_in
 from wsync.errors import NotConnected, forked_child_error
-from wsync.gate import process_gate, without_forward
+from wsync.gate import process_gate
 from wsync.inbox import InProcess, WorkerConnection
 from wsync.media.transport import TransportMedium
 from wsync.metrics import SyncMetrics
@@ -494,10 +494,13 @@ class WeightSyncScheme:
         self._require_not_forked()
         if self.model is None:
             raise NotConnected("this end has no model to apply weights to")
-        with without_forward(), process_gate().hold():
+
+        def apply() -> None:
             if self._receiver is not None:
                 self._receiver.copy_to_own_memory()
             self.strategy.apply_weights(self.model, weights, inplace=inplace)
+
+        process_gate().call_without_forward(apply)
 
     def prepare_weights(
         self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None

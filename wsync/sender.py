@@ -389,7 +389,8 @@ class Sender:
         """Wait for one that is kept; return its report."""
         causes = self.outlet.wait(sent.workers, sent.version, sent.stage, sent.deadline)
         self._kept.remove(sent)
-        self._raise(sent, causes)
+        if causes:
+            self._raise(sent, causes)
         return self._report(sent, time.monotonic() - sent.began)
 
     def _raise(self, sent: Sent, causes: Mapping[int, Cause]) -> None:

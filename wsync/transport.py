@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from wsync.gate import process_gate, without_forward
+from wsync.gate import process_gate
 from wsync.weights.strategy import WeightStrategy
 
 if TYPE_CHECKING:
@@ -112,10 +112,13 @@ def apply_received(
     The format is that of ``strategy``, by default a TensorDict. For ``receive_weights`` of standalone transports.
     """
     chosen = strategy or WeightStrategy()
-    with without_forward(), process_gate().hold():
+
+    def apply() -> None:
         for destination in (weights, model):
             if destination is not None:
                 chosen.apply_weights(destination, received)
+
+    process_gate().call_without_forward(apply)
     return chosen.extract_weights(received)
 
 

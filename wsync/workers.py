@@ -205,7 +205,7 @@ class Workers(Outlet):
             if not taken:
                 newest = self._newest[worker]
                 if newest is not None:
-                    self._give(newest, [member], acknowledge=not self._on_request)
+                    self._give(newest, {worker: member}, acknowledge=not self._on_request)
                     if newest.version in self._given:
                         self._given[newest.version] = {**self._given[newest.version], worker: member}
                 self._set_members({**self._members, worker: member})
@@ -335,47 +335,54 @@ class Workers(Outlet):
 
     def publish(self, update: Update, workers: Sequence[int]) -> bool:
         """Give ``workers`` the update; return whether every forward that starts now uses it, and that is enough."""
-        everyone = len(workers) == self._num_workers
         with self._lock:
-            if everyone:
-                self._newest = [update] * self._num_workers
-                if self._all_blocks and not (update.acknowledge or update.extra or update.requires):
-                    assert self._arena is not None
-                    if self._arena.publish(self._all_blocks, update.version, update.buffer.slot, False):
-                        return True
-            for worker in workers:
-                self._newest[worker] = update
-            given = {worker: member for worker, member in self._members.items() if worker in workers}
-            if len(self._given) > 1000:  # of a trainer that never waits
-                del self._given[next(iter(self._given))]
-            self._given[update.version] = {**self._given.get(update.version, {}), **given}
-            alive = self._give(update, given.values())
+            if len(workers) == self._num_workers:
+                given = self._members
+                self._newest[:] = [update] * self._num_workers
+            else:
+                given = self._choose(workers)
+                for worker in workers:
+                    self._newest[worker] = update
+            alive = self._give(update, given)
+            if alive and not update.acknowledge and given is self._members and self._all_blocks:
+                return True
+            self._note_given(update.version, given)
         if not alive:
             self._loop.call(asyncio.sleep(0))  # the control thread takes note of deaths first
         return False
 
-    def _give(self, update: Update, members: Iterable[Member], *, acknowledge: bool | None = None) -> bool:
+    def _choose(self, workers: Sequence[int]) -> Mapping[int, Member]:
+        return {worker: member for worker, member in self._members.items() if worker in workers}
+
+    def _note_given(self, version: int, members: Mapping[int, Member]) -> None:
+        before = self._given.get(version)
+        if before is None and len(self._given) > 1000:  # of a trainer that never waits
+            del self._given[next(iter(self._given))]
+        self._given[version] = {**before, **members} if before else members
+
+    def _give(self, update: Update, members: Mapping[int, Member], *, acknowledge: bool | None = None) -> bool:
         """Hand an update to members: a word for those that use the arena, an offer to the sessions of the others.
 
         Returns False if a process was found to have ended.
         """
-        arena, blocks, others, alive = self._arena, [], [], True
-        for member in members:
-            if member.block >= 0:
-                blocks.append(member.block)
-            else:
-                others.append(member.session)
-        self._add_checksum(update, others)
+        arena, alive = self._arena, True
+        blocks, others = self._all_blocks, ()
+        if not blocks or members is not self._members:
+            blocks = tuple(one.block for one in members.values() if one.block >= 0)
+            others = [one.session for one in members.values() if one.block < 0]
+        if others:
+            self._add_checksum(update, others)
         if arena is not None and blocks:
-            self._store_header(update)
+            if update.extra or update.requires:
+                self._store_header(update)
             acknowledge = update.acknowledge if acknowledge is None else acknowledge
-            alive = arena.publish(tuple(blocks), update.version, update.buffer.slot, acknowledge)
+            alive = arena.publish(blocks, update.version, update.buffer.slot, acknowledge)
         for session in others:
             self._loop.post(session.offer, update)
         return alive
 
     def _store_header(self, update: Update) -> None:
-        if self._arena is not None and (update.extra or update.requires):
+        if self._arena is not None:
             if update.requires != self._serial_of:
                 self._serial, self._serial_of = self._serial + 1, dict(update.requires)
             self._arena.store_header(update, self._serial if update.requires else 0)
@@ -387,6 +394,11 @@ class Workers(Outlet):
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
         given = self._given.get(version, self._members)
+        usual = stage == "installed" and given is self._members and len(workers) == self._num_workers
+        blocks, arena = self._all_blocks if usual else (), self._arena
+        if blocks and arena is not None and arena.wait(blocks, version, remaining(deadline)):
+            self._given.pop(version, None)
+            return {}
         causes: dict[int, Cause] = {}
         by_words = {w: given[w] for w in workers if w in given and given[w].block >= 0} if stage != "received" else {}
         others = {w: given[w].session for w in workers if w in given and w not in by_words}
@@ -406,11 +418,7 @@ class Workers(Outlet):
     ) -> dict[int, Cause]:
         arena, causes, pending = self._arena, {}, dict(members)
         assert arena is not None
-        while pending:
-            if stage == "installed" and arena.wait(
-                tuple(m.block for m in pending.values()), version, remaining(deadline)
-            ):
-                return causes
+        while True:
             for worker, member in list(pending.items()):
                 state = member.session.state(version, stage, arena.installed(member.block))
                 if state is False and stage == "installed":
@@ -418,23 +426,20 @@ class Workers(Outlet):
                 if isinstance(state, Cause):
                     causes[worker] = state
                 del pending[worker]
-            if deadline is not None and time.monotonic() >= deadline:
+            if not pending or remaining(deadline) == 0.0:
                 return causes | dict.fromkeys(pending, LATE)
-        return causes
+            arena.wait(tuple(one.block for one in pending.values()), version, remaining(deadline))
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
-        members, sent = self._members, 0
-        blocks = [members[w].block for w in workers if w in members and members[w].block >= 0]
-        wait, apply = self._arena.times(tuple(blocks)) if self._arena is not None and blocks else (0.0, 0.0)
-        for worker in workers:
-            member = members.get(worker)
-            if member is not None and member.block < 0:
-                session = member.session
-                if session.wait + session.apply > wait + apply:
-                    wait, apply = session.wait, session.apply
-                if session.received >= version:
-                    sent = max(sent, session.sent_bytes)
-        return wait, apply, sent if not blocks else 0
+        members = [self._members[worker] for worker in workers if worker in self._members]
+        blocks = [one.block for one in members if one.block >= 0]
+        times = self._arena.times(blocks) if self._arena is not None and blocks else []
+        if len(blocks) == len(members):
+            return *max(times, key=sum, default=(0.0, 0.0)), 0
+        sessions = [one.session for one in members if one.block < 0]
+        times += [(one.wait, one.apply) for one in sessions]
+        sent = 0 if blocks else max(one.sent_bytes * (one.received >= version) for one in sessions)
+        return *max(times, key=sum), sent
 
     def disconnect(self, worker: int, cause: str) -> None:
         member = self._members.get(worker)
@@ -447,10 +452,11 @@ class Workers(Outlet):
     # --- transactions ---
 
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
-        given = {w: one for w, one in self._members.items() if w in workers}
-        self._given[update.version] = {**self._given.get(update.version, {}), **given}
+        given = self._choose(workers)
+        self._note_given(update.version, given)
         self._add_checksum(update, [one.session for one in given.values() if one.block < 0])
-        self._store_header(update)
+        if update.extra or update.requires:
+            self._store_header(update)
         for member in given.values():
             if member.block >= 0:
                 self._loop.post(member.session.post, Offer(update.version, 0, slot=update.buffer.slot))
@@ -458,7 +464,7 @@ class Workers(Outlet):
                 self._loop.post(member.session.offer, update)
 
     def announce_commit(self, update: Update, workers: Sequence[int]) -> None:
-        blocks = [one.block for w, one in self._members.items() if w in workers and one.block >= 0]
+        blocks = [one.block for one in self._choose(workers).values() if one.block >= 0]
         if self._arena is not None and blocks:
             self._arena.set_pending(tuple(blocks), update.version, update.buffer.slot)
 
@@ -467,10 +473,9 @@ class Workers(Outlet):
             prepared = self._given.get(update.version, {})
             for worker in workers:
                 self._newest[worker] = update
-            present = {w: one for w, one in self._members.items() if w in workers}
-            self._given[update.version] = {**prepared, **present}
-            joined = [one for w, one in present.items() if one.block >= 0 or prepared.get(w) is not one]
-            self._give(update, joined)
+            present = self._choose(workers)
+            self._note_given(update.version, present)
+            self._give(update, {w: one for w, one in present.items() if one.block >= 0 or prepared.get(w) is not one})
         for member in prepared.values():
             self._loop.post(member.session.decide, update.version, commit=True)
 

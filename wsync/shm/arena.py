@@ -317,11 +317,10 @@ class SenderArena:
         """Return the newest version that a worker has installed."""
         return self._slots.words[block * _BLOCK + _INSTALLED]
 
-    def times(self, blocks: Iterable[int]) -> tuple[float, float]:
-        """Return the slowest worker's seconds of waiting and of installing, of the newest version of each."""
+    def times(self, blocks: Iterable[int]) -> list[tuple[float, float]]:
+        """Return each worker's seconds of waiting and of installing, of its newest version."""
         numbers = self._slots.numbers
-        pairs = [(numbers[block * _BLOCK + _WAIT], numbers[block * _BLOCK + _APPLY]) for block in blocks]
-        return max(pairs, key=sum, default=(0.0, 0.0))
+        return [(numbers[block * _BLOCK + _WAIT], numbers[block * _BLOCK + _APPLY]) for block in blocks]
 
     def close(self) -> None:
         """Close all descriptors; memory that is bound stays. Idempotent."""
