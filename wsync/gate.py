@@ -77,16 +77,19 @@ class Gate:
         """Call ``function`` inside the gate, as a forward of ``model`` (None: of any model)."""
         try:
             with self._lock:
-                depth = self._depth
-                if depth:
+                if self._depth:
                     return function(*args, **kwargs)
                 self.subject, self._depth = model, 1
                 try:
-                    self._poll()
+                    for hook in self.hooks:
+                        if hook.poll_update():
+                            self._poll()
                     return function(*args, **kwargs)
                 finally:
                     self._depth = 0
-                    self._leave()
+                    for hook in self.hooks:
+                        hook.leaving_gate()
+                    self.subject = None
         finally:
             if self._wanted:
                 self.settle()
@@ -138,13 +141,8 @@ class Gate:
                 self.settle()
 
     def _poll(self) -> None:
-        while True:
-            again = False
-            for hook in self.hooks:
-                if hook.poll_update():
-                    again = True
-            if not again:
-                return
+        while any([hook.poll_update() for hook in self.hooks]):
+            pass
 
     def _leave(self) -> None:
         for hook in self.hooks:
