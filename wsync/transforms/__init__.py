@@ -26,7 +26,6 @@ from wsync.transforms.chain import (
     QuantizeInt8,
     Rename,
     Select,
-    Split,
     Transform,
     compose,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "QuantizeInt8",
     "Rename",
     "Select",
-    "Split",
     "Transform",
     "compose",
 ]

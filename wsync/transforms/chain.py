@@ -1,4 +1,4 @@
-"""Transforms in a row, and those of the library: other names, fewer weights, weights joined or split, precisions."""
+"""Transforms in a row, and those of the library: other names, fewer weights, joined weights, other precisions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from wsync.errors import LayoutMismatch
 from wsync.transforms.delta import Delta
-from wsync.weights.tensors import require_whole, tie_leaders
+from wsync.weights.tensors import describe, require_whole, tie_leaders
 
 Transform = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Weights by name → weights by name."""
-Memory = dict[str, tuple[list[Any], Tensor]]
-"""The results of the last call by name, and of what kind the weights were: new memory costs more than the copy."""
+Memory = dict[tuple[object, ...], Tensor]
+"""The results of a transform by name and form. The next call overwrites them: new memory costs more than the copy."""
 _NARROW = (torch.int8, torch.float8_e4m3fn)  # what ``Quantize`` converts to
 _SCALE = "_scale"  # a quantised weight's name with this is its scale's
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
@@ -38,39 +38,23 @@ class ByName(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
-    def __call__(
-        self, weights: Mapping[str, Tensor], strict: bool = True, memory: Memory | None = None
-    ) -> dict[str, Tensor]:
-        """Return the transformed weights; LayoutMismatch: the transform does not fit them, or some are sharded.
-
-        Args:
-            weights: by name.
-            strict: whether they are a whole model, so that a name or a pattern without a weight is an error.
-            memory: of an earlier call, whose results are overwritten.
-        """
-        require_whole(weights, weights.values())  # PyTorch might wait for the other ranks
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the transformed weights; LayoutMismatch: the transform does not fit them."""
         with torch.no_grad():
-            return self.apply(dict(weights), strict, {} if memory is None else memory)
+            return self.apply(dict(weights), True, {})
 
     @abstractmethod
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
-        """Return the transformed weights; ``weights`` may be changed."""
+        """Return the transformed weights; ``weights`` may be changed.
 
-
-def computed(memory: Memory, name: str, inputs: Sequence[Tensor], compute: Callable[[Tensor | None], Tensor]) -> Tensor:
-    """Return ``compute(out)``: the result for ``inputs``, in the memory of the last one of the same kind, if any."""
-    kind = [(one.shape, one.dtype, one.device) for one in inputs]
-    known = memory.get(name)
-    result = compute(known[1] if known is not None and known[0] == kind else None)
-    memory[name] = kind, result
-    return result
+        ``strict``: they are a whole model, so that a name or a pattern without a weight is an error.
+        """
 
 
 class Chain:
     """Several transforms, one after the other; ``side`` is named in errors. Results are valid until the next call.
 
-    Raises:
-        TypeError: one is not callable.
+    TypeError: one is not callable.
     """
 
     def __init__(self, transforms: Transform | Sequence[Transform], side: str) -> None:
@@ -84,34 +68,52 @@ class Chain:
                 )
 
     def __call__(self, weights: Mapping[str, Tensor], strict: bool = True) -> dict[str, Tensor]:
-        """Return the transformed weights; ``strict`` as in the transforms of the library.
+        """Return the transformed weights; ``strict``: they are a whole model.
 
         Raises:
-            LayoutMismatch: a transform does not fit the weights; names the side and the transform.
+            LayoutMismatch: a transform does not fit the weights, or some are sharded; names the side and the transform.
             TypeError: a transform returned something else than tensors by name.
         """
+        result = dict(weights)
         with torch.inference_mode(False), torch.no_grad():
             for one, memory in zip(self.transforms, self._memories, strict=True):
-                where = f"{self._side} {getattr(one, '__name__', None) or repr(one)}"
                 try:
-                    result = one(weights, strict, memory) if isinstance(one, ByName) else one(weights)
+                    if isinstance(one, ByName):
+                        require_whole(result, result.values())  # PyTorch might wait for the other ranks
+                        result = one.apply(result, strict, memory)
+                    else:
+                        result = self._checked(one, one(result))
                 except LayoutMismatch as error:
-                    raise LayoutMismatch(f"{where}: {error}") from error
+                    raise LayoutMismatch(f"{self._where(one)}: {error}") from error
                 except RuntimeError:  # PyTorch's, perhaps because of a DTensor
-                    require_whole(weights, weights.values())
+                    require_whole(result, result.values())
                     raise
-                if not isinstance(result, Mapping):
-                    raise TypeError(f"{where} returned a {type(result).__name__}, not a mapping")
-                for name, tensor in result.items():
-                    if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                        raise TypeError(f"{where} returned {name!r}: {type(tensor).__name__}")
-                weights = result
-        return dict(weights)
+        return result
 
     @property
     def selects(self) -> bool:
         """Whether the result is a part of the model on purpose: the receiving model may have more."""
         return any(getattr(one, "selects", False) for one in self.transforms)
+
+    def _checked(self, transform: Transform, result: Any) -> dict[str, Tensor]:
+        """Return what a user's function has returned, if it is tensors by name."""
+        if not isinstance(result, Mapping):
+            raise TypeError(f"{self._where(transform)} returned a {type(result).__name__}, not a mapping")
+        for name, tensor in result.items():
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                raise TypeError(f"{self._where(transform)} returned {name!r}: {type(tensor).__name__}")
+        return dict(result)
+
+    def _where(self, transform: Transform) -> str:
+        return f"{self._side} {getattr(transform, '__name__', None) or repr(transform)}"
+
+
+def _room(memory: Memory, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor like another one, in another dtype, to write the result called ``name`` into."""
+    key = name, like.shape, like.device
+    if key not in memory:
+        memory[key] = torch.empty_like(like, dtype=dtype)
+    return memory[key]
 
 
 def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Chain | None:
@@ -145,55 +147,50 @@ def _listed(transforms: Any) -> list[Any]:
 # --- names ---
 
 
-def matching(patterns: Sequence[str], names: Sequence[str], strict: bool, kind: str = "weight") -> set[str]:
-    """Return those of ``names`` that match one of ``patterns``; ``kind`` says what they are, for the error.
+def _matching(patterns: Sequence[str], names: Sequence[str], strict: bool, kind: str = "weight") -> set[str]:
+    """Return those of ``names``, which are of some ``kind``, that match one of ``patterns``.
 
     With ``strict``, a pattern that matches none is an error, except ``*``.
     """
+    if patterns == ("*",):
+        return {*names}
     found = {pattern: [name for name in names if _matches(name, pattern)] for pattern in patterns}
     unused = [pattern for pattern, some in found.items() if not some and pattern != "*"]
     if unused and strict:
-        raise LayoutMismatch(f"no {kind} matches {shown_names(unused)}; there are {shown_names(names)}")
+        raise LayoutMismatch(f"no {kind} matches {_shown(unused)}; there are {_shown(names)}")
     return set().union(*found.values())
 
 
 @lru_cache(1 << 16)
 def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or (
-        "." not in pattern and any(fnmatchcase(component, pattern) for component in name.split("."))
-    )
+    components = [] if "." in pattern else name.split(".")
+    return any(fnmatchcase(one, pattern) for one in (name, *components))
 
 
-def as_patterns(*given: str | Iterable[str]) -> tuple[str, ...]:
+def _patterns(*given: str | Iterable[str]) -> tuple[str, ...]:
     """Return patterns, given singly or in lists. TypeError: one is no string. ValueError: there is none."""
-    found: list[Any] = []
-    for one in given:
-        found += one if isinstance(one, Iterable) and not isinstance(one, str) else [one]
-    wrong = [one for one in found if not isinstance(one, str)]
-    if wrong:
-        raise TypeError(f"patterns of names are strings, not {wrong[0]!r}")
+    found = [one for some in given for one in ([some] if isinstance(some, str) else some)]
+    if not all(isinstance(one, str) for one in found):
+        raise TypeError(f"patterns of names are strings, not {found}")
     if not found:
         raise ValueError("there is no pattern of names: give one or more, such as 'head' or 'layers.0.*'")
     return tuple(found)
 
 
-def require_distinct(names: Iterable[str]) -> None:
-    """Raise ``LayoutMismatch`` if a name is given to two weights."""
+def _require_distinct(names: Iterable[str]) -> None:
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
-        raise LayoutMismatch(f"two weights get the same name: {shown_names(repeated)}")
+        raise LayoutMismatch(f"two weights get the same name: {_shown(repeated)}")
 
 
-def shown_names(names: Mapping[str, object] | Sequence[str]) -> str:
-    """Return the first names, as text."""
-    shown = [f"'{name}'" for name in list(names)[:8]]
-    return ", ".join(shown) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _require(names: Iterable[str], weights: Mapping[str, Tensor]) -> None:
+def _require_all(names: Iterable[str], weights: Mapping[str, Tensor]) -> None:
     missing = [name for name in names if name not in weights]
     if missing:
-        raise LayoutMismatch(f"there is no {shown_names(missing)}; there are {shown_names(weights)}")
+        raise LayoutMismatch(f"there is no {_shown(missing)}; there are {_shown(weights)}")
+
+
+def _shown(names: Iterable[str]) -> str:
+    return describe([repr(name) for name in names])
 
 
 class Rename(ByName):
@@ -209,9 +206,9 @@ class Rename(ByName):
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
         names = self.names
         if strict and not callable(names):
-            _require(names, weights)
+            _require_all(names, weights)
         new = [names(name) if callable(names) else names.get(name, name) for name in weights]
-        require_distinct(new)
+        _require_distinct(new)
         return dict(zip(new, weights.values(), strict=True))
 
 
@@ -225,21 +222,18 @@ class Select(ByName):
     _drops: ClassVar[bool] = False  # what matches
 
     def __init__(self, *patterns: str | Sequence[str]) -> None:
-        self.patterns = as_patterns(*patterns)
+        self.patterns = _patterns(*patterns)
 
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
-        found = matching(self.patterns, list(weights), strict)
+        found = _matching(self.patterns, list(weights), strict)
         kept = {name: one for name, one in weights.items() if (name in found) is not self._drops}
         if not kept:
-            raise LayoutMismatch(f"none of these weights is left to send: {shown_names(weights)}")
+            raise LayoutMismatch(f"none of these weights is left to send: {_shown(weights)}")
         return kept
 
 
 class Exclude(Select):
-    """Drops the weights whose names match one of the patterns (strings, or lists of them).
-
-    The receiving model keeps its own values of them, or lacks them. It keeps its own extra state, too.
-    """
+    """Drops the weights that ``Select`` would keep. The receiving model may lack them."""
 
     _drops = True
 
@@ -259,91 +253,49 @@ class Fuse(ByName):
     """
 
     def __init__(self, groups: Mapping[str, Sequence[str]], dim: int = 0) -> None:
-        self.groups = _checked_groups(groups)
+        for new, old in groups.items():
+            stars = {name.count("*") for name in (new, *old)}
+            if not old or len(stars) > 1 or max(stars) > 1:
+                raise ValueError(
+                    "a group has at least one name, and in all its names one '*', which stands for any text, or in "
+                    f"none: not {{'{new}': {list(old)}}}"
+                )
+        self.groups = {new: tuple(old) for new, old in groups.items()}
         self.dim = dim
 
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
         members: list[tuple[str, list[str]]] = []
         for new, old in self.groups.items():
-            stems = _stems(weights, old, strict)
+            stems = _stems(weights, old)
+            if strict and not stems:
+                raise LayoutMismatch(f"no weight matches {_shown(old)}; there are {_shown(weights)}")
             members += [(new.replace("*", stem), [one.replace("*", stem) for one in old]) for stem in stems]
         parts = {one for _, old in members for one in old}
-        _require(parts, weights)
-        rest = {name: tensor for name, tensor in weights.items() if name not in parts}
-        require_distinct([*rest, *(new for new, _ in members)])
-        return {**rest, **{new: self._joined(new, [weights[one] for one in old], memory) for new, old in members}}
+        _require_all(parts, weights)
+        result = {name: tensor for name, tensor in weights.items() if name not in parts}
+        _require_distinct([*result, *(new for new, _ in members)])
+        for new, old in members:
+            result[new] = self._joined(new, [weights[one] for one in old], memory)
+        return result
 
     def _joined(self, name: str, parts: list[Tensor], memory: Memory) -> Tensor:
+        key = name, *((one.shape, one.dtype, one.device) for one in parts)
         try:
-            return computed(memory, name, parts, lambda out: torch.cat(parts, self.dim, out=out))
+            memory[key] = torch.cat(parts, self.dim, out=memory.get(key))
         except (RuntimeError, IndexError) as error:
             shapes = ", ".join(str(list(one.shape)) for one in parts)
             raise LayoutMismatch(
                 f"'{name}' cannot be joined along dimension {self.dim}: the shapes of its parts are {shapes}"
             ) from error
+        return memory[key]
 
 
-class Split(ByName):
-    """Takes joined weights apart, the opposite of ``Fuse``; copies nothing.
-
-    Sizes that do not add up, a weight that two groups match, and another weight with the name of a part are errors.
-
-    Args:
-        groups: ``{old: [new, …]}``. A ``*`` in the names stands for the same text in all of them.
-        sizes: the sizes of the parts along ``dim``; by default equal.
-        dim: along which they were joined.
-
-    Raises:
-        ValueError: as in ``Fuse``.
-    """
-
-    def __init__(self, groups: Mapping[str, Sequence[str]], sizes: Sequence[int] | None = None, dim: int = 0) -> None:
-        self.groups = _checked_groups(groups)
-        self.sizes = None if sizes is None else tuple(sizes)
-        self.dim = dim
-
-    def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
-        result = dict(weights)
-        for pattern, parts in self.groups.items():
-            for stem in _stems(weights, [pattern], strict):
-                name, names = pattern.replace("*", stem), [part.replace("*", stem) for part in parts]
-                if result.get(name) is not weights[name]:
-                    raise LayoutMismatch(f"two groups match '{name}'")
-                views = self._split(name, result.pop(name), len(parts))
-                require_distinct([*result, *names])
-                result.update(zip(names, views, strict=True))
-        return result
-
-    def _split(self, name: str, joined: Tensor, count: int) -> Sequence[Tensor]:
-        length = joined.shape[self.dim] if -joined.dim() <= self.dim < joined.dim() else 0
-        sizes = self.sizes or (length // count,) * count
-        if not length or len(sizes) != count or sum(sizes) != length:
-            raise LayoutMismatch(
-                f"'{name}' has length {length} along dimension {self.dim}, which is not the sum of {count} parts "
-                f"of lengths {sizes}"
-            )
-        return joined.split(sizes, self.dim)
-
-
-def _checked_groups(groups: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    for one, several in groups.items():
-        stars = {name.count("*") for name in (one, *several)}
-        if not several or len(stars) > 1 or max(stars) > 1:
-            raise ValueError(
-                "a group has at least one name, and in all its names one '*', which stands for any text, or in none: "
-                f"not {{'{one}': {list(several)}}}"
-            )
-    return {one: tuple(several) for one, several in groups.items()}
-
-
-def _stems(weights: Mapping[str, Tensor], patterns: Sequence[str], strict: bool) -> list[str]:
+def _stems(weights: Mapping[str, Tensor], patterns: Sequence[str]) -> list[str]:
     """Return what the ``*`` of one of ``patterns`` stands for in the names of weights; "" without a ``*``."""
     found = dict[str, None]()
     for pattern in patterns:
         form = re.compile(re.escape(pattern).replace(r"\*", "(.*)"), re.DOTALL)
         found |= {"".join(match.groups()): None for match in map(form.fullmatch, weights) if match}
-    if strict and not found:
-        raise LayoutMismatch(f"no weight matches {shown_names(patterns)}; there are {shown_names(weights)}")
     return [*found]
 
 
@@ -367,19 +319,20 @@ class Cast(ByName):
         self.dtype = _as_dtype(dtype)
         if not self.dtype.is_floating_point:
             raise ValueError(f"Cast is to a floating-point dtype, not to {self.dtype}; for integers see Quantize")
-        self.only = as_patterns(only)
+        self.only = _patterns(only)
 
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
         narrow = _quantised(weights)
         kept = {*narrow, *(name + _SCALE for name in narrow)}
         floats = [name for name, tensor in weights.items() if tensor.is_floating_point() and name not in kept]
-        found = matching(self.only, floats, strict, "floating-point weight")
+        found = _matching(self.only, floats, strict, "floating-point weight")
         chosen = [name for name in floats if name in found and weights[name].dtype is not self.dtype]
-        for name, leader in zip(chosen, tie_leaders([weights[name] for name in chosen]), strict=True):
-            first = weights[chosen[leader]]
-            if first.dtype is not self.dtype:
-                first = computed(memory, name, [first], partial(_cast, first, self.dtype))
-            weights[name] = first
+        given = [weights[name] for name in chosen]
+        leaders = tie_leaders(given)
+        made = {i: _room(memory, chosen[i], given[i], self.dtype) for i in dict.fromkeys(leaders)}
+        if made:
+            torch._foreach_copy_([*made.values()], [given[i] for i in made])  # pyright: ignore[reportPrivateImportUsage]
+        weights.update(zip(chosen, [made[i] for i in leaders], strict=True))
         return weights
 
 
@@ -403,13 +356,13 @@ class Quantize(ByName):
         if self.dtype not in _NARROW:
             raise ValueError(f"weights are quantised to int8 or float8_e4m3fn, not to {self.dtype}")
         self.per_channel = per_channel
-        self.only = as_patterns(only)
+        self.only = _patterns(only)
 
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
         wide = [name for name, one in weights.items() if one.is_floating_point() and one.dim() > 1 and one.numel()]
-        found = matching(self.only, wide, strict, "floating-point weight with two dimensions or more")
+        found = _matching(self.only, wide, strict, "floating-point weight with two dimensions or more")
         chosen = [name for name in wide if name in found]
-        require_distinct([*weights, *(name + _SCALE for name in chosen)])
+        _require_distinct([*weights, *(name + _SCALE for name in chosen)])
         for name in chosen:
             weights[name], weights[name + _SCALE] = self._quantised(name, weights[name], memory)
         return weights
@@ -425,8 +378,7 @@ class Quantize(ByName):
         scaled = wide / scale
         if self.dtype is torch.int8:
             scaled.round_()
-        scaled.clamp_(-largest, largest)
-        return computed(memory, name, [weight], partial(_cast, scaled, self.dtype)), scale
+        return _room(memory, name, weight, self.dtype).copy_(scaled.clamp_(-largest, largest)), scale
 
 
 QuantizeInt8 = partial(Quantize, torch.int8)
@@ -449,21 +401,16 @@ class Dequantize(ByName):
     def apply(self, weights: dict[str, Tensor], strict: bool, memory: Memory) -> dict[str, Tensor]:
         found = _quantised(weights)
         if strict and not found:
-            raise LayoutMismatch(f"no int8 or float8 weight has a scale ('…_scale'); there are {shown_names(weights)}")
-        scales = {name + _SCALE for name in found}
+            raise LayoutMismatch(f"no int8 or float8 weight has a scale ('…_scale'); there are {_shown(weights)}")
         for name in found:
-            wide = weights[name].float().mul_(weights[name + _SCALE])
-            weights[name] = computed(memory, name, [weights[name]], partial(_cast, wide, self.dtype))
-        return {name: tensor for name, tensor in weights.items() if name not in scales}
+            wide = weights[name].float().mul_(weights.pop(name + _SCALE))
+            weights[name] = _room(memory, name, weights[name], self.dtype).copy_(wide)
+        return weights
 
 
 def _quantised(weights: dict[str, Tensor]) -> list[str]:
     """Return the names of the weights in a narrow dtype that have a scale beside them."""
     return [name for name, tensor in weights.items() if tensor.dtype in _NARROW and name + _SCALE in weights]
-
-
-def _cast(given: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    return given.to(dtype) if out is None else out.copy_(given)
 
 
 def _as_dtype(dtype: torch.dtype | str) -> torch.dtype:

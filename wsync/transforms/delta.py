@@ -35,21 +35,19 @@ class Delta:
 
     Args:
         level: zstd's level: larger is smaller and slower, negative is faster; 0 is zstd's default, which is 3.
-        threads: the number of zstd's threads; 0: the calling thread compresses.
 
     Raises:
         ImportError, ValueError: the package ``zstandard`` is missing; or zstd does not have that level.
     """
 
-    def __init__(self, level: int = 1, threads: int = 0) -> None:
+    def __init__(self, level: int = 1) -> None:
         limit = require_zstandard().MAX_COMPRESSION_LEVEL
         if not -limit <= level <= limit:
             raise ValueError(f"zstd has levels from -{limit} to {limit}, not {level}")
         self.level = level
-        self.threads = threads
 
     def __repr__(self) -> str:
-        return f"Delta(level={self.level}, threads={self.threads})"
+        return f"Delta(level={self.level})"
 
     def __call__(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return weights
@@ -61,7 +59,7 @@ class Delta:
         """
         changed = np.frombuffer(old, np.uint64) ^ np.frombuffer(new, np.uint64)
         planes: Any = torch.from_numpy(changed.view(np.uint8)).view(-1, width).T.contiguous().numpy()
-        compressor = require_zstandard().ZstdCompressor(level=self.level, threads=self.threads)
+        compressor = require_zstandard().ZstdCompressor(level=self.level)
         content = compressor.compress(planes.data.cast("B"))
         return None if len(content) > _LARGEST_SHARE * len(new) else bytes([width]) + content
 

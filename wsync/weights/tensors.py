@@ -125,6 +125,8 @@ def tie_leaders(tensors: Sequence[Tensor]) -> list[int]:
 
     An empty tensor is tied to none: all of them have address 0.
     """
+    if len({one.data_ptr() for one in tensors}) == len(tensors):
+        return [*range(len(tensors))]
     first, leaders = dict[tuple[object, ...], int](), list[int]()
     for index, one in enumerate(tensors):
         # A lazily conjugated or negated view has the memory of its base.
