@@ -205,7 +205,7 @@ class Binding(Target):
             parameter.data = parameter.data.clone()
 
     def _check_current(self, views: Sequence[Tensor]) -> None:
-        now = self._index.tree.tensors()  # None, or others inside ``functional_call``
+        now = self._index.current()  # others inside ``functional_call``
         same = now is not None and all(map(is_, now, self._tensors))
         # ``.half()`` or ``.to(device)`` may have come between.
         same = same and all([tensor.dtype is views[i].dtype for tensor, i in (*self._bound, *self._copied)])
