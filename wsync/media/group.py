@@ -17,7 +17,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
@@ -47,59 +47,52 @@ _making = threading.Lock()  # while a gloo device is made, and while the setting
 class _LinkStore(TorchStore):
     """A ``torch.distributed`` store of two processes: a value that one sets, the other can get.
 
-    The thread that forms a group calls ``set``, ``get``, ``wait`` and ``check``; all else runs in the control thread.
+    The thread that forms a group calls ``set``, ``get``, ``wait`` and ``check``; the control thread calls the others.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._loop = asyncio.get_running_loop()
         self._values: dict[str, bytes] = {}
-        self._changed = asyncio.Event()
+        self._changed = threading.Condition()  # guards the values
         self._abandoned = False
 
     def begin(self, link: Link, deadline: float | None) -> None:
         """Send what is set from now on to the other process, and let every wait end at ``deadline``."""
-        self._link, self._deadline = link, deadline
+        self._link, self._deadline, self._loop = link, deadline, asyncio.get_running_loop()
 
     def put(self, key: str, value: bytes) -> None:
         if len(self._values) > _MAX_KEYS:
             raise ConnectionError("the other end sets more keys than a group needs")
-        self._values[key] = value
-        self._changed.set()
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
 
     def abandon(self) -> None:
         """Let every wait raise, now and later."""
-        self._abandoned = True
-        self._changed.set()
-
-    async def _set(self, key: str, value: bytes) -> None:
-        self.put(key, value)
-        await self._link.send(Side(msgspec.msgpack.encode((key, value))))
-
-    async def _until_set(self, keys: Sequence[str]) -> None:
-        while not self.check(keys) and not self._abandoned:
-            self._changed.clear()
-            await self._changed.wait()
-
-    def _run(self, coroutine: Coroutine[Any, Any, None], what: str) -> None:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            future.result(remaining(self._deadline))
-        except TimeoutError:
-            future.cancel()
-            raise RuntimeError(f"the other process did not {what} in time") from None
-        if self._abandoned:
-            raise RuntimeError("the connection has ended")
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._run(self._set(key, value.encode() if isinstance(value, str) else bytes(value)), f"take {key}")
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        self.put(key, content)
+        sending = self._link.send(Side(msgspec.msgpack.encode((key, content))))
+        try:
+            asyncio.run_coroutine_threadsafe(sending, self._loop).result(remaining(self._deadline))
+        except TimeoutError:
+            raise RuntimeError(f"the other process did not take {key} in time") from None
 
     def get(self, key: str) -> bytes:
         self.wait([key])
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: object = None) -> None:
-        self._run(self._until_set(keys), f"set {', '.join(keys)}")
+        with self._changed:
+            self._changed.wait_for(lambda: self._abandoned or self.check(keys), remaining(self._deadline))
+        if self._abandoned:
+            raise RuntimeError("the connection has ended")
+        if not self.check(keys):
+            raise RuntimeError(f"the other process did not set {', '.join(keys)} in time")
 
     def check(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
@@ -138,8 +131,8 @@ class GroupMedium(BlockingMedium):
             if self._group is None:
                 deadline = deadline_in(as_timeout(self._timeout) or _LONGEST)
                 self._store.begin(link, deadline)
-                await self._call("transport-setup", self._form, rank, link.host, buffer.flat.device, deadline)
-            await self._call("transfer", self._transfer, rank, buffer)
+                await self._call(self._form, rank, link.host, buffer.flat.device, deadline)
+            await self._call(self._transfer, rank, buffer)
         except (RuntimeError, OSError) as error:
             self._require_open()
             raise ConnectionError(f"the process group has broken: {error}") from error
@@ -150,7 +143,7 @@ class GroupMedium(BlockingMedium):
             self._group = _nccl_group(self._store, rank, device, deadline)
         else:
             self._group, self._connections = _gloo_group(self._store, rank, host, deadline)
-        if self._closed.is_set():  # `close` came before there was a group to close
+        if self._ended.done():  # `close` came before there was a group to close
             self._release()
 
     def _transfer(self, rank: int, buffer: Buffer) -> None:
