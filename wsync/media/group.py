@@ -38,7 +38,7 @@ _MAX_KEYS = 100
 _DEVICES = 100  # of gloo, made to find the socket on which the last one listens
 _PORT, _PROOF, _READY = "wsync port ", "wsync proof ", "wsync ready "  # keys in the store, with a rank
 _PROOF_SIZE, _PROOF_TAG = 32, 1
-_PROOF_TIMEOUT = 5.0  # seconds; milliseconds are enough
+_PROOF_TIMEOUT = as_timedelta(5.0)  # milliseconds are enough
 _SO_ATTACH_FILTER = 26  # of Linux
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"  # a watchdog would end this whole process when the other one has died
 _making = threading.Lock()  # while a gloo device is made, and while the setting above is in the environment
@@ -270,8 +270,7 @@ def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float |
     given = torch.frombuffer(bytearray(store.get(_PROOF + str(other))), dtype=torch.uint8)
     shown = torch.zeros(_PROOF_SIZE, dtype=torch.uint8)
     transfers = [group.send([given], other, _PROOF_TAG), group.recv([shown], other, _PROOF_TAG)]
-    left = remaining(deadline)
-    limit = as_timedelta(_PROOF_TIMEOUT if left is None else max(min(left, _PROOF_TIMEOUT), 0.001))
+    limit = min(time_until(deadline), _PROOF_TIMEOUT)
     try:
         for transfer in transfers:
             transfer.wait(limit)

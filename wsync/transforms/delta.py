@@ -46,9 +46,6 @@ class Delta:
             raise ValueError(f"zstd has levels from -{limit} to {limit}, not {level}")
         self.level = level
 
-    def __repr__(self) -> str:
-        return f"Delta(level={self.level})"
-
     def __call__(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return weights
 

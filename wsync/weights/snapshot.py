@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from wsync.errors import LayoutMismatch
 from wsync.native import native
 from wsync.weights.tensors import describe
+
+if TYPE_CHECKING:
+    from wsync.transforms.chain import Chain
 
 EXTRA = "_extra_state"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -41,6 +44,14 @@ class Snapshot(NamedTuple):
         surplus = (self.optional & self.tensors.keys()).difference(names)
         kept = {name: tensor for name, tensor in self.tensors.items() if name not in surplus}
         return self._replace(tensors=kept) if surplus else self
+
+    def through(self, transform: Chain | None, *, strict: bool = False) -> Snapshot:
+        """Return these weights transformed; ``strict``: they are a whole model. A part has no extra state."""
+        if transform is None:
+            return self
+        selects, tensors = transform.selects, transform(self.tensors, strict)
+        extra = None if selects else self.extra
+        return self._replace(tensors=tensors, extra=extra, model_may_have_more=self.model_may_have_more or selects)
 
 
 def is_module(source: object) -> TypeGuard[nn.Module]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 DeviceMap = Callable[[int, Any], Any]
 """``(worker_idx, weights) -> weights`` for that worker."""
-_Form = tuple[type, tuple[Any, ...], dict[Any, Any]]  # of a mapping: its type, its keys, and the forms of nested ones
 
 
 class Part(NamedTuple):
@@ -99,7 +99,8 @@ class Source:
         self._layout: Layout | None = None  # of the trees and forms
         self._indexes: dict[int, ModuleIndex] = {}  # of the living modules that were read, by ``id``
         self._trees: dict[int, Any] = {}  # what finds the tensors of those of them that were sent
-        self._form: tuple[_Form, list[int]] | None = None  # of a mapping, and where each tensor of the layout is
+        self._form: tuple[Any, ...] | None = None  # of the mapping that was sent last
+        self._order: list[int] = []  # where it has each tensor of the layout
 
     def first(self, weights: object = None) -> Snapshot:
         """Return one worker's weights, which define the layout; NotConnected: there are none; or ``undefined``."""
@@ -109,7 +110,7 @@ class Source:
         by_worker = per_worker(given)
         one = self._read(given if by_worker is None else next(iter(by_worker.values())))
         self._optional = frozenset(one.optional & one.tensors.keys())
-        return self._transformed(one, strict=True)
+        return one.through(self._transform, strict=True)
 
     def parts(
         self, weights: object, workers: Sequence[int], layout: Layout, rest: Sequence[Tensor] | None = None
@@ -145,11 +146,10 @@ class Source:
             return None
         given = self.weights if weights is None else weights
         tree = self._trees.get(id(given))
-        if tree is not None or self._form is None:
+        if tree is not None or self._form is None or not _has_names(type(given)):
             return tree
-        form, order = self._form
-        found: list[Any] = []
-        return [found[i] for i in order] if _read_form(form, given, found) else None
+        found = list[Any]()
+        return [found[i] for i in self._order] if _read(given, found) == self._form else None
 
     def learn(self, weights: object, layout: Layout) -> None:
         """Keep the form of ``weights``, which all workers were sent, for ``usual``."""
@@ -164,12 +164,10 @@ class Source:
             index = self._index_of(given)
             if not index.extra and {*names} <= index.places.keys() <= {*names} | index.optional:
                 self._trees[id(given)] = index.tree_of(names)
-        elif isinstance(given, TensorDictBase | Mapping):
-            found: list[str] = []
-            form = _form_of(given, "", found)
-            if sorted(found) == sorted(names):
-                at = {name: i for i, name in enumerate(found)}
-                self._form = form, [at[name] for name in names]
+        elif _has_names(type(given)):
+            at = {name: i for i, name in enumerate(_names(given))}
+            if at.keys() == {*names}:
+                self._form, self._order = _read(given, []), [at[name] for name in names]
 
     def _index_of(self, module: nn.Module) -> ModuleIndex:
         key, indexes, trees = id(module), self._indexes, self._trees
@@ -187,13 +185,6 @@ class Source:
     def _read(self, given: object) -> Snapshot:
         return self._index_of(given).snapshot() if is_module(given) else snapshot(given)
 
-    def _transformed(self, weights: Snapshot, *, strict: bool) -> Snapshot:
-        transform = self._transform
-        if transform is None:
-            return weights
-        extra = None if transform.selects else weights.extra
-        return Snapshot(transform(weights.tensors, strict), extra, weights.optional, transform.selects)
-
     def _part(self, workers: Sequence[int], given: object, layout: Layout) -> Part:
         """Return weights, with the non-persistent buffers that the first ones had: a state dict has none."""
         read = self._read(given).with_optional(self._optional)
@@ -201,14 +192,13 @@ class Source:
         if missing and self.weights is not None and per_worker(self.weights) is None:
             own = self._read(self.weights).tensors
             read = read._replace(tensors={**read.tensors, **{name: own[name] for name in missing if name in own}})
-        # Not strict: a state dict may lack what is dropped. What the result lacks, the layout finds.
-        sent = self._transformed(read, strict=False)
+        sent = read.through(self._transform)  # not strict: a state dict may lack what is dropped
         return Part(workers, layout.order(sent), sent.extra)
 
     def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
         if self._device_map_fn is not None or self._own_buffers:
             raise ValueError("a partial update needs a scheme without weights per worker")
-        some = self._transformed(Snapshot(snapshot(given).tensors), strict=False).tensors
+        some = snapshot(given).through(self._transform).tensors
         unknown = [name for name in some if name not in layout.names]
         if unknown or not some:
             problem = f"weights that are not the model's: unknown {describe(unknown)}" if unknown else "no weights"
@@ -223,35 +213,31 @@ class Source:
         return Part(workers, tensors, None)
 
 
-def _form_of(source: Any, prefix: str, names: list[str]) -> _Form:
-    """Return the form of a TensorDict or a mapping; append the names of its tensors, in the order of reading."""
-    entries, nested = dict(_entries(source)), {}
-    for key, value in entries.items():
+@cache
+def _has_names(kind: type) -> bool:
+    """Return whether objects of a class are TensorDicts or mappings: the class is asked once, for it costs as much."""
+    return issubclass(kind, TensorDictBase | Mapping)
+
+
+def _names(source: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the names of the tensors of a TensorDict or a mapping, in the order of reading."""
+    for key, value in _entries(source):
         name = prefix + dotted(key)
-        if isinstance(value, TensorDictBase | Mapping):
-            nested[key] = _form_of(value, name + ".", names)
+        if _has_names(type(value)):
+            yield from _names(value, name + ".")
         else:
-            names.append(plain_name(name))
-    return type(source), tuple(entries), nested
+            yield plain_name(name)
 
 
-def _read_form(form: _Form, source: Any, found: list[Any]) -> bool:
-    """Append the tensors of ``source``, if it has this form; return whether it has."""
-    kind, keys, nested = form
-    if type(source) is not kind:
-        return False
-    entries = dict(_entries(source))
-    if tuple(entries) != keys:
-        return False
-    if not nested:
-        found += entries.values()
-        return True
-    for key, value in entries.items():
-        if key not in nested:
+def _read(source: Any, found: list[Any]) -> tuple[Any, ...]:
+    """Append the tensors of a TensorDict or a mapping; return its form: type, keys, and the forms of nested ones."""
+    entries, nested = dict(_entries(source)), list[Any]()
+    for value in entries.values():
+        if _has_names(type(value)):
+            nested.append(_read(value, found))
+        else:
             found.append(value)
-        elif not _read_form(nested[key], value, found):
-            return False
-    return True
+    return type(source), tuple(entries), tuple(nested)
 
 
 def _entries(source: Any) -> Any:

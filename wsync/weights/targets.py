@@ -35,25 +35,22 @@ refused until a version is loaded. ``LayoutMismatch`` means that it has changed 
 
 def dump_extra(extra: Mapping[str, Any] | None) -> bytes:
     """Return extra state as bytes; empty for none. LayoutMismatch: some of it cannot be pickled."""
-    blobs: dict[str, bytes] = {}
-    for name, value in (extra or {}).items():
-        try:
-            blobs[name] = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # pickle raises what the object's own methods raise, too
-            problem = f"'{name}' ({type(error).__name__}: {error})"
-            raise LayoutMismatch(f"extra state cannot be pickled: {problem}") from error
-    return pickle.dumps(blobs) if blobs else b""
+    try:
+        return pickle.dumps(dict(extra), protocol=pickle.HIGHEST_PROTOCOL) if extra else b""
+    except Exception as error:  # pickle raises what the object's own methods raise, too
+        problem = f"{describe(sorted(extra or ()))} ({type(error).__name__}: {error})"
+        raise LayoutMismatch(f"extra state cannot be pickled: {problem}") from error
 
 
 def load_extra(blob: bytes) -> dict[str, Any]:
     """Return the extra state that a trainer dumped."""
-    return {name: pickle.loads(value) for name, value in pickle.loads(blob).items()} if blob else {}
+    return pickle.loads(blob) if blob else {}
 
 
 def require_no_extra(extra: bytes, what: str) -> None:
     """Raise ``LayoutMismatch`` if there is extra state, which cannot be ``what`` (``"stored"``)."""
     if extra:
-        raise LayoutMismatch(f"extra state cannot be {what}: {describe(sorted(pickle.loads(extra)))}")
+        raise LayoutMismatch(f"extra state cannot be {what}: {describe(sorted(load_extra(extra)))}")
 
 
 def unshare(model: nn.Module) -> None:
@@ -240,24 +237,23 @@ class Loader(Target):
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """TypeError: ``load`` has not taken all pairs, as a coroutine function, which has not run."""
-        taken, before = 0, self.mixed
+        pairs, before = zip(self._names, views, strict=True), self.mixed
 
-        def pairs() -> Iterator[tuple[str, Tensor]]:
-            nonlocal taken
-            for pair in zip(self._names, views, strict=True):
-                taken += 1
+        def each() -> Iterator[tuple[str, Tensor]]:
+            for pair in pairs:
                 self.mixed = True
                 yield pair
 
         try:
-            self._load(pairs())
+            self._load(each())
         except LayoutMismatch:
             self.mixed = before  # ``load`` says that it has changed nothing
             raise
-        if taken < len(views):
+        left = len([*pairs])
+        if left:
             name = getattr(self._load, "__qualname__", self._load)
             raise TypeError(
-                f"{name} returned when it had taken {taken} of {len(views)} pairs: load= is a plain function "
+                f"{name} returned without having taken {left} of {len(views)} pairs: load= is a plain function "
                 "(no async def) that takes all of them"
             )
         self.mixed = False
@@ -289,19 +285,18 @@ class Tensors(Target):
 
 
 class Transformed(Target):
-    """Weights that pass through ``receive_transform`` on their way into another target, which ``make`` returns.
+    """Weights that pass through ``receive_transform`` on their way into a model or a function.
 
-    No extra state is installed where the transform selects. LayoutMismatch: transform or target do not fit.
+    No extra state is installed where the transform selects. LayoutMismatch: transform or model do not fit.
     """
 
-    def __init__(self, layout: Layout, transform: Chain, make: Callable[[Layout], Target]) -> None:
+    def __init__(self, layout: Layout, transform: Chain, destination: Destination) -> None:
         self._names, self._transform = layout.names, transform
-        extra = None if layout.extra is None or transform.selects else dict.fromkeys(layout.extra)
-        more = layout.model_may_have_more or transform.selects
         zero = layout.views(zeros(layout.nbytes))  # only the kinds of the tensors matter
-        result = transform(dict(zip(layout.names, zero, strict=True)))
-        self._layout = Layout.of(Snapshot(result, extra, model_may_have_more=more))
-        self._target = make(self._layout)
+        extra = None if layout.extra is None else dict.fromkeys(layout.extra)
+        given = self._named(zero, extra)._replace(model_may_have_more=layout.model_may_have_more)
+        self._layout = Layout.of(given.through(transform, strict=True))
+        self._target = destination.target(self._layout, bind=False)
         self.detach = self._target.detach
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
@@ -311,11 +306,14 @@ class Transformed(Target):
         self._give(self._target.check_only, views, extra)
 
     def _give(self, take: Callable[..., object], views: Sequence[Tensor], extra: Mapping[str, Any] | None) -> None:
-        result = self._transform(dict(zip(self._names, views, strict=True)), strict=False)
+        result = self._named(views, extra).through(self._transform)
         try:
-            take(self._layout.order(Snapshot(result)), None if self._transform.selects else extra)
+            take(self._layout.order(result._replace(extra=None)), result.extra)
         finally:
             self.mixed, self.misfit = self._target.mixed, self._target.misfit
+
+    def _named(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None) -> Snapshot:
+        return Snapshot(dict(zip(self._names, views, strict=True)), extra)
 
 
 class Destination:
@@ -343,8 +341,7 @@ class Destination:
         An earlier target is detached first, by the caller. LayoutMismatch: the weights do not fit.
         """
         if self._transform is not None:
-            plain = Destination(self.model, load=self._load)
-            return Transformed(layout, self._transform, lambda result: plain.target(result, bind=False))
+            return Transformed(layout, self._transform, Destination(self.model, load=self._load))
         if self._load is not None:
             return Loader(self._load, layout)
         return Tensors(self.model, layout) if self.module is None else Binding(self.module, layout, bind=bind)
