@@ -13,7 +13,6 @@ import logging
 import traceback
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 
@@ -30,7 +29,6 @@ from wsync.weights.strategy import WeightStrategy
 _log = logging.getLogger(__name__)
 _GRACE = 0.5  # seconds in which the death of a worker is noticed after its transport has failed
 _SHARE = 0.8  # of the timeout: a worker's own error then reaches the trainer before that gives up
-_formatted: WeakKeyDictionary[Buffer, Any] = WeakKeyDictionary()  # one object for the transports of all workers
 
 
 class TransportMedium(BlockingMedium):
@@ -64,10 +62,8 @@ class TransportMedium(BlockingMedium):
             return
         await link.send(replace(offer, medium=True))
         await self._set_up(link, lambda made: made.setup_connection_and_weights_on_sender())
-        if payload not in _formatted:
-            _formatted[payload] = self._formatted(payload)
         try:
-            await self._call(self._send, payload, _formatted[payload])
+            await self._call(self._send, payload, self._formatted(payload))
         except ConnectionError:
             raise
         except Exception as error:  # a user's transport raises anything; raised again
@@ -149,7 +145,11 @@ class TransportMedium(BlockingMedium):
     # --- both ---
 
     def _formatted(self, buffer: Buffer) -> Any:
-        return self._strategy.extract_weights(dict(zip(buffer.layout.names, buffer.views, strict=True)))
+        """Return the weights in a buffer as transports are given them: one object for those of all workers."""
+        if buffer.formatted is None:
+            named = dict(zip(buffer.layout.names, buffer.views, strict=True))
+            buffer.formatted = self._strategy.extract_weights(named)
+        return buffer.formatted
 
     @property
     def _name(self) -> str:

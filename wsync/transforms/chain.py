@@ -27,13 +27,9 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class ByName(ABC):
-    """A transform of the library, which is given names or patterns. It keeps nothing of the weights itself.
+    """A transform of the library, which is given names or patterns. It keeps nothing of the weights itself."""
 
-    Attributes:
-        selects: whether the result is a part of the model on purpose.
-    """
-
-    selects = False
+    selects = False  # whether the result is a part of the model on purpose
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
@@ -61,11 +57,11 @@ class Chain:
         self.transforms = _listed(transforms)
         self._side = side
         self._memories: list[Memory] = [{} for _ in self.transforms]
-        for one in self.transforms:
-            if not callable(one):
-                raise TypeError(
-                    f"{side} is a transform, such as wsync.transforms.Cast('bfloat16'), or a list, not {one!r}"
-                )
+        wrong = [one for one in self.transforms if not callable(one)]
+        if wrong:
+            raise TypeError(
+                f"{side} is a transform, such as wsync.transforms.Cast('half'), or a list, not {wrong[0]!r}"
+            )
 
     def __call__(self, weights: Mapping[str, Tensor], strict: bool = True) -> dict[str, Tensor]:
         """Return the transformed weights; ``strict``: they are a whole model.
@@ -119,12 +115,10 @@ def _room(memory: Memory, name: str, like: Tensor, dtype: torch.dtype) -> Tensor
 def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Chain | None:
     """Return transforms as a chain; None for none. ``Delta`` is left out: it changes no weights.
 
-    ``side`` is ``"send_transform"`` or ``"receive_transform"``. TypeError: one is not callable. ValueError: a ``Delta``
-    on the receiving side.
+    ``side`` is the name of the option. TypeError: one is not callable. ValueError: a ``Delta`` on the receiving side.
     """
-    given = _listed(transforms)
-    changing = [one for one in given if not isinstance(one, Delta)]
-    if side != "send_transform" and len(changing) < len(given):
+    changing = [one for one in _listed(transforms) if not isinstance(one, Delta)]
+    if side != "send_transform" and delta_of(transforms) is not None:
         raise ValueError(f"Delta() belongs in send_transform, not in {side}: workers read differences without it")
     return Chain(changing, side) if changing else None
 
@@ -132,9 +126,10 @@ def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Ch
 def delta_of(transforms: Transform | Sequence[Transform] | None) -> Delta | None:
     """Return the ``Delta`` in a ``send_transform``; None if there is none. ValueError: it is not the last."""
     given = _listed(transforms)
-    if any(isinstance(one, Delta) for one in given[:-1]):
+    found = [one for one in given if isinstance(one, Delta)]
+    if found and found != given[-1:]:
         raise ValueError("Delta() is the last of send_transform, once: it encodes what the others return")
-    return next((one for one in given[-1:] if isinstance(one, Delta)), None)
+    return found[0] if found else None
 
 
 def _listed(transforms: Any) -> list[Any]:
@@ -196,8 +191,7 @@ def _shown(names: Iterable[str]) -> str:
 class Rename(ByName):
     """Renames weights. An old name that is missing, and a new one that two weights get, are errors.
 
-    Args:
-        names: ``{old: new}`` for those that change, or a function of the old name.
+    ``names``: ``{old: new}`` for those that change, or a function of the old name.
     """
 
     def __init__(self, names: Mapping[str, str] | Callable[[str], str]) -> None:
@@ -389,10 +383,7 @@ class Dequantize(ByName):
     """Multiplies each quantised weight by its scale: the opposite of ``Quantize``, for ``receive_transform``.
 
     Those are the weights in int8 or float8 for which there is a ``…_scale``: it is an error if a whole model has none.
-    All others stay as they are.
-
-    Args:
-        dtype: the dtype of the result, or its name.
+    All others stay as they are. ``dtype``: that of the result, or its name.
     """
 
     def __init__(self, dtype: torch.dtype | str = torch.float32) -> None:

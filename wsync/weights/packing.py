@@ -18,7 +18,7 @@ from wsync.weights.tensors import copy_all, zeros
 _POOL_ALONE = 2  # references: the pool's list, and the argument of ``getrefcount``
 
 
-class Buffer(msgspec.Struct, weakref=True, eq=False):
+class Buffer(msgspec.Struct, eq=False):
     """A lease on memory for one version: a slot of the arena, or memory of a pool.
 
     The memory is not reused until the last reference to the buffer is dropped: a reader of its bytes or views keeps it.
@@ -28,6 +28,7 @@ class Buffer(msgspec.Struct, weakref=True, eq=False):
         slot: its index in the arena, where other processes read it; -1 in private memory.
         plan: the ``native.PackPlan`` of the views; None without the C extension. PyTorch's copy of a small tensor costs
             more in calls than in bytes; that of a large one first loads the cache lines that it overwrites.
+        formatted: the views as a ``TransportBackend`` is given them, once it was.
     """
 
     layout: Layout
@@ -35,6 +36,7 @@ class Buffer(msgspec.Struct, weakref=True, eq=False):
     views: Sequence[Tensor]
     slot: int
     plan: Any
+    formatted: Any = None
 
     @classmethod
     def over(cls, layout: Layout, flat: Tensor, slot: int = -1) -> Buffer:
