@@ -39,11 +39,10 @@ class TransportMedium(BlockingMedium):
 
     def __init__(self, scheme: Any, worker: int) -> None:
         super().__init__()
-        self._scheme = scheme
-        self._transport: Any = None  # a ``TransportBackend``, once it is made
+        self._scheme, self._worker = scheme, worker
         self._strategy: WeightStrategy = scheme.strategy
-        self._worker = worker
         self._timeout: float | None = scheme.timeout
+        self._transport: Any = None  # a ``TransportBackend``, once it is made
         self._is_set_up = False
         self._sent = Sent(0)  # the newest such message
         self._receiving: asyncio.Future[Any] | None = None  # a call of ``receive_weights`` that was not used yet

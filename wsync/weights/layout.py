@@ -119,7 +119,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     @cached_property
     def leaders(self) -> tuple[int, ...]:
         """The entries with a place of their own: all but those that are tied to an earlier one."""
-        followers = {follower for follower, _ in self.ties}
+        followers = dict(self.ties)
         return tuple(index for index in range(len(self.names)) if index not in followers)
 
     def check(self, tensors: Sequence[Tensor], receiver: str = "", *, writable: bool = False) -> None:
@@ -128,19 +128,19 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         LayoutMismatch: names those that have another shape or dtype, or cannot be carried, or be written.
         """
         require_carried(self.names, tensors, receiver, writable=writable)
-        problems, casts = list[str](), list[str]()
+        problems, cast = list[str](), ""
         for name, one, shape, dtype in zip(self.names, tensors, self.shapes, self.dtypes, strict=True):
             if one.shape != shape or one.dtype is not dtype:
                 problems.append(f"'{name}' is {_kind(one.shape, one.dtype)}, not {_kind(shape, dtype)}")
                 if receiver and one.dtype is not dtype and one.dtype.is_floating_point:
-                    casts.append(f"Cast('{_plain(one.dtype)}')")
+                    cast = f"Cast('{_plain(one.dtype)}')"
         for follower, leader in () if receiver or problems else self.ties:
             pair = [tensors[follower], tensors[leader]]
             if any(tie_leaders(pair)) and not same_bits(*pair):
                 names = f"'{self.names[follower]}' and '{self.names[leader]}'"
                 problems.append(f"{names} were one tied tensor, and now differ")
         if problems:
-            raise _misfit(problems, receiver, next(iter(casts), ""))
+            raise _misfit(problems, receiver, cast)
 
     def order(self, weights: Snapshot, receiver: str = "", *, writable: bool = False) -> list[Tensor]:
         """Return weights of the sender, or the tensors of ``receiver``, in the order of this layout.
@@ -157,10 +157,9 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         if extra is not None and self.extra is not None and extra.keys() != self.extra:
             found.append(f"extra state differs: {describe(sorted(extra.keys() ^ self.extra))}")
         if found:
-            remedy = ""
-            if receiver and wanting:
-                remedy = f"Rename({{'{wanting[0]}': '{surplus[0]}'}})" if surplus else f"Exclude('{wanting[0]}')"
-            raise _misfit(found, receiver, remedy)
+            lacks = wanting[0] if wanting else ""
+            remedy = f"Rename({{'{lacks}': '{surplus[0]}'}})" if surplus else f"Exclude('{lacks}')"
+            raise _misfit(found, receiver, remedy if receiver and wanting else "")
         tensors = [own[name] for name in self.names]
         self.check(tensors, receiver, writable=writable)
         if receiver:
