@@ -18,7 +18,7 @@ from torch import Tensor
 from wsync.control.loop import run_blocking
 from wsync.control.session import Medium
 from wsync.control.wire import Link, Offer, Side
-from wsync.weights.packing import Buffer
+from wsync.weights.layout import Buffer
 
 _INDEX = struct.Struct("<I")
 

@@ -30,7 +30,7 @@ from torch.distributed import Store as TorchStore  # pyright: ignore[reportPriva
 from wsync.control.wire import Link, Offer, Side
 from wsync.deadlines import as_timedelta, as_timeout, deadline_in, remaining, time_until
 from wsync.media import BlockingMedium
-from wsync.weights.packing import Buffer
+from wsync.weights.layout import Buffer
 
 INLINE_BYTES = 5 << 18  # 1 MiB with some padding: up to this size it was faster than gloo, over loopback
 _LONGEST = 600.0  # seconds to form a group, where there is no deadline

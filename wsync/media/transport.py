@@ -22,7 +22,7 @@ from wsync.deadlines import deadline_in, remaining
 from wsync.errors import WeightSyncError
 from wsync.media import BlockingMedium
 from wsync.transport import TransportBackend, require_transport
-from wsync.weights.packing import Buffer
+from wsync.weights.layout import Buffer
 from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import WeightStrategy
 

@@ -18,7 +18,7 @@ from wsync.native import native
 from wsync.weights.tensors import describe
 
 if TYPE_CHECKING:
-    from wsync.transforms.chain import Chain
+    from wsync.transforms import Chain
 
 EXTRA = "_extra_state"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})

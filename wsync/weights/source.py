@@ -17,7 +17,7 @@ from wsync.weights.strategy import WeightStrategy
 from wsync.weights.tensors import describe
 
 if TYPE_CHECKING:
-    from wsync.transforms.chain import Chain
+    from wsync.transforms import Chain
 
 DeviceMap = Callable[[int, Any], Any]
 """``(worker_idx, weights) -> weights`` for that worker."""

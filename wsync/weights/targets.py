@@ -23,7 +23,7 @@ from wsync.weights.snapshot import ModuleIndex, Snapshot, is_module, is_stacked,
 from wsync.weights.tensors import copy_into_model, defect_of, describe, in_clean_thread, zeros
 
 if TYPE_CHECKING:
-    from wsync.transforms.chain import Chain
+    from wsync.transforms import Chain
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """Takes the ``(name, tensor)`` pairs of one version, all of them before it returns. The tensors are valid during the

@@ -1,4 +1,20 @@
-"""Transforms in a row, and those of the library: other names, fewer weights, joined weights, other precisions."""
+"""Transforms: what is done to weights between a trainer and workers with models that differ from the trainer's.
+
+A transform is a function ``Mapping[str, Tensor] → Mapping[str, Tensor]`` of weights by their dotted names. A scheme
+applies ``send_transform`` in the trainer, before the weights are packed, so that the result is what travels; and
+``receive_transform`` in the worker, before the weights are installed. A list of transforms is applied in order.
+
+    fuse = Fuse({"*.qkv.weight": ["*.q.weight", "*.k.weight", "*.v.weight"]})
+    scheme = SharedMemWeightSyncScheme(send_transform=[fuse, Cast("bfloat16")])
+
+The transforms here keep nothing of the weights. A function of one's own may read what changes from version to version.
+It may be called any number of times for one version, must not write into the tensors that it is given, and must be
+picklable if it is a ``receive_transform``, which is also called with zeros, at ``connect``.
+
+*Patterns* are those of ``fnmatch``. A pattern without a dot also matches one component of a name: ``lora_*`` matches
+``layers.0.lora_A.weight``. A pattern that matches no weight of the model is an error at ``connect``, which lists
+names that there are. A partial update (``send(…, partial=True)``) may lack names, and weights for patterns and groups.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +24,30 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
+from types import ModuleType
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from wsync.errors import LayoutMismatch
-from wsync.transforms.delta import Delta
+from wsync.errors import LayoutMismatch, missing_extra
 from wsync.weights.tensors import describe, require_whole, tie_leaders
+
+__all__ = [
+    "Cast",
+    "Chain",
+    "Delta",
+    "Dequantize",
+    "Exclude",
+    "Fuse",
+    "Quantize",
+    "QuantizeInt8",
+    "Rename",
+    "Select",
+    "Transform",
+    "compose",
+]
 
 Transform = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Weights by name → weights by name."""
@@ -24,6 +56,8 @@ Memory = dict[tuple[object, ...], Tensor]
 _NARROW = (torch.int8, torch.float8_e4m3fn)  # what ``Quantize`` converts to
 _SCALE = "_scale"  # a quantised weight's name with this is its scale's
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
+_LARGEST_SHARE = 0.9  # a difference that is larger than this share of the weights is not used
+_Bytes = bytes | bytearray | memoryview
 
 
 class ByName(ABC):
@@ -409,3 +443,83 @@ def _as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{dtype!r} is no dtype of torch, such as 'bfloat16'")
     return found
+
+
+# --- exact differences between two versions: one codec, for all media ---
+#
+# A difference is ``new XOR base`` of two packed versions: mostly zeros, and otherwise mostly the low bytes of numbers.
+# So the bytes are grouped by their place within a number (first all lowest bytes, …) and compressed by zstd.
+#
+#     1 byte    bytes per number: 1, 2, 4 or 8
+#     rest      a zstd frame of as many bytes as the packed weights have
+#
+# Which version is the base travels beside it.
+
+
+class Delta:
+    """Send only what has changed since the version that a worker has; at the end of ``send_transform``.
+
+        DistributedWeightSyncScheme(send_transform=[Cast("bfloat16"), Delta()])
+
+    A worker without the base gets the full weights, and so does every worker where the difference would not be smaller.
+    Where nothing travels (shared memory), it has no effect.
+
+    Args:
+        level: zstd's level: larger is smaller and slower, negative is faster; 0 is zstd's default, which is 3.
+
+    Raises:
+        ImportError, ValueError: the package ``zstandard`` is missing; or zstd does not have that level.
+    """
+
+    def __init__(self, level: int = 1) -> None:
+        limit = require_zstandard().MAX_COMPRESSION_LEVEL
+        if not -limit <= level <= limit:
+            raise ValueError(f"zstd has levels from -{limit} to {limit}, not {level}")
+        self.level = level
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return weights
+
+    def difference(self, old: _Bytes, new: _Bytes, width: int) -> bytes | None:
+        """Return the difference of two packed versions; None if the full weights are hardly larger.
+
+        ``width``: bytes per number, in most of the weights (``Layout.width``).
+        """
+        changed = np.frombuffer(old, np.uint64) ^ np.frombuffer(new, np.uint64)
+        planes: Any = torch.from_numpy(changed.view(np.uint8)).view(-1, width).T.contiguous().numpy()
+        compressor = require_zstandard().ZstdCompressor(level=self.level)
+        content = compressor.compress(planes.data.cast("B"))
+        return None if len(content) > _LARGEST_SHARE * len(new) else bytes([width]) + content
+
+
+def apply_difference(base: _Bytes, payload: _Bytes, into: bytearray | memoryview) -> None:
+    """Write the version that is ``payload`` away from ``base`` into ``into``, which may be ``base``.
+
+    The caller compares the checksum. ValueError: it is malformed, or of another size; nothing was written.
+    """
+    zstandard, nbytes = require_zstandard(), len(base)
+    frame = memoryview(payload)[1:]
+    width = payload[0] if len(payload) else 0
+    if width not in (1, 2, 4, 8):
+        raise ValueError(f"the difference is malformed: a number has 1, 2, 4 or 8 bytes, not {width}")
+    try:
+        if zstandard.frame_content_size(frame) != nbytes:  # before memory is allocated for it
+            raise ValueError(f"the difference is not one of {nbytes} bytes")
+        planes = np.empty((width, nbytes // width), np.uint8)
+        with zstandard.ZstdDecompressor().stream_reader(frame) as reader:
+            complete = reader.readinto(planes.reshape(-1).data) == nbytes
+    except zstandard.ZstdError as error:
+        raise ValueError(f"the difference is malformed: {error}") from error
+    if not complete:
+        raise ValueError("the difference is malformed: it ends too early")
+    changed = torch.from_numpy(planes).T.contiguous().view(-1).numpy().view(np.uint64)
+    np.bitwise_xor(np.frombuffer(base, np.uint64), changed, out=np.frombuffer(into, np.uint64))
+
+
+def require_zstandard() -> ModuleType:
+    """Return the package ``zstandard``; ImportError: it is missing."""
+    try:
+        import zstandard
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "delta") from error
+    return zstandard
