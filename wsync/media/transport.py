@@ -62,7 +62,9 @@ class TransportMedium(BlockingMedium):
         await link.send(replace(offer, medium=True))
         await self._set_up(link, lambda made: made.setup_connection_and_weights_on_sender())
         try:
-            await self._call(self._send, payload, self._formatted(payload))
+            if payload.formatted is None:
+                payload.formatted = self._formatted(payload)
+            await self._call(self._send, payload, payload.formatted)
         except ConnectionError:
             raise
         except Exception as error:  # a user's transport raises anything; raised again
@@ -144,11 +146,7 @@ class TransportMedium(BlockingMedium):
     # --- both ---
 
     def _formatted(self, buffer: Buffer) -> Any:
-        """Return the weights in a buffer as transports are given them: one object for those of all workers."""
-        if buffer.formatted is None:
-            named = dict(zip(buffer.layout.names, buffer.views, strict=True))
-            buffer.formatted = self._strategy.extract_weights(named)
-        return buffer.formatted
+        return self._strategy.extract_weights(dict(zip(buffer.layout.names, buffer.views, strict=True)))
 
     @property
     def _name(self) -> str:

@@ -126,12 +126,12 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         followers = dict(self.ties)
         return tuple(index for index in range(len(self.names)) if index not in followers)
 
-    def check(self, tensors: Sequence[Tensor], receiver: str = "", *, writable: bool = False) -> None:
+    def check(self, tensors: Sequence[Tensor], receiver: str = "") -> None:
         """Check weights in the order of ``names``, or the tensors of ``receiver``, whose ties may be others.
 
         LayoutMismatch: names those that have another shape or dtype, or cannot be carried, or be written.
         """
-        require_carried(self.names, tensors, receiver, writable=writable)
+        require_carried(self.names, tensors, receiver)
         problems, cast = list[str](), ""
         for name, one, shape, dtype in zip(self.names, tensors, self.shapes, self.dtypes, strict=True):
             if one.shape != shape or one.dtype is not dtype:
@@ -146,10 +146,10 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         if problems:
             raise _misfit(problems, receiver, cast)
 
-    def order(self, weights: Snapshot, receiver: str = "", *, writable: bool = False) -> list[Tensor]:
+    def order(self, weights: Snapshot, receiver: str = "") -> list[Tensor]:
         """Return weights of the sender, or the tensors of ``receiver``, in the order of this layout.
 
-        ``writable``: whether each is written value by value. LayoutMismatch: names what does not fit.
+        LayoutMismatch: names what does not fit.
         """
         own, extra, known = weights.tensors, weights.extra, {*self.names}
         wanting = [name for name in self.names if name not in own]
@@ -165,7 +165,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             remedy = f"Rename({{'{lacks}': '{surplus[0]}'}})" if surplus else f"Exclude('{lacks}')"
             raise _misfit(found, receiver, remedy if receiver and wanting else "")
         tensors = [own[name] for name in self.names]
-        self.check(tensors, receiver, writable=writable)
+        self.check(tensors, receiver)
         if receiver:
             require_apart(dict(zip(self.names, tensors, strict=True)), receiver)
         return tensors
@@ -221,7 +221,7 @@ class Buffer(msgspec.Struct, eq=False):
         slot: its index in the arena, where other processes read it; -1 in private memory.
         plan: the ``native.PackPlan`` of the views; None without the C extension. PyTorch's copy of a small tensor costs
             more in calls than in bytes; that of a large one first loads the cache lines that it overwrites.
-        formatted: the views as a ``TransportBackend`` is given them, once it was.
+        formatted: the views as the transports of all workers are given them, once they were.
     """
 
     layout: Layout

@@ -149,7 +149,7 @@ class Source:
         if tree is not None or self._form is None or not _has_names(type(given)):
             return tree
         found = list[Any]()
-        return [found[i] for i in self._order] if _read(given, found) == self._form else None
+        return [found[i] for i in self._order] if _read_form(given, found) == self._form else None
 
     def learn(self, weights: object, layout: Layout) -> None:
         """Keep the form of ``weights``, which all workers were sent, for ``usual``."""
@@ -167,7 +167,7 @@ class Source:
         elif _has_names(type(given)):
             at = {name: i for i, name in enumerate(_names(given))}
             if at.keys() == {*names}:
-                self._form, self._order = _read(given, []), [at[name] for name in names]
+                self._form, self._order = _read_form(given, []), [at[name] for name in names]
 
     def _index_of(self, module: nn.Module) -> ModuleIndex:
         key, indexes, trees = id(module), self._indexes, self._trees
@@ -229,12 +229,12 @@ def _names(source: Any, prefix: str = "") -> Iterator[str]:
             yield plain_name(name)
 
 
-def _read(source: Any, found: list[Any]) -> tuple[Any, ...]:
+def _read_form(source: Any, found: list[Any]) -> tuple[Any, ...]:
     """Append the tensors of a TensorDict or a mapping; return its form: type, keys, and the forms of nested ones."""
     entries, nested = dict(_entries(source)), list[Any]()
     for value in entries.values():
         if _has_names(type(value)):
-            nested.append(_read(value, found))
+            nested.append(_read_form(value, found))
         else:
             found.append(value)
     return type(source), tuple(entries), tuple(nested)

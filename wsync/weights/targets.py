@@ -123,8 +123,8 @@ class Target(ABC):
 class Binding(Target):
     """The plan by which one model takes on weights of one layout.
 
-    Each tensor is bound (``p.data = view``, no copy), copied into, or first given memory of its own and then copied
-    into. Bound are parameters, if ``bind`` is true and nothing else has their memory, until ``detach``.
+    Each tensor is bound (``p.data = view``, no copy) or copied into. Bound are parameters, if ``bind`` is true and
+    nothing else has their memory, until ``detach``.
 
     Attributes:
         installer: the ``native.Installer`` of the model as it is now; None without the C extension.
@@ -150,20 +150,14 @@ class Binding(Target):
         self._agree = layout.tied_only_in(own)
         before, aliased = {id(parameter): parameter for parameter, _ in self._bound}, _aliased(own)
         self._bound, self._copied = [], list[tuple[Tensor, int]]()
-        firsts = {id(tensor): i for i, tensor in reversed([*enumerate(own)])}  # of those under several names
+        bindable = index.parameters - index.self_written if self._bind else set[str]()
+        firsts = dict[int, int]()
         for i, (name, tensor) in enumerate(zip(layout.names, own, strict=True)):
-            if firsts[id(tensor)] != i:
-                continue
+            if firsts.setdefault(id(tensor), i) != i:
+                continue  # another name of the same tensor
+            usable = tensor.is_cpu and not tensor.is_inference()  # else the next forward would raise
             apart = id(tensor) in before or tensor.untyped_storage()._cdata not in aliased
-            bindable = tensor.is_cpu and not tensor.is_inference()  # else the next forward would raise
-            if self._bind and bindable and apart and name not in index.self_written and name in index.parameters:
-                self._bound.append((tensor, i))
-                continue
-            if defect_of(tensor, writable=True):  # expanded, say: one place cannot take several values
-                with torch.inference_mode(tensor.is_inference()):
-                    own_memory = tensor.data.resolve_conj().resolve_neg()
-                    tensor.data = own_memory.clone(memory_format=torch.contiguous_format)
-            self._copied.append((tensor, i))
+            (self._bound if usable and apart and name in bindable else self._copied).append((tensor, i))
         bound = [parameter for parameter, _ in self._bound]
         for one in {*before} - {*map(id, bound)}:  # taken out of the model, or copied from now on
             before[one].data = before[one].data.clone()
@@ -278,7 +272,7 @@ class Tensors(Target):
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> list[Tensor]:
         """Return the tensors to copy into, found anew: an entry may be replaced. Without views, check only those."""
-        tensors = self._layout.order(Snapshot(snapshot(self._destination).tensors), self._owner, writable=True)
+        tensors = self._layout.order(Snapshot(snapshot(self._destination).tensors), self._owner)
         if views:
             self._layout.require_same_values(self._layout.tied_only_in(tensors), views)
         return tensors

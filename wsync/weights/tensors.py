@@ -61,11 +61,9 @@ def require_whole(names: Iterable[str], tensors: Iterable[Tensor], receiver: str
         )
 
 
-def require_carried(
-    names: Sequence[str], tensors: Sequence[Tensor], receiver: str = "", *, writable: bool = False
-) -> None:
+def require_carried(names: Sequence[str], tensors: Sequence[Tensor], receiver: str = "") -> None:
     """Raise ``LayoutMismatch`` if some of these weights cannot be sent, or some of ``receiver`` cannot be written."""
-    defects = [(name, defect_of(one, writable=writable)) for name, one in zip(names, tensors, strict=True)]
+    defects = [(name, defect_of(one, writable=bool(receiver))) for name, one in zip(names, tensors, strict=True)]
     odd = [f"'{name}' {defect}" for name, defect in defects if defect]
     if odd:
         require_whole(names, tensors, receiver)
