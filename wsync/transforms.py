@@ -462,20 +462,11 @@ class Delta:
         DistributedWeightSyncScheme(send_transform=[Cast("bfloat16"), Delta()])
 
     A worker without the base gets the full weights, and so does every worker where the difference would not be smaller.
-    Where nothing travels (shared memory), it has no effect.
-
-    Args:
-        level: zstd's level: larger is smaller and slower, negative is faster; 0 is zstd's default, which is 3.
-
-    Raises:
-        ImportError, ValueError: the package ``zstandard`` is missing; or zstd does not have that level.
+    Where nothing travels (shared memory), it has no effect. ImportError: the package ``zstandard`` is missing.
     """
 
-    def __init__(self, level: int = 1) -> None:
-        limit = require_zstandard().MAX_COMPRESSION_LEVEL
-        if not -limit <= level <= limit:
-            raise ValueError(f"zstd has levels from -{limit} to {limit}, not {level}")
-        self.level = level
+    def __init__(self) -> None:
+        require_zstandard()
 
     def __call__(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return weights
@@ -487,8 +478,7 @@ class Delta:
         """
         changed = np.frombuffer(old, np.uint64) ^ np.frombuffer(new, np.uint64)
         planes: Any = torch.from_numpy(changed.view(np.uint8)).view(-1, width).T.contiguous().numpy()
-        compressor = require_zstandard().ZstdCompressor(level=self.level)
-        content = compressor.compress(planes.data.cast("B"))
+        content = require_zstandard().ZstdCompressor(level=1).compress(planes.data.cast("B"))
         return None if len(content) > _LARGEST_SHARE * len(new) else bytes([width]) + content
 
 
@@ -498,12 +488,10 @@ def apply_difference(base: _Bytes, payload: _Bytes, into: bytearray | memoryview
     The caller compares the checksum. ValueError: it is malformed, or of another size; nothing was written.
     """
     zstandard, nbytes = require_zstandard(), len(base)
-    frame = memoryview(payload)[1:]
-    width = payload[0] if len(payload) else 0
-    if width not in (1, 2, 4, 8):
-        raise ValueError(f"the difference is malformed: a number has 1, 2, 4 or 8 bytes, not {width}")
+    frame, width = memoryview(payload)[1:], payload[0] if len(payload) else 0
     try:
-        if zstandard.frame_content_size(frame) != nbytes:  # before memory is allocated for it
+        # Before memory is allocated for it.
+        if width not in (1, 2, 4, 8) or zstandard.frame_content_size(frame) != nbytes:
             raise ValueError(f"the difference is not one of {nbytes} bytes")
         planes = np.empty((width, nbytes // width), np.uint8)
         with zstandard.ZstdDecompressor().stream_reader(frame) as reader:

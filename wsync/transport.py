@@ -42,7 +42,7 @@ class TransportBackend(Protocol):
     def setup_connection_and_weights_on_sender(self) -> None:
         """Set up the sender's end, before the first ``send_weights``. May wait for the worker's end.
 
-        After an error the worker is disconnected, and a call that waits for it raises ``WorkerFailed``.
+        After an error the worker is disconnected, and the trainer raises ``WorkerFailed``.
         """
 
     def setup_connection_and_weights_on_receiver(
@@ -55,8 +55,7 @@ class TransportBackend(Protocol):
     ) -> Any | None:
         """Set up the worker's end, before the first ``receive_weights``; errors as on the sender.
 
-        Under a scheme the result is ignored, and the first weights arrive by ``receive_weights`` like all others;
-        standalone a transport may return them, applied as there.
+        Standalone, it may return the first weights, applied as there; under a scheme the result is ignored.
         """
 
     @abstractmethod
@@ -105,9 +104,9 @@ class TransportBackend(Protocol):
 def apply_received(
     received: Any, weights: Any = None, model: nn.Module | None = None, strategy: WeightStrategy | None = None
 ) -> Any:
-    """Apply received weights to ``weights`` and ``model``, if given, inside the gate; return them, in a format.
+    """Apply received weights to ``weights`` and ``model``, if given, inside the gate; return them.
 
-    The format is that of ``strategy``, by default a TensorDict. For ``receive_weights`` of standalone transports.
+    For ``receive_weights`` of standalone transports. ``strategy``: the format; by default a TensorDict.
     """
     chosen = strategy or WeightStrategy()
     with without_forward(), process_gate().hold():

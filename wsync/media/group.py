@@ -99,10 +99,9 @@ class _LinkStore(TorchStore):
 
 
 class GroupMedium(BlockingMedium):
-    """One end of a connection whose large updates go through a process group.
+    """One end of a connection whose large updates go through a process group of ``backend``: gloo or nccl.
 
     Args:
-        backend: ``"gloo"`` or ``"nccl"``.
         inline_bytes: updates with at most this many bytes follow their offer, unless nccl carries all.
         timeout: seconds to form a group; None for ten minutes.
     """
@@ -196,15 +195,11 @@ os.register_at_fork(after_in_child=_keep_inherited)
 
 
 def _gloo_group(store: TorchStore, rank: int, host: str, deadline: float | None) -> tuple[Any, list[socket.socket]]:
-    """Return a group of two over gloo, and its connections.
+    """Return a group of two over gloo, and its connections; RuntimeError: it could not be formed.
 
     gloo accepts any process that reaches its port while a group is formed. So both ends prove over the group, before
     any weights are sent, that they have what the other end has put into the store. From then on the port takes no
     connection: gloo would keep each for ever, and end this process when it has no descriptor left.
-
-    Raises:
-        ConnectionError: another process has connected to the port in the other end's place.
-        RuntimeError: the group could not be formed.
     """
     device, listener = _listening_device(host)
     with listener:
@@ -261,10 +256,7 @@ def _tcp_sockets(wanted: Callable[[socket.socket], bool]) -> list[socket.socket]
 
 
 def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float | None) -> None:
-    """Send over a new group what the other end has put into the store, and check that it does so too.
-
-    Each end puts its value into the store when its half of the group is formed, so the values travel at once.
-    """
+    """Send over a new group what the other end has put into the store; ConnectionError: that does not do so, too."""
     own, other = secrets.token_bytes(_PROOF_SIZE), 1 - rank
     store.set(_PROOF + str(rank), own)  # pyright: ignore[reportArgumentType]  bytes are taken as well
     given = torch.frombuffer(bytearray(store.get(_PROOF + str(other))), dtype=torch.uint8)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -154,13 +154,13 @@ def snapshot(source: object) -> Snapshot:
         LayoutMismatch: a lazy module without shapes; or two names become one: ``{"a": {"b": …}, "a.b": …}``.
         TypeError: ``source``, or a value in it, is none of these.
     """
+    if is_module(source):
+        return ModuleIndex(source).snapshot()
     if isinstance(source, TensorDictBase):
         leaves = source.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
         pairs = [
             (plain_name(dotted(key)), value if isinstance(value, Tensor) else source[key]) for key, value in leaves
         ]
-    elif isinstance(source, nn.Module):
-        return ModuleIndex(source).snapshot()
     elif isinstance(source, Mapping):
         pairs = [(plain_name(name), value) for name, value in _flatten(source, "")]
     else:
@@ -190,14 +190,6 @@ def dotted(key: object) -> str:
 def is_extra(name: str) -> bool:
     """Return whether a name is that of a module's extra state."""
     return name == EXTRA or name.endswith("." + EXTRA)
-
-
-def is_stacked(weights: object) -> bool:
-    """Return whether reading some of its tensors makes new ones, so that a copy into them would be lost."""
-    return isinstance(weights, TensorDictBase) and any(
-        isinstance(part, LazyStackedTensorDict)
-        for part in (weights, *weights.values(include_nested=True, leaves_only=False))
-    )
 
 
 def _flatten(source: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -13,13 +13,13 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch
 from wsync.native import native
 from wsync.weights.layout import Layout
-from wsync.weights.snapshot import ModuleIndex, Snapshot, is_module, is_stacked, snapshot
+from wsync.weights.snapshot import ModuleIndex, Snapshot, is_module, snapshot
 from wsync.weights.tensors import copy_into_model, defect_of, describe, in_clean_thread, zeros
 
 if TYPE_CHECKING:
@@ -259,7 +259,8 @@ class Tensors(Target):
     def __init__(
         self, destination: TensorDictBase | Mapping[str, Any], layout: Layout, owner: str = "the worker's tensors"
     ) -> None:
-        if is_stacked(destination):
+        nested = destination.values(True, False) if isinstance(destination, TensorDictBase) else ()
+        if any(isinstance(part, LazyStackedTensorDict) for part in (destination, *nested)):
             raise LayoutMismatch("a lazily stacked TensorDict has no tensors to copy into: make it contiguous first")
         self._destination, self._layout, self._owner = destination, layout, owner
         self.check_only(())

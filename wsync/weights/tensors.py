@@ -19,6 +19,7 @@ from wsync.errors import LayoutMismatch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_SHOWN = 8
 _GATHER = (
     "call torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, and send its result from rank 0"
@@ -26,10 +27,10 @@ _GATHER = (
 _RECEIVE = "use a model that is not sharded, or a function (load=) that distributes the weights that it is given"
 
 
-def describe(problems: Sequence[str], limit: int = 8) -> str:
+def describe(problems: Sequence[str]) -> str:
     """Return problems in one readable sentence, the first few of them whole."""
-    shown = "; ".join(problems[:limit])
-    return shown if len(problems) <= limit else f"{shown}; and {len(problems) - limit} more"
+    more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    return "; ".join([*problems[:_SHOWN], *more])
 
 
 def is_sharded(tensor: Tensor) -> bool:
