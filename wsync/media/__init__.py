@@ -31,6 +31,7 @@ class BlockingMedium(Medium):
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function. ``close`` ends the wait; the function may go on, and keeps its arguments."""
+        self._require_open()
         work = self._start(self._transfers, function, *args)
         await asyncio.wait((work, self._ended), return_when=asyncio.FIRST_COMPLETED)
         self._require_open()

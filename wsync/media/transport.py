@@ -108,6 +108,7 @@ class TransportMedium(BlockingMedium):
 
     async def _received(self, offer: Offer, into: Buffer, own: Any, deadline: float | None, final: bool) -> Any:
         """Return what a call of ``receive_weights`` returns; None if it raises and is not ``final``."""
+        self._require_open()
         if self._receiving is None and not self._has_failed(offer):
             self._receiving = self._start(self._transfers, self._receive, into, own, remaining(deadline))
             self._receiving.add_done_callback(lambda _: self._news.set())
@@ -157,7 +158,6 @@ class TransportMedium(BlockingMedium):
 
         An error ends the connection; the other end is told it first.
         """
-        self._require_open()
         if self._is_set_up:
             return
         try:
