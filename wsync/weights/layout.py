@@ -97,22 +97,21 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Return one tensor per entry, without a copy, over a flat buffer ``uint8[nbytes]``; no inference tensors."""
-        views: list[Tensor] = []
         with torch.inference_mode(False), torch.no_grad():
-            for (offset, nbytes), shape, strides, dtype in zip(
-                self.byte_ranges, self.shapes, self.strides, self.dtypes, strict=True
-            ):
-                typed = flat[offset : offset + nbytes].view(dtype) if nbytes else torch.empty(0, dtype=dtype)
-                views.append(typed.as_strided(shape, strides) if nbytes else typed.reshape(shape))
-        return tuple(views)
+            return tuple(
+                flat[offset : offset + nbytes].view(dtype).as_strided(shape, strides)
+                for (offset, nbytes), shape, strides, dtype in zip(
+                    self.byte_ranges, self.shapes, self.strides, self.dtypes, strict=True
+                )
+            )
 
     @property
     def width(self) -> int:
         """Bytes in a number of the dtype that takes most of the buffer; 8 for wider ones."""
-        sizes = Counter[int]()
+        taken = Counter[int]()
         for (_, nbytes), dtype in zip(self.byte_ranges, self.dtypes, strict=True):
-            sizes[min(dtype.itemsize, 8)] += nbytes
-        return sizes.most_common(1)[0][0]
+            taken[min(dtype.itemsize, 8)] += nbytes
+        return taken.most_common(1)[0][0]
 
     @cached_property
     def byte_ranges(self) -> tuple[tuple[int, int], ...]:
