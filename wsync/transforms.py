@@ -109,14 +109,14 @@ class Chain:
             for one, memory in zip(self.transforms, self._memories, strict=True):
                 try:
                     if isinstance(one, ByName):
-                        require_whole(result, result.values())  # PyTorch might wait for the other ranks
+                        require_whole(result)  # PyTorch might wait for the other ranks
                         result = one.apply(result, strict, memory)
                     else:
                         result = self._checked(one, one(result))
                 except LayoutMismatch as error:
                     raise LayoutMismatch(f"{self._where(one)}: {error}") from error
                 except RuntimeError:  # PyTorch's, perhaps because of a DTensor
-                    require_whole(result, result.values())
+                    require_whole(result)
                     raise
         return result
 

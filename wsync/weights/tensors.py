@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
@@ -52,9 +52,9 @@ def defect_of(tensor: Tensor, *, writable: bool = False) -> str:
     return "has elements that share memory: clone it" if writable and overlaps_itself(tensor) else ""
 
 
-def require_whole(names: Iterable[str], tensors: Iterable[Tensor], receiver: str = "") -> None:
+def require_whole(tensors: Mapping[str, Tensor], receiver: str = "") -> None:
     """Raise ``LayoutMismatch`` if some of these weights, or of those of ``receiver``, are sharded (FSDP2)."""
-    sharded = [f"'{name}'" for name, tensor in zip(names, tensors, strict=True) if is_sharded(tensor)]
+    sharded = [f"'{name}'" for name, tensor in tensors.items() if is_sharded(tensor)]
     if sharded:
         raise LayoutMismatch(
             f"only whole tensors can be carried, and this rank has only a shard of {describe(sharded)} of "
@@ -67,7 +67,7 @@ def require_carried(names: Sequence[str], tensors: Sequence[Tensor], receiver: s
     defects = [(name, defect_of(one, writable=bool(receiver))) for name, one in zip(names, tensors, strict=True)]
     odd = [f"'{name}' {defect}" for name, defect in defects if defect]
     if odd:
-        require_whole(names, tensors, receiver)
+        require_whole(dict(zip(names, tensors, strict=True)), receiver)
         raise LayoutMismatch(f"{receiver or 'these weights'}: {describe(odd)}")
 
 
