@@ -24,10 +24,9 @@ from wsync.gate import process_gate
 from wsync.native import native
 from wsync.receiver import Receiver
 from wsync.shm.arena import ArenaInbox
-from wsync.transforms.delta import apply_difference
+from wsync.transforms import apply_difference
 from wsync.update import Cause, Inbox, Outlet, Stage, Update
-from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, BufferPool
+from wsync.weights.layout import Buffer, BufferPool, Layout
 
 
 class WorkerConnection:

@@ -27,8 +27,7 @@ from wsync.deadlines import deadline_in, remaining
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, error_of
 from wsync.gate import entered_for_forward_of, gate_model, process_gate, ungate_model
 from wsync.update import Connection, Inbox, Update
-from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, BufferPool
+from wsync.weights.layout import Buffer, BufferPool, Layout
 from wsync.weights.strategy import WeightStrategy
 from wsync.weights.targets import Binding, Destination, Target, load_extra, unshare
 

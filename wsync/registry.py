@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Literal, TypedDict
 
-from wsync.transforms.chain import Transform
+from wsync.transforms import Transform
 
 _BACKENDS = {
     "shared_mem": "wsync.backends.shared_mem:SharedMemWeightSyncScheme",

@@ -39,7 +39,7 @@ from wsync.paths import CollectorContext, find_model, find_or_none
 from wsync.receiver import Receiver
 from wsync.registry import full_signature, load_backend
 from wsync.sender import Sender
-from wsync.transforms.chain import Transform, compose, delta_of
+from wsync.transforms import Transform, compose, delta_of
 from wsync.transport import SchemeTransport, TransportBackend
 from wsync.update import Connection, Outlet, SyncReport
 from wsync.weights.source import DeviceMap, Source, extracted, per_worker

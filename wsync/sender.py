@@ -22,8 +22,7 @@ from wsync.control.loop import control_loop
 from wsync.deadlines import NOW, deadline_in
 from wsync.errors import NotConnected, WeightSyncError, WorkerDied, WorkerError, forked_child_error, join_indices
 from wsync.update import LAST_VERSION, Cause, Outlet, Stage, SyncReport, Update
-from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer
+from wsync.weights.layout import Buffer, Layout
 from wsync.weights.source import Source, as_plain_integer
 from wsync.weights.targets import dump_extra
 from wsync.workers import raise_causes

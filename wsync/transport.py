@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 class TransportBackend(Protocol):
     """Moves the weights of one model between a sender and one worker.
 
-    ``scheme.create_transport(worker_idx)`` makes one at each end of each connection. Threads of the library call it,
-    one call at a time. It stores no model and no strategy: the receiver's methods are given those to use. Under a
-    scheme, ``model`` and the set-up's ``weights`` are None.
+    Under a scheme, ``create_transport(worker_idx)`` makes one at each end of each connection, and threads of the
+    library call it, one call at a time. It stores no model and no strategy: the receiver's methods are given those to
+    use. Under a scheme, ``model`` and the set-up's ``weights`` are None.
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Set up the sender's end, before the first ``send_weights``. May wait for the worker's end.
 
-        After an error the worker is disconnected, and a call that waits for it raises ``WorkerFailed``.
+        After an error the worker is disconnected, and the trainer raises ``WorkerFailed``.
         """
 
     def setup_connection_and_weights_on_receiver(
@@ -55,8 +55,7 @@ class TransportBackend(Protocol):
     ) -> Any | None:
         """Set up the worker's end, before the first ``receive_weights``; errors as on the sender.
 
-        Under a scheme the result is ignored, and the first weights arrive by ``receive_weights`` like all others;
-        standalone a transport may return them, applied as there.
+        Standalone, it may return the first weights, applied as there; under a scheme the result is ignored.
         """
 
     @abstractmethod
@@ -64,17 +63,15 @@ class TransportBackend(Protocol):
         """Send one version to the worker. May block until the worker receives.
 
         Not called for differences (``Delta``), nor for an update that a newer one replaces while it waits. If it has
-        not returned at the deadline of a call that waits for the update, ``close()`` is called, and the worker is
-        disconnected.
-
-        Raise ``ConnectionError`` if nothing can be sent to this worker any more: it is then disconnected, and named in
-        a ``WorkerDied`` in the trainer. After any other error the worker stays connected, and the trainer raises
-        ``WorkerFailed``.
+        not returned at the deadline of a call that waits for the update, the worker is disconnected.
 
         Args:
             weights: in the scheme's format (``strategy``), the same object for all workers: views of the packed
-                buffer, not to be written, unchanged until the call has returned. Standalone: a module, a TensorDict or
-                a state dict.
+                buffer, not to be written, unchanged until the call has returned. Standalone: any weights.
+
+        Raises:
+            ConnectionError: nothing can be sent to this worker any more: it is disconnected, and the trainer raises
+                ``WorkerDied``. After any other error it stays connected, and the trainer raises ``WorkerFailed``.
         """
         ...
 
@@ -90,9 +87,9 @@ class TransportBackend(Protocol):
         """Return the next version, or None if none arrived within ``timeout`` seconds.
 
         Under a scheme it is first called when the sender announces an update, while ``send_weights`` may still run. If
-        it raises, or returns anything but that update, by its checksum, it is called again when ``send_weights`` has
-        returned, and as long as each call then returns other weights: a stream may have some of an update that failed.
-        If such a later call returns None or raises, or the deadline passes, the trainer raises ``WorkerFailed``.
+        it raises, or returns anything else (its checksum tells), it is called again when ``send_weights`` has returned,
+        and as long as each call then returns other weights: a stream may have some of an update that failed. If such a
+        call returns None or raises, or the deadline passes, the trainer raises ``WorkerFailed``.
 
         Args:
             timeout: seconds; None for no limit. Under a scheme with a timeout: what is left of 80 % of it.
@@ -107,9 +104,9 @@ class TransportBackend(Protocol):
 def apply_received(
     received: Any, weights: Any = None, model: nn.Module | None = None, strategy: WeightStrategy | None = None
 ) -> Any:
-    """Apply received weights to ``weights`` and ``model``, if given, inside the gate; return them, in a format.
+    """Apply received weights to ``weights`` and ``model``, if given, inside the gate; return them.
 
-    The format is that of ``strategy``, by default a TensorDict. For ``receive_weights`` of standalone transports.
+    For ``receive_weights`` of standalone transports. ``strategy``: the format; by default a TensorDict.
     """
     chosen = strategy or WeightStrategy()
 
@@ -123,7 +120,7 @@ def apply_received(
 
 
 def require_transport(made: object) -> TransportBackend:
-    """Return what ``create_transport`` has returned; TypeError: it is no transport; names what it lacks."""
+    """Return ``made``; TypeError: it is no transport; names what it lacks."""
     if isinstance(made, TransportBackend):
         return made
     lacking = [name for name in vars(TransportBackend) if name[0] != "_" and not hasattr(made, name)]

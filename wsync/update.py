@@ -10,8 +10,7 @@ import msgspec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wsync.weights.layout import Layout
-    from wsync.weights.packing import Buffer
+    from wsync.weights.layout import Buffer, Layout
 
 LAST_VERSION = 2**40
 """Versions stay below: a word of the arena has room for a version and a slot."""

@@ -31,10 +31,9 @@ from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed, join_indices
 from wsync.native import native, why_not
 from wsync.shm.arena import SenderArena
-from wsync.transforms.delta import Delta
+from wsync.transforms import Delta
 from wsync.update import Cause, Outlet, Stage, Update
-from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, BufferPool
+from wsync.weights.layout import Buffer, BufferPool, Layout
 
 _log = logging.getLogger(__name__)
 _SPARE_BLOCKS = 32  # of the arena: for connections whose processes were replaced, and have not ended yet

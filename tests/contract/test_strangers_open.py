@@ -196,7 +196,6 @@ class Apart(Overlapping):
         self.rows = torch.zeros(2, 4)
 
 
-@issue("59.11")
 def test_11_a_tensor_that_overlaps_itself_is_refused_by_name(backend: BuiltIn) -> None:
     with pytest.raises(wsync.WeightSyncError, match="'rows'"), joined(backend, Apart(), Overlapping, timeout=5.0):
         pass

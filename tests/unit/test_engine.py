@@ -24,7 +24,7 @@ from wsync.engine.outlet import Engines
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate
 from wsync.update import Cause, Update
-from wsync.weights.packing import packed
+from wsync.weights.layout import packed
 from wsync.weights.targets import dump_extra
 
 TOKEN = "a token"

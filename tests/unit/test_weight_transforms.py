@@ -20,7 +20,6 @@ from wsync.transforms import (
     QuantizeInt8,
     Rename,
     Select,
-    Split,
 )
 
 
@@ -53,10 +52,8 @@ def test_a_cast_leaves_quantised_weights_and_their_scales_alone(quantize: Quanti
     [
         (QuantizeInt8(only="x"), ["x", "x_scale"], "'x_scale'"),
         (Fuse({"z": ["x", "y"]}), ["x", "y", "z"], "'z'"),
-        (Split({"x": ["y", "z"]}), ["x", "z"], "'z'"),
         (Rename({"x": "y"}), ["x", "y"], "'y'"),
         (Fuse({"*.z": ["*.x"], "a.*": ["a.*"]}), ["a.x", "a.z"], "the same name: 'a.z'"),
-        (Split({"*": ["*.x", "*.y"], "a": ["b", "c"]}), ["a"], "two groups match 'a'"),
     ],
 )
 def test_no_weight_is_overwritten(transform: Any, names: list[str], said: str) -> None:
@@ -88,7 +85,6 @@ class Actor(ActorCritic):
         QuantizeInt8(only="bodi"),
         Rename({"bodi": "other"}),
         Fuse({"x": ["bodi"]}),
-        Split({"bodi": ["x"]}),
     ],
 )
 @pytest.mark.parametrize("side", ["send_transform", "receive_transform"])
@@ -108,7 +104,6 @@ def test_a_pattern_or_name_that_no_weight_has_is_an_error(side: str, transform: 
         [Exclude("v"), Cast("bfloat16", only=["body", "pi"])],
         [Select(["body", "pi"]), Cast("bfloat16")],
         [Exclude("v"), Fuse({"pi.weight": ["pi.weight"]}), Cast("bfloat16")],
-        [Exclude("v"), Rename({"pi.weight": "x"}), Split({"x": ["pi.weight"]}), Cast("bfloat16")],
         Chain([Exclude("v"), Chain([Cast("bfloat16", only=["body", "pi"])], "inner")], "send_transform"),
     ],
 )

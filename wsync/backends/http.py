@@ -11,7 +11,7 @@ from wsync.engine.outlet import Engines
 from wsync.engine.protocol import PAUSE_MODES, PauseMode, require_valid_token
 from wsync.receiver import Receiver
 from wsync.scheme import WeightSyncScheme
-from wsync.transforms.chain import Transform
+from wsync.transforms import Transform
 
 
 class HTTPWeightSyncScheme(WeightSyncScheme):

@@ -12,10 +12,10 @@ from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.store.files import SAME_WEIGHTS, Files, Store, absolute_url
 from wsync.store.reader import FileInbox, Reader
-from wsync.transforms.chain import delta_of
+from wsync.transforms import delta_of
 from wsync.transport import TransportBackend, apply_received
 from wsync.update import Outlet, Update
-from wsync.weights.packing import packed
+from wsync.weights.layout import packed
 from wsync.weights.source import DeviceMap, Source, per_worker
 from wsync.weights.strategy import Format
 

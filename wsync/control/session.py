@@ -45,7 +45,7 @@ from wsync.update import Cause, Inbox, Stage, Update
 
 if TYPE_CHECKING:
     from wsync.receiver import Receiver
-    from wsync.weights.packing import Buffer
+    from wsync.weights.layout import Buffer
 
 _KEPT_REFUSALS = 1000
 _FAREWELL = 1.0  # seconds for this end to say that it has shut down

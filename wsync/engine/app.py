@@ -11,7 +11,7 @@ from torch import nn
 from wsync.engine.protocol import require_valid_token
 from wsync.errors import missing_extra
 from wsync.gate import gate_model
-from wsync.transforms.chain import Transform, compose
+from wsync.transforms import Transform, compose
 from wsync.weights.targets import Destination, Load
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from wsync.engine.client import EngineClient, EngineError, MakeTransfer, Version
 from wsync.engine.protocol import PAUSE, RESUME, WORLD_SIZE, PauseMode
 from wsync.errors import LayoutMismatch, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.update import Cause, Outlet, Stage, Update
-from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, BufferPool
+from wsync.weights.layout import Buffer, BufferPool, Layout
 from wsync.weights.targets import require_no_extra
 
 _PROBE = 2.0  # seconds for one request to an engine that may be starting

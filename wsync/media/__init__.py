@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from wsync.control.loop import BlockingCalls, run_blocking
+from wsync.control.loop import BlockingCalls
 from wsync.control.session import Medium
 
 T = TypeVar("T")
@@ -20,56 +20,42 @@ _PATIENCE = 2.0  # seconds for calls to end after ``close``
 
 
 class BlockingMedium(Medium):
-    """A medium that makes calls that block, each in a thread of its own."""
+    """A medium that makes calls that block, one after the other, in a thread of its own."""
 
     checks = True
 
     def __init__(self) -> None:
-        self._closed = asyncio.Event()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done: ``close`` was called
+        self._transfers, self._closing = BlockingCalls("transfer"), BlockingCalls("medium-close")
         self._running: set[asyncio.Future[Any]] = set()
-        self._waits: set[asyncio.Future[None]] = set()
-        self._transfers = BlockingCalls("transfer")
 
-    async def _call(self, name: str, function: Callable[..., T], *args: Any) -> T:
-        """Call a function in a thread. ``close`` ends the wait; the function may go on, and keeps its arguments."""
-        work, result = self._start(name, function, *args), asyncio.get_running_loop().create_future()
-        work.add_done_callback(lambda _: result.done() or result.set_result(None))
-        self._waits.add(result)
-        try:
-            await result
-        finally:
-            self._waits.discard(result)
+    async def _call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function. ``close`` ends the wait; the function may go on, and keeps its arguments."""
+        self._require_open()
+        work = self._start(self._transfers, function, *args)
+        await asyncio.wait((work, self._ended), return_when=asyncio.FIRST_COMPLETED)
         self._require_open()
         return work.result()
 
-    def _start(self, name: str, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        def ended(work: asyncio.Future[T]) -> None:
-            self._running.discard(work)
-            if not work.cancelled():
-                work.exception()  # mark it as retrieved: the call may have been given up
-
-        if name == "transfer":  # one after the other, for each update: a thread that is there already
-            work = self._transfers.start(function, *args)
-        else:
-            work = asyncio.ensure_future(run_blocking(name, function, *args))
+    def _start(self, thread: BlockingCalls, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        work = thread.start(function, *args)
         self._running.add(work)
-        work.add_done_callback(ended)
+        work.add_done_callback(self._running.discard)
+        work.add_done_callback(asyncio.Future.exception)  # it counts as retrieved: the call may have been given up
         return work
 
     def _require_open(self) -> None:
-        if self._closed.is_set():
+        if self._ended.done():
             raise ConnectionError("the connection has ended")
 
     def _release(self) -> None:
-        """End what runs in other threads; called once, by a thread."""
+        """End what runs in the other thread; called once, by a thread."""
 
     def close(self) -> None:
-        if not self._closed.is_set():
-            self._closed.set()
-            for result in self._waits:
-                if not result.done():
-                    result.set_result(None)
-            self._start("medium-close", self._release)
+        if not self._ended.done():
+            self._ended.set_result(None)
+            self._start(self._closing, self._release)
+            self._closing.end()
             self._transfers.end()
 
     async def wait_closed(self) -> None:
@@ -80,4 +66,5 @@ class BlockingMedium(Medium):
             with suppress(asyncio.CancelledError):  # a shutdown meanwhile waits, too
                 await asyncio.wait(self._running, timeout=deadline - loop.time())
         if not self._running:
+            self._closing.join()
             self._transfers.join()

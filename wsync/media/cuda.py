@@ -10,7 +10,6 @@ import asyncio
 import pickle
 import struct
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -19,7 +18,7 @@ from torch import Tensor
 from wsync.control.loop import run_blocking
 from wsync.control.session import Medium
 from wsync.control.wire import Link, Offer, Side
-from wsync.weights.packing import Buffer
+from wsync.weights.layout import Buffer
 
 _INDEX = struct.Struct("<I")
 
@@ -65,10 +64,10 @@ class CudaMedium(Medium):
         into.copy_(self._mapped[index])
         torch.cuda.current_stream(into.device).synchronize()
 
-    async def _next(self) -> Any:
+    async def _next(self) -> bytes:
         said = await self._said.get()
         if said is None:
-            self.close()
+            self.close()  # for whoever else waits
             raise ConnectionError("the connection has ended")
         return said
 

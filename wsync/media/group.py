@@ -17,7 +17,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
@@ -30,7 +30,7 @@ from torch.distributed import Store as TorchStore  # pyright: ignore[reportPriva
 from wsync.control.wire import Link, Offer, Side
 from wsync.deadlines import as_timedelta, as_timeout, deadline_in, remaining, time_until
 from wsync.media import BlockingMedium
-from wsync.weights.packing import Buffer
+from wsync.weights.layout import Buffer
 
 INLINE_BYTES = 5 << 18  # 1 MiB with some padding: up to this size it was faster than gloo, over loopback
 _LONGEST = 600.0  # seconds to form a group, where there is no deadline
@@ -38,7 +38,7 @@ _MAX_KEYS = 100
 _DEVICES = 100  # of gloo, made to find the socket on which the last one listens
 _PORT, _PROOF, _READY = "wsync port ", "wsync proof ", "wsync ready "  # keys in the store, with a rank
 _PROOF_SIZE, _PROOF_TAG = 32, 1
-_PROOF_TIMEOUT = 5.0  # seconds; milliseconds are enough
+_PROOF_TIMEOUT = as_timedelta(5.0)  # milliseconds are enough
 _SO_ATTACH_FILTER = 26  # of Linux
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"  # a watchdog would end this whole process when the other one has died
 _making = threading.Lock()  # while a gloo device is made, and while the setting above is in the environment
@@ -47,69 +47,61 @@ _making = threading.Lock()  # while a gloo device is made, and while the setting
 class _LinkStore(TorchStore):
     """A ``torch.distributed`` store of two processes: a value that one sets, the other can get.
 
-    The thread that forms a group calls ``set``, ``get``, ``wait`` and ``check``; all else runs in the control thread.
+    The thread that forms a group calls ``set``, ``get``, ``wait`` and ``check``; the control thread calls the others.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._loop = asyncio.get_running_loop()
         self._values: dict[str, bytes] = {}
-        self._changed = asyncio.Event()
+        self._changed = threading.Condition()  # guards the values
         self._abandoned = False
 
     def begin(self, link: Link, deadline: float | None) -> None:
         """Send what is set from now on to the other process, and let every wait end at ``deadline``."""
-        self._link, self._deadline = link, deadline
+        self._link, self._deadline, self._loop = link, deadline, asyncio.get_running_loop()
 
     def put(self, key: str, value: bytes) -> None:
         if len(self._values) > _MAX_KEYS:
             raise ConnectionError("the other end sets more keys than a group needs")
-        self._values[key] = value
-        self._changed.set()
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
 
     def abandon(self) -> None:
         """Let every wait raise, now and later."""
-        self._abandoned = True
-        self._changed.set()
-
-    async def _set(self, key: str, value: bytes) -> None:
-        self.put(key, value)
-        await self._link.send(Side(msgspec.msgpack.encode((key, value))))
-
-    async def _until_set(self, keys: Sequence[str]) -> None:
-        while not self.check(keys) and not self._abandoned:
-            self._changed.clear()
-            await self._changed.wait()
-
-    def _run(self, coroutine: Coroutine[Any, Any, None], what: str) -> None:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            future.result(remaining(self._deadline))
-        except TimeoutError:
-            future.cancel()
-            raise RuntimeError(f"the other process did not {what} in time") from None
-        if self._abandoned:
-            raise RuntimeError("the connection has ended")
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._run(self._set(key, value.encode() if isinstance(value, str) else bytes(value)), f"take {key}")
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        self.put(key, content)
+        sending = self._link.send(Side(msgspec.msgpack.encode((key, content))))
+        try:
+            asyncio.run_coroutine_threadsafe(sending, self._loop).result(remaining(self._deadline))
+        except TimeoutError:
+            raise RuntimeError(f"the other process did not take {key} in time") from None
 
     def get(self, key: str) -> bytes:
         self.wait([key])
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: object = None) -> None:
-        self._run(self._until_set(keys), f"set {', '.join(keys)}")
+        with self._changed:
+            self._changed.wait_for(lambda: self._abandoned or self.check(keys), remaining(self._deadline))
+        if self._abandoned:
+            raise RuntimeError("the connection has ended")
+        if not self.check(keys):
+            raise RuntimeError(f"the other process did not set {', '.join(keys)} in time")
 
     def check(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
 
 
 class GroupMedium(BlockingMedium):
-    """One end of a connection whose large updates go through a process group.
+    """One end of a connection whose large updates go through a process group of ``backend``: gloo or nccl.
 
     Args:
-        backend: ``"gloo"`` or ``"nccl"``.
         inline_bytes: updates with at most this many bytes follow their offer, unless nccl carries all.
         timeout: seconds to form a group; None for ten minutes.
     """
@@ -138,8 +130,8 @@ class GroupMedium(BlockingMedium):
             if self._group is None:
                 deadline = deadline_in(as_timeout(self._timeout) or _LONGEST)
                 self._store.begin(link, deadline)
-                await self._call("transport-setup", self._form, rank, link.host, buffer.flat.device, deadline)
-            await self._call("transfer", self._transfer, rank, buffer)
+                await self._call(self._form, rank, link.host, buffer.flat.device, deadline)
+            await self._call(self._transfer, rank, buffer)
         except (RuntimeError, OSError) as error:
             self._require_open()
             raise ConnectionError(f"the process group has broken: {error}") from error
@@ -150,7 +142,7 @@ class GroupMedium(BlockingMedium):
             self._group = _nccl_group(self._store, rank, device, deadline)
         else:
             self._group, self._connections = _gloo_group(self._store, rank, host, deadline)
-        if self._closed.is_set():  # `close` came before there was a group to close
+        if self._ended.done():  # `close` came before there was a group to close
             self._release()
 
     def _transfer(self, rank: int, buffer: Buffer) -> None:
@@ -203,15 +195,11 @@ os.register_at_fork(after_in_child=_keep_inherited)
 
 
 def _gloo_group(store: TorchStore, rank: int, host: str, deadline: float | None) -> tuple[Any, list[socket.socket]]:
-    """Return a group of two over gloo, and its connections.
+    """Return a group of two over gloo, and its connections; RuntimeError: it could not be formed.
 
     gloo accepts any process that reaches its port while a group is formed. So both ends prove over the group, before
     any weights are sent, that they have what the other end has put into the store. From then on the port takes no
     connection: gloo would keep each for ever, and end this process when it has no descriptor left.
-
-    Raises:
-        ConnectionError: another process has connected to the port in the other end's place.
-        RuntimeError: the group could not be formed.
     """
     device, listener = _listening_device(host)
     with listener:
@@ -268,17 +256,13 @@ def _tcp_sockets(wanted: Callable[[socket.socket], bool]) -> list[socket.socket]
 
 
 def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float | None) -> None:
-    """Send over a new group what the other end has put into the store, and check that it does so too.
-
-    Each end puts its value into the store when its half of the group is formed, so the values travel at once.
-    """
+    """Send over a new group what the other end has put into the store; ConnectionError: that does not do so, too."""
     own, other = secrets.token_bytes(_PROOF_SIZE), 1 - rank
     store.set(_PROOF + str(rank), own)  # pyright: ignore[reportArgumentType]  bytes are taken as well
     given = torch.frombuffer(bytearray(store.get(_PROOF + str(other))), dtype=torch.uint8)
     shown = torch.zeros(_PROOF_SIZE, dtype=torch.uint8)
     transfers = [group.send([given], other, _PROOF_TAG), group.recv([shown], other, _PROOF_TAG)]
-    left = remaining(deadline)
-    limit = as_timedelta(_PROOF_TIMEOUT if left is None else max(min(left, _PROOF_TIMEOUT), 0.001))
+    limit = min(time_until(deadline), _PROOF_TIMEOUT)
     try:
         for transfer in transfers:
             transfer.wait(limit)

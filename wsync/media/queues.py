@@ -44,7 +44,7 @@ class MPTransport(TransportBackend):
         SyncTimeout: none came in time. WorkerFailed: the worker could not apply them; carries its traceback.
         """
         given = snapshot(weights)
-        require_whole(given.tensors, given.tensors.values())
+        require_whole(given.tensors)
         copy = {name: tensor.detach().clone() for name, tensor in given.tensors.items()}
         self._number += 1
         self._weights.put((self._number, {**copy, **(given.extra or {})}))

@@ -12,9 +12,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 
@@ -24,14 +22,13 @@ from wsync.deadlines import deadline_in, remaining
 from wsync.errors import WeightSyncError
 from wsync.media import BlockingMedium
 from wsync.transport import TransportBackend, require_transport
-from wsync.weights.packing import Buffer
-from wsync.weights.snapshot import Snapshot, snapshot
+from wsync.weights.layout import Buffer
+from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import WeightStrategy
 
 _log = logging.getLogger(__name__)
 _GRACE = 0.5  # seconds in which the death of a worker is noticed after its transport has failed
 _SHARE = 0.8  # of the timeout: a worker's own error then reaches the trainer before that gives up
-_formatted: WeakKeyDictionary[Buffer, Any] = WeakKeyDictionary()  # one object for the transports of all workers
 
 
 class TransportMedium(BlockingMedium):
@@ -42,11 +39,10 @@ class TransportMedium(BlockingMedium):
 
     def __init__(self, scheme: Any, worker: int) -> None:
         super().__init__()
-        self._scheme = scheme
-        self._transport: Any = None  # a ``TransportBackend``, once it is made
+        self._scheme, self._worker = scheme, worker
         self._strategy: WeightStrategy = scheme.strategy
-        self._worker = worker
         self._timeout: float | None = scheme.timeout
+        self._transport: Any = None  # a ``TransportBackend``, once it is made
         self._is_set_up = False
         self._sent = Sent(0)  # the newest such message
         self._receiving: asyncio.Future[Any] | None = None  # a call of ``receive_weights`` that was not used yet
@@ -65,17 +61,16 @@ class TransportMedium(BlockingMedium):
             return
         await link.send(replace(offer, medium=True))
         await self._set_up(link, lambda made: made.setup_connection_and_weights_on_sender())
-        if payload not in _formatted:
-            _formatted[payload] = self._formatted(payload)
         try:
-            await self._call("transfer", self._send, payload, _formatted[payload])
+            if payload.formatted is None:
+                payload.formatted = self._formatted(payload)
+            await self._call(self._send, payload, payload.formatted)
         except ConnectionError:
             raise
         except Exception as error:  # a user's transport raises anything; raised again
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_GRACE):
-                    await self._closed.wait()
-                    raise ConnectionError(f"the worker has gone; its transport raised {error!r}") from error
+            await asyncio.wait((self._ended,), timeout=_GRACE)
+            if self._ended.done():
+                raise ConnectionError(f"the worker has gone; its transport raised {error!r}") from error
             await link.send(Sent(offer.version, _text(error)))
             raise
         await link.send(Sent(offer.version))
@@ -98,7 +93,7 @@ class TransportMedium(BlockingMedium):
             if received is not None:
                 if received is not own:
                     given = snapshot(received)  # extra state came with the offer
-                    into.pack(into.layout.order(Snapshot(given.tensors, optional=given.optional)))
+                    into.pack(into.layout.order(given._replace(extra=None)))
                 found = checksum_of(into.memory, offer.extra)
                 if found == offer.checksum or not offer.checksum:
                     return
@@ -111,23 +106,16 @@ class TransportMedium(BlockingMedium):
             last = found if final else 0
             await self._until(lambda: self._has_returned(offer))
 
-    def _has_returned(self, offer: Offer) -> bool:
-        """Whether ``send_weights`` has returned for this update, or raised."""
-        return self._sent.version >= offer.version
-
-    def _require_sent(self, offer: Offer) -> None:
-        if self._has_returned(offer) and self._sent.error:
-            raise WeightSyncError(f"the sender could not send it: {self._sent.error}")
-
     async def _received(self, offer: Offer, into: Buffer, own: Any, deadline: float | None, final: bool) -> Any:
         """Return what a call of ``receive_weights`` returns; None if it raises and is not ``final``."""
-        self._require_sent(offer)
-        if self._receiving is None:
-            self._receiving = self._start("transfer", self._receive, into, own, remaining(deadline))
+        self._require_open()
+        if self._receiving is None and not self._has_failed(offer):
+            self._receiving = self._start(self._transfers, self._receive, into, own, remaining(deadline))
             self._receiving.add_done_callback(lambda _: self._news.set())
         call = self._receiving
-        await self._until(lambda: call.done() or (self._has_returned(offer) and bool(self._sent.error)))
-        self._require_sent(offer)  # else the call may return the next update
+        await self._until(lambda: call is None or call.done() or self._has_failed(offer))
+        if call is None or self._has_failed(offer):  # the call may return the next update
+            raise WeightSyncError(f"the sender could not send it: {self._sent.error}")
         self._receiving = None
         try:
             return call.result()
@@ -142,6 +130,13 @@ class TransportMedium(BlockingMedium):
     def _receive(self, _buffer: Buffer, weights: Any, timeout: float | None) -> Any:
         """Call ``receive_weights``; the buffer is kept meanwhile."""
         return self._transport.receive_weights(timeout, weights=weights, strategy=self._strategy)
+
+    def _has_returned(self, offer: Offer) -> bool:
+        """Whether ``send_weights`` has returned for this update, or raised."""
+        return self._sent.version >= offer.version
+
+    def _has_failed(self, offer: Offer) -> bool:
+        return self._has_returned(offer) and bool(self._sent.error)
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         while not ready():
@@ -163,11 +158,10 @@ class TransportMedium(BlockingMedium):
 
         An error ends the connection; the other end is told it first.
         """
-        self._require_open()
         if self._is_set_up:
             return
         try:
-            await self._call("transport-setup", self._make_and_set_up, set_up)
+            await self._call(self._make_and_set_up, set_up)
             self._is_set_up = True
         except Exception as error:  # of a user's transport: raised again, after the other end was told
             text = f"the set-up of the transport of worker {self._worker} has failed: {_text(error)}"
@@ -177,7 +171,7 @@ class TransportMedium(BlockingMedium):
 
     def _make_and_set_up(self, set_up: Callable[[TransportBackend], Any]) -> None:
         self._transport = require_transport(self._scheme.create_transport(self._worker))
-        if self._closed.is_set():  # `close` came before there was a transport to close
+        if self._ended.done():  # `close` came before there was a transport to close
             self._release()
         set_up(self._transport)
 

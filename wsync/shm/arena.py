@@ -84,8 +84,7 @@ from wsync.gate import process_gate
 from wsync.native import native
 from wsync.shm.memory import allocate, event_fd, memory_file, read_at, whole_pages, write_at
 from wsync.update import Inbox, Update
-from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer
+from wsync.weights.layout import Buffer, Layout
 from wsync.weights.tensors import PinnedMapping, in_clean_thread
 
 _BLOCK, _RECORD = 16, 4  # words

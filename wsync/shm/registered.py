@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from wsync.weights.packing import Buffer
+from wsync.weights.layout import Buffer
 
 
 class RegisteredWeights:

@@ -33,10 +33,9 @@ from torch import Tensor
 
 from wsync.control.session import checksum_of
 from wsync.errors import LayoutMismatch, NotConnected, WeightSyncError, missing_extra
-from wsync.transforms.delta import Delta
+from wsync.transforms import Delta
 from wsync.update import LAST_VERSION, Outlet, Update
-from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, BufferPool
+from wsync.weights.layout import Buffer, BufferPool, Layout
 from wsync.weights.targets import require_no_extra
 from wsync.weights.tensors import raw_bytes
 

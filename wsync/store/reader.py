@@ -20,10 +20,9 @@ from wsync.deadlines import NOW, remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
 from wsync.gate import process_gate
 from wsync.store.files import MANIFEST, Manifest, Store
-from wsync.transforms.delta import apply_difference, require_zstandard
+from wsync.transforms import apply_difference, require_zstandard
 from wsync.update import Inbox, Update
-from wsync.weights.layout import ALIGNMENT, Layout
-from wsync.weights.packing import Buffer, BufferPool
+from wsync.weights.layout import ALIGNMENT, Buffer, BufferPool, Layout
 from wsync.weights.tensors import raw_bytes
 
 if TYPE_CHECKING:

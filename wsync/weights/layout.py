@@ -1,21 +1,25 @@
-"""The flat plan of one model's weights: computed once, then an update is one buffer, packed and viewed by it."""
+"""The flat plan of one model's weights, computed once, and buffers: memory for one version of them, packed by it."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.weights.snapshot import Snapshot
-from wsync.weights.tensors import describe, require_apart, require_carried, same_bits, tie_leaders
+from wsync.native import native
+from wsync.weights.snapshot import Snapshot, snapshot
+from wsync.weights.tensors import copy_all, describe, require_apart, require_carried, same_bits, tie_leaders, zeros
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
+_POOL_ALONE = 2  # references: the pool's list, and the argument of ``getrefcount``
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
@@ -93,22 +97,21 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Return one tensor per entry, without a copy, over a flat buffer ``uint8[nbytes]``; no inference tensors."""
-        views: list[Tensor] = []
         with torch.inference_mode(False), torch.no_grad():
-            for (offset, nbytes), shape, strides, dtype in zip(
-                self.byte_ranges, self.shapes, self.strides, self.dtypes, strict=True
-            ):
-                typed = flat[offset : offset + nbytes].view(dtype) if nbytes else torch.empty(0, dtype=dtype)
-                views.append(typed.as_strided(shape, strides) if nbytes else typed.reshape(shape))
-        return tuple(views)
+            return tuple(
+                flat[offset : offset + nbytes].view(dtype).as_strided(shape, strides)
+                for (offset, nbytes), shape, strides, dtype in zip(
+                    self.byte_ranges, self.shapes, self.strides, self.dtypes, strict=True
+                )
+            )
 
     @property
     def width(self) -> int:
         """Bytes in a number of the dtype that takes most of the buffer; 8 for wider ones."""
-        sizes = Counter[int]()
+        taken = Counter[int]()
         for (_, nbytes), dtype in zip(self.byte_ranges, self.dtypes, strict=True):
-            sizes[min(dtype.itemsize, 8)] += nbytes
-        return sizes.most_common(1)[0][0]
+            taken[min(dtype.itemsize, 8)] += nbytes
+        return taken.most_common(1)[0][0]
 
     @cached_property
     def byte_ranges(self) -> tuple[tuple[int, int], ...]:
@@ -119,33 +122,33 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     @cached_property
     def leaders(self) -> tuple[int, ...]:
         """The entries with a place of their own: all but those that are tied to an earlier one."""
-        followers = {follower for follower, _ in self.ties}
+        followers = dict(self.ties)
         return tuple(index for index in range(len(self.names)) if index not in followers)
 
-    def check(self, tensors: Sequence[Tensor], receiver: str = "", *, writable: bool = False) -> None:
+    def check(self, tensors: Sequence[Tensor], receiver: str = "") -> None:
         """Check weights in the order of ``names``, or the tensors of ``receiver``, whose ties may be others.
 
         LayoutMismatch: names those that have another shape or dtype, or cannot be carried, or be written.
         """
-        require_carried(self.names, tensors, receiver, writable=writable)
-        problems, casts = list[str](), list[str]()
+        require_carried(self.names, tensors, receiver)
+        problems, cast = list[str](), ""
         for name, one, shape, dtype in zip(self.names, tensors, self.shapes, self.dtypes, strict=True):
             if one.shape != shape or one.dtype is not dtype:
                 problems.append(f"'{name}' is {_kind(one.shape, one.dtype)}, not {_kind(shape, dtype)}")
                 if receiver and one.dtype is not dtype and one.dtype.is_floating_point:
-                    casts.append(f"Cast('{_plain(one.dtype)}')")
+                    cast = f"Cast('{_plain(one.dtype)}')"
         for follower, leader in () if receiver or problems else self.ties:
             pair = [tensors[follower], tensors[leader]]
             if any(tie_leaders(pair)) and not same_bits(*pair):
                 names = f"'{self.names[follower]}' and '{self.names[leader]}'"
                 problems.append(f"{names} were one tied tensor, and now differ")
         if problems:
-            raise _misfit(problems, receiver, next(iter(casts), ""))
+            raise _misfit(problems, receiver, cast)
 
-    def order(self, weights: Snapshot, receiver: str = "", *, writable: bool = False) -> list[Tensor]:
+    def order(self, weights: Snapshot, receiver: str = "") -> list[Tensor]:
         """Return weights of the sender, or the tensors of ``receiver``, in the order of this layout.
 
-        ``writable``: whether each is written value by value. LayoutMismatch: names what does not fit.
+        LayoutMismatch: names what does not fit.
         """
         own, extra, known = weights.tensors, weights.extra, {*self.names}
         wanting = [name for name in self.names if name not in own]
@@ -157,12 +160,11 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         if extra is not None and self.extra is not None and extra.keys() != self.extra:
             found.append(f"extra state differs: {describe(sorted(extra.keys() ^ self.extra))}")
         if found:
-            remedy = ""
-            if receiver and wanting:
-                remedy = f"Rename({{'{wanting[0]}': '{surplus[0]}'}})" if surplus else f"Exclude('{wanting[0]}')"
-            raise _misfit(found, receiver, remedy)
+            lacks = wanting[0] if wanting else ""
+            remedy = f"Rename({{'{lacks}': '{surplus[0]}'}})" if surplus else f"Exclude('{lacks}')"
+            raise _misfit(found, receiver, remedy if receiver and wanting else "")
         tensors = [own[name] for name in self.names]
-        self.check(tensors, receiver, writable=writable)
+        self.check(tensors, receiver)
         if receiver:
             require_apart(dict(zip(self.names, tensors, strict=True)), receiver)
         return tensors
@@ -203,3 +205,85 @@ def _strides(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
             return torch.empty(shape, device="meta").stride()
         expected *= size
     return strides
+
+
+# --- buffers ---
+
+
+class Buffer(msgspec.Struct, eq=False):
+    """A lease on memory for one version: a slot of the arena, or memory of a pool.
+
+    The memory is not reused until the last reference to the buffer is dropped: a reader of its bytes or views keeps it.
+
+    Attributes:
+        flat: all of it, ``uint8[nbytes]``; ``views``: one tensor per entry of the layout.
+        slot: its index in the arena, where other processes read it; -1 in private memory.
+        plan: the ``native.PackPlan`` of the views; None without the C extension. PyTorch's copy of a small tensor costs
+            more in calls than in bytes; that of a large one first loads the cache lines that it overwrites.
+        formatted: the views as the transports of all workers are given them, once they were.
+    """
+
+    layout: Layout
+    flat: Tensor
+    views: Sequence[Tensor]
+    slot: int
+    plan: Any
+    formatted: Any = None
+
+    @classmethod
+    def over(cls, layout: Layout, flat: Tensor, slot: int = -1) -> Buffer:
+        views = layout.views(flat)
+        return cls(layout, flat, views, slot, None if native is None else native.PackPlan(views, slot >= 0))
+
+    @classmethod
+    def new(cls, layout: Layout, device: torch.device | str = "cpu") -> Buffer:
+        return cls.over(layout, zeros(layout.nbytes, device))
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes; of a buffer on a GPU, a copy of them."""
+        return self.flat.numpy(force=True).data
+
+    def pack(self, tensors: Any) -> bool:
+        """Copy weights into this buffer; False: the module of a ``TensorTree`` has changed, and nothing was copied.
+
+        ``tensors`` are a list in the layout's order, or what ``Source.usual`` returned. LayoutMismatch: no fit.
+        """
+        filled = False if self.plan is None else self.plan.fill(tensors)
+        if filled is not False:
+            return filled is True
+        given = tensors if isinstance(tensors, list) else tensors.tensors()
+        if given is None:
+            return False
+        self.layout.check(given)  # not plain bytes in main memory: PyTorch would convert what does not fit
+        leaders = self.layout.leaders
+        copy_all([self.views[i] for i in leaders], [given[i] for i in leaders])
+        return True
+
+
+class BufferPool:
+    """Private memory for versions of one layout at a time. A buffer is free while only the pool refers to it."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = device
+        self._layout: Layout | None = None
+        self._buffers: list[Buffer] = []
+
+    def reserve(self, layout: Layout) -> Buffer:
+        """Return a free buffer. Not thread-safe."""
+        if self._layout is not layout:
+            self._buffers, self._layout = [], layout
+        for index in range(len(self._buffers)):
+            if sys.getrefcount(self._buffers[index]) == _POOL_ALONE:
+                return self._buffers[index]
+        self._buffers.append(Buffer.new(layout, self._device))
+        return self._buffers[-1]
+
+
+def packed(weights: Any) -> tuple[Layout, Buffer]:
+    """Return the layout of ``weights`` (a module, a TensorDict or a state dict), and a new buffer with them."""
+    given = snapshot(weights)
+    layout = Layout.of(given)
+    buffer = Buffer.new(layout)
+    buffer.pack(layout.order(given))
+    return layout, buffer

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -16,10 +17,11 @@ from wsync.errors import LayoutMismatch
 from wsync.native import native
 from wsync.weights.tensors import describe
 
+if TYPE_CHECKING:
+    from wsync.transforms import Chain
+
 EXTRA = "_extra_state"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-Place = tuple[dict[str, Any], str]
-"""A dictionary of a module, and the key of a tensor in it."""
 
 
 class Snapshot(NamedTuple):
@@ -37,18 +39,19 @@ class Snapshot(NamedTuple):
     optional: frozenset[str] = frozenset()
     model_may_have_more: bool = False
 
-    def with_optional(self, names: frozenset[str], fallback: Snapshot | None) -> Snapshot:
-        """Return these weights with the optional tensors called ``names``, and no others.
+    def with_optional(self, names: Collection[str]) -> Snapshot:
+        """Return these weights without the optional tensors that are not among ``names``."""
+        surplus = (self.optional & self.tensors.keys()).difference(names)
+        kept = {name: tensor for name, tensor in self.tensors.items() if name not in surplus}
+        return self._replace(tensors=kept) if surplus else self
 
-        Those that are missing here are taken from ``fallback``, if it has them.
-        """
-        surplus, missing = (self.optional & self.tensors.keys()) - names, names - self.tensors.keys()
-        if not surplus and not missing:
+    def through(self, transform: Chain | None, *, strict: bool = False) -> Snapshot:
+        """Return these weights transformed; ``strict``: they are a whole model. A part has no extra state."""
+        if transform is None:
             return self
-        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in surplus}
-        if fallback is not None:
-            tensors |= {name: fallback.tensors[name] for name in sorted(missing) if name in fallback.tensors}
-        return self._replace(tensors=tensors, optional=self.optional | names)
+        selects, tensors = transform.selects, transform(self.tensors, strict)
+        extra = None if selects else self.extra
+        return self._replace(tensors=tensors, extra=extra, model_may_have_more=self.model_may_have_more or selects)
 
 
 def is_module(source: object) -> TypeGuard[nn.Module]:
@@ -73,19 +76,19 @@ class ModuleIndex:
         extra: the modules with an extra state, by its name.
         optional: the names of non-persistent buffers.
         self_written: the names of parameters that their module's own forward writes.
-        tree: what finds all tensors, in the order of ``places``.
+        tree: what finds all tensors, in the order of ``places``; None without the C extension.
     """
 
     def __init__(self, module: nn.Module, on_death: Callable[[Any], object] | None = None) -> None:
         self._module = weakref.ref(module, on_death)
         self._links: list[tuple[dict[str, Any], str, nn.Module]] = []  # from a module to each of its children
         self._tables: list[dict[str, Any]] = []
-        self._vacant: list[Place] = []  # without a tensor: a layer without bias
-        self.places: dict[str, Place] = {}
+        self._vacant: list[tuple[dict[str, Any], str]] = []  # without a tensor: a layer without bias
+        self.places: dict[str, tuple[dict[str, Any], str]] = {}
         self.extra: dict[str, nn.Module] = {}
         self.parameters, self.optional, self.self_written = set[str](), set[str](), set[str]()
         self._walk(module, "")
-        self.tree = self.tree_of(list(self.places))
+        self.tree = self.tree_of(self.places)
 
     def _walk(self, module: nn.Module, prefix: str) -> None:
         if isinstance(module, ScriptModule):
@@ -93,8 +96,8 @@ class ModuleIndex:
                 return  # an activation, say: there is nothing to carry
             name = prefix.rstrip(".") or type(module).__name__
             raise LayoutMismatch(f"'{name}' is a TorchScript module: synchronise the module that it was made from")
+        self._tables += [module._parameters, module._buffers, module._modules]
         for table in (module._parameters, module._buffers):
-            self._tables.append(table)
             for key, tensor in table.items():
                 if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                     raise LayoutMismatch(
@@ -110,18 +113,29 @@ class ModuleIndex:
             self.self_written.add(prefix + "weight")
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             self.extra[prefix + EXTRA] = module
-        self._tables.append(module._modules)
         parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
         for key, child in module._modules.items():
             if child is not None:
                 self._links.append((module._modules, key, child))
                 self._walk(child, prefix if key in _WRAPPERS or parallel else f"{prefix}{key}.")
 
-    def tree_of(self, names: Sequence[str]) -> Any:
-        """Return what finds the tensors called ``names``: its ``tensors()`` are None once the module has changed."""
-        tree: Any = _Walk if native is None else native.TensorTree
+    def tree_of(self, names: Iterable[str]) -> Any:
+        """Return the ``native.TensorTree`` that finds the tensors called ``names``; None without the C extension."""
+        if native is None:
+            return None
         places = tuple(self.places[name] for name in names)
-        return tree(places, tuple(self._links), tuple(self._vacant), tuple(self._tables))
+        return native.TensorTree(places, tuple(self._links), tuple(self._vacant), tuple(self._tables))
+
+    def current(self) -> Sequence[Tensor] | None:
+        """Return all tensors as they are now; None once the module has changed its structure."""
+        if self.tree is not None:
+            return self.tree.tensors()
+        module = self._module()
+        if module is None:
+            return None
+        now = ModuleIndex(module)
+        same = [*now.places] == [*self.places] and all(map(is_, now._tables, self._tables))
+        return [*now.tensors().values()] if same else None
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: where[key] for name, (where, key) in self.places.items()}
@@ -133,24 +147,6 @@ class ModuleIndex:
         return Snapshot(self.tensors(), self.extra_state(), frozenset(self.optional))
 
 
-class _Walk:
-    """A ``native.TensorTree`` without the C extension."""
-
-    def __init__(self, places: Any, links: Any, vacant: Any, tables: Any) -> None:
-        self._places, self._links, self._vacant = places, links, vacant
-        self._tables = [(table, len(table)) for table in tables]
-
-    def tensors(self) -> list[Tensor] | None:
-        found = [where.get(key) for where, key in self._places]
-        unchanged = (
-            all(one is not None for one in found)
-            and all(where.get(key) is child for where, key, child in self._links)
-            and all(where.get(key) is None for where, key in self._vacant)
-            and all(len(table) == size for table, size in self._tables)
-        )
-        return found if unchanged else None
-
-
 def snapshot(source: object) -> Snapshot:
     """Return the canonical form of a module, a TensorDict (nested or flat) or a state dict.
 
@@ -158,13 +154,13 @@ def snapshot(source: object) -> Snapshot:
         LayoutMismatch: a lazy module without shapes; or two names become one: ``{"a": {"b": …}, "a.b": …}``.
         TypeError: ``source``, or a value in it, is none of these.
     """
+    if is_module(source):
+        return ModuleIndex(source).snapshot()
     if isinstance(source, TensorDictBase):
         leaves = source.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
         pairs = [
             (plain_name(dotted(key)), value if isinstance(value, Tensor) else source[key]) for key, value in leaves
         ]
-    elif isinstance(source, nn.Module):
-        return ModuleIndex(source).snapshot()
     elif isinstance(source, Mapping):
         pairs = [(plain_name(name), value) for name, value in _flatten(source, "")]
     else:
@@ -194,14 +190,6 @@ def dotted(key: object) -> str:
 def is_extra(name: str) -> bool:
     """Return whether a name is that of a module's extra state."""
     return name == EXTRA or name.endswith("." + EXTRA)
-
-
-def is_stacked(weights: object) -> bool:
-    """Return whether reading some of its tensors makes new ones, so that a copy into them would be lost."""
-    return isinstance(weights, TensorDictBase) and any(
-        isinstance(part, LazyStackedTensorDict)
-        for part in (weights, *weights.values(include_nested=True, leaves_only=False))
-    )
 
 
 def _flatten(source: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
@@ -16,12 +17,10 @@ from wsync.weights.strategy import WeightStrategy
 from wsync.weights.tensors import describe
 
 if TYPE_CHECKING:
-    from wsync.transforms.chain import Chain
+    from wsync.transforms import Chain
 
 DeviceMap = Callable[[int, Any], Any]
 """``(worker_idx, weights) -> weights`` for that worker."""
-_MOST_FORMS = 8
-_Form = tuple[type, tuple[Any, ...], dict[Any, Any]]  # of a mapping: its type, its keys, and the forms of nested ones
 
 
 class Part(NamedTuple):
@@ -100,7 +99,8 @@ class Source:
         self._layout: Layout | None = None  # of the trees and forms
         self._indexes: dict[int, ModuleIndex] = {}  # of the living modules that were read, by ``id``
         self._trees: dict[int, Any] = {}  # what finds the tensors of those of them that were sent
-        self._forms: list[tuple[_Form, list[int]]] = []  # of mappings, and where each tensor of the layout is
+        self._form: tuple[Any, ...] | None = None  # of the mapping that was sent last
+        self._order: list[int] = []  # where it has each tensor of the layout
 
     def first(self, weights: object = None) -> Snapshot:
         """Return one worker's weights, which define the layout; NotConnected: there are none; or ``undefined``."""
@@ -110,7 +110,7 @@ class Source:
         by_worker = per_worker(given)
         one = self._read(given if by_worker is None else next(iter(by_worker.values())))
         self._optional = frozenset(one.optional & one.tensors.keys())
-        return self._transformed(one, strict=True)
+        return one.through(self._transform, strict=True)
 
     def parts(
         self, weights: object, workers: Sequence[int], layout: Layout, rest: Sequence[Tensor] | None = None
@@ -119,7 +119,7 @@ class Source:
 
         LayoutMismatch: some do not fit; NotConnected: there are none; ValueError: not those of ``workers``.
         """
-        given = self._given(weights)
+        given, change = self._given(weights), self._device_map_fn
         by_worker = per_worker(given)
         if by_worker is not None:
             if weights is None:
@@ -127,14 +127,14 @@ class Source:
             wrong = sorted(by_worker.keys() ^ set(workers))
             if wrong:
                 raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {wrong} differ")
-            return (self._part([worker], self._read(own), layout) for worker, own in by_worker.items())
+            return (self._part([worker], own, layout) for worker, own in by_worker.items())
         if rest is not None:
             return [self._completed(workers, given, layout, rest)]
-        if self._device_map_fn is not None:
-            change, formatted = self._device_map_fn, self._strategy.extract_weights(given)
-            return (self._part([worker], snapshot(change(worker, formatted)), layout) for worker in workers)
-        part = self._part(workers, self._read(given), layout)
-        return [Part([worker], part.tensors, part.extra) for worker in workers] if self._own_buffers else [part]
+        if change is not None:
+            formatted = self._strategy.extract_weights(given)
+            return (self._part([worker], change(worker, formatted), layout) for worker in workers)
+        part = self._part(workers, given, layout)
+        return [part._replace(workers=[worker]) for worker in workers] if self._own_buffers else [part]
 
     def usual(self, weights: object, layout: Layout) -> Any:
         """Return the tensors of weights in a form that ``learn`` was given before, for ``Buffer.pack``, not checked.
@@ -146,13 +146,10 @@ class Source:
             return None
         given = self.weights if weights is None else weights
         tree = self._trees.get(id(given))
-        if tree is not None:
+        if tree is not None or self._form is None or not _has_names(type(given)):
             return tree
-        for form, order in self._forms:
-            found: list[Any] = []
-            if _read_form(form, given, found):
-                return [found[i] for i in order]
-        return None
+        found = list[Any]()
+        return [found[i] for i in self._order] if _read_form(given, found) == self._form else None
 
     def learn(self, weights: object, layout: Layout) -> None:
         """Keep the form of ``weights``, which all workers were sent, for ``usual``."""
@@ -160,24 +157,21 @@ class Source:
         if self._transform or self._device_map_fn or self._own_buffers or per_worker(given) is not None:
             return
         if layout is not self._layout:
-            self._layout, self._forms = layout, []
+            self._layout, self._form = layout, None
             self._trees.clear()
         names = layout.names
         if is_module(given):
             index = self._index_of(given)
             if not index.extra and {*names} <= index.places.keys() <= {*names} | index.optional:
                 self._trees[id(given)] = index.tree_of(names)
-        elif isinstance(given, TensorDictBase | Mapping):
-            found: list[str] = []
-            form = _form_of(given, "", found)
-            if sorted(found) == sorted(names):
-                at = {name: i for i, name in enumerate(found)}
-                others = [one for one in self._forms if one[0] != form]
-                self._forms = [(form, [at[name] for name in names]), *others][:_MOST_FORMS]
+        elif _has_names(type(given)):
+            at = {name: i for i, name in enumerate(_names(given))}
+            if at.keys() == {*names}:
+                self._form, self._order = _read_form(given, []), [at[name] for name in names]
 
     def _index_of(self, module: nn.Module) -> ModuleIndex:
         key, indexes, trees = id(module), self._indexes, self._trees
-        if key not in indexes or indexes[key].tree.tensors() is None:
+        if key not in indexes or indexes[key].current() is None:
             # The index keeps the module's children alive. It is dropped with the module, before another has its ``id``.
             indexes[key] = ModuleIndex(module, lambda _: (indexes.pop(key, None), trees.pop(key, None)))
         return indexes[key]
@@ -191,68 +185,59 @@ class Source:
     def _read(self, given: object) -> Snapshot:
         return self._index_of(given).snapshot() if is_module(given) else snapshot(given)
 
-    def _transformed(self, weights: Snapshot, *, strict: bool) -> Snapshot:
-        transform = self._transform
-        if transform is None:
-            return weights
-        extra = None if transform.selects else weights.extra
-        return Snapshot(transform(weights.tensors, strict), extra, weights.optional, transform.selects)
-
-    def _part(self, workers: Sequence[int], read: Snapshot, layout: Layout) -> Part:
-        """Return ``read``, with the non-persistent buffers that the first weights had: a state dict has none."""
-        fallback = None
-        if not self._optional <= read.tensors.keys() and self.weights is not None and per_worker(self.weights) is None:
-            fallback = snapshot(self.weights)
-        # Not strict: a state dict may lack what is dropped. What the result lacks, the layout finds.
-        sent = self._transformed(read.with_optional(self._optional, fallback), strict=False)
+    def _part(self, workers: Sequence[int], given: object, layout: Layout) -> Part:
+        """Return weights, with the non-persistent buffers that the first ones had: a state dict has none."""
+        read = self._read(given).with_optional(self._optional)
+        missing = self._optional - read.tensors.keys()
+        if missing and self.weights is not None and per_worker(self.weights) is None:
+            own = self._read(self.weights).tensors
+            read = read._replace(tensors={**read.tensors, **{name: own[name] for name in missing if name in own}})
+        sent = read.through(self._transform)  # not strict: a state dict may lack what is dropped
         return Part(workers, layout.order(sent), sent.extra)
 
     def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
         if self._device_map_fn is not None or self._own_buffers:
             raise ValueError("a partial update needs a scheme without weights per worker")
-        some = self._transformed(Snapshot(snapshot(given).tensors), strict=False).tensors
-        leader_of, at = dict(layout.ties), {name: index for index, name in enumerate(layout.names)}
-        unknown = [name for name in some if name not in at]
-        if unknown:
-            raise LayoutMismatch(f"a partial update has weights that are not the model's: unknown {describe(unknown)}")
-        if not some:
-            raise LayoutMismatch("a partial update has no weights")
-        leaders = {name: leader_of.get(index, index) for name, index in at.items()}
-        by_leader = {leaders[name]: tensor for name, tensor in some.items()}  # one name of a tied tensor is enough
-        tensors = [some.get(name, by_leader.get(leaders[name], rest[index])) for name, index in at.items()]
+        some = snapshot(given).through(self._transform).tensors
+        unknown = [name for name in some if name not in layout.names]
+        if unknown or not some:
+            problem = f"weights that are not the model's: unknown {describe(unknown)}" if unknown else "no weights"
+            raise LayoutMismatch(f"a partial update has {problem}")
+        names, leader_of = layout.names, dict(layout.ties)
+        leaders = [leader_of.get(index, index) for index in range(len(names))]
+        by_leader = {leader: some[name] for name, leader in zip(names, leaders, strict=True) if name in some}
+        tensors = [  # one name of a tied tensor is enough
+            some.get(name, by_leader.get(leader, kept)) for name, leader, kept in zip(names, leaders, rest, strict=True)
+        ]
         layout.check(tensors)
         return Part(workers, tensors, None)
 
 
-def _form_of(source: Any, prefix: str, names: list[str]) -> _Form:
-    """Return the form of a TensorDict or a mapping; append the names of its tensors, in the order of reading."""
-    entries, nested = dict(_entries(source)), {}
-    for key, value in entries.items():
+@cache
+def _has_names(kind: type) -> bool:
+    """Return whether objects of a class are TensorDicts or mappings: the class is asked once, for it costs as much."""
+    return issubclass(kind, TensorDictBase | Mapping)
+
+
+def _names(source: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the names of the tensors of a TensorDict or a mapping, in the order of reading."""
+    for key, value in _entries(source):
         name = prefix + dotted(key)
-        if isinstance(value, TensorDictBase | Mapping):
-            nested[key] = _form_of(value, name + ".", names)
+        if _has_names(type(value)):
+            yield from _names(value, name + ".")
         else:
-            names.append(plain_name(name))
-    return type(source), tuple(entries), nested
+            yield plain_name(name)
 
 
-def _read_form(form: _Form, source: Any, found: list[Any]) -> bool:
-    """Append the tensors of ``source``, if it has this form; return whether it has."""
-    kind, keys, nested = form
-    if type(source) is not kind:
-        return False
-    entries = dict(_entries(source))
-    if tuple(entries) != keys:
-        return False
-    if not nested:
-        found += entries.values()
-        return True
-    for key, value in entries.items():
-        if key not in nested:
+def _read_form(source: Any, found: list[Any]) -> tuple[Any, ...]:
+    """Append the tensors of a TensorDict or a mapping; return its form: type, keys, and the forms of nested ones."""
+    entries, nested = dict(_entries(source)), list[Any]()
+    for value in entries.values():
+        if _has_names(type(value)):
+            nested.append(_read_form(value, found))
+        else:
             found.append(value)
-        elif not _read_form(nested[key], value, found):
-            return False
-    return True
+    return type(source), tuple(entries), tuple(nested)
 
 
 def _entries(source: Any) -> Any:

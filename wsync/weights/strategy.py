@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wsync.errors import LayoutMismatch
 from wsync.weights.layout import Layout
-from wsync.weights.snapshot import Snapshot, is_extra, is_module, is_stacked, plain_name, snapshot
+from wsync.weights.snapshot import Snapshot, is_extra, is_module, plain_name, snapshot
 from wsync.weights.targets import Binding, Tensors
 
 Format = Literal["tensordict", "state_dict"]
@@ -99,31 +99,28 @@ class WeightStrategy(str):
             Binding(destination, layout, bind=not inplace).install(layout.order(given), given.extra)
             return
         own = snapshot(destination)
-        given = given.with_optional(given.optional & own.tensors.keys(), None)
+        given = given.with_optional(own.tensors.keys())
         layout, kept = Layout.of(given), own.extra or {}
         tensors = layout.order(given)
         replaced = {name: value for name, value in (given.extra or {}).items() if name in kept}
-        if inplace and not is_stacked(destination):
+        if inplace:
             Tensors(destination, layout, "the destination").install(tensors)
         else:
             layout.order(Snapshot(own.tensors), "the destination")
             replaced |= dict(zip(layout.names, tensors, strict=True))
-        if isinstance(destination, TensorDictBase | Mapping):
-            _replace(destination, replaced, inplace)
+        _replace(destination, replaced)
 
 
-def _replace(destination: Any, values: Mapping[str, Any], inplace: bool, prefix: str = "") -> None:
+def _replace(destination: Any, values: Mapping[str, Any], prefix: str = "") -> None:
     """Put ``values`` in the places of a TensorDict or a mapping that have their names."""
     in_tensordict = isinstance(destination, TensorDictBase)
     for key, old in list(destination.items()):
         name = plain_name(f"{prefix}{key}")
         if name not in values:
             if isinstance(old, TensorDictBase | Mapping):
-                _replace(old, values, inplace, f"{prefix}{key}.")
+                _replace(old, values, f"{prefix}{key}.")
         elif not in_tensordict:
             destination[key] = values[name]
-        elif not is_extra(name):
-            destination.set(key, values[name], inplace=inplace)
-        elif not destination.is_locked:
+        elif not (destination.is_locked and is_extra(name)):
             put = destination.set if isinstance(values[name], Tensor) else destination.set_non_tensor
             put(key, values[name])

@@ -13,17 +13,17 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch
 from wsync.native import native
 from wsync.weights.layout import Layout
-from wsync.weights.snapshot import ModuleIndex, Snapshot, is_module, is_stacked, snapshot
+from wsync.weights.snapshot import ModuleIndex, Snapshot, is_module, snapshot
 from wsync.weights.tensors import copy_into_model, defect_of, describe, in_clean_thread, zeros
 
 if TYPE_CHECKING:
-    from wsync.transforms.chain import Chain
+    from wsync.transforms import Chain
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """Takes the ``(name, tensor)`` pairs of one version, all of them before it returns. The tensors are valid during the
@@ -35,25 +35,22 @@ refused until a version is loaded. ``LayoutMismatch`` means that it has changed 
 
 def dump_extra(extra: Mapping[str, Any] | None) -> bytes:
     """Return extra state as bytes; empty for none. LayoutMismatch: some of it cannot be pickled."""
-    blobs: dict[str, bytes] = {}
-    for name, value in (extra or {}).items():
-        try:
-            blobs[name] = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # pickle raises what the object's own methods raise, too
-            problem = f"'{name}' ({type(error).__name__}: {error})"
-            raise LayoutMismatch(f"extra state cannot be pickled: {problem}") from error
-    return pickle.dumps(blobs) if blobs else b""
+    try:
+        return pickle.dumps(dict(extra), protocol=pickle.HIGHEST_PROTOCOL) if extra else b""
+    except Exception as error:  # pickle raises what the object's own methods raise, too
+        problem = f"{describe(sorted(extra or ()))} ({type(error).__name__}: {error})"
+        raise LayoutMismatch(f"extra state cannot be pickled: {problem}") from error
 
 
 def load_extra(blob: bytes) -> dict[str, Any]:
     """Return the extra state that a trainer dumped."""
-    return {name: pickle.loads(value) for name, value in pickle.loads(blob).items()} if blob else {}
+    return pickle.loads(blob) if blob else {}
 
 
 def require_no_extra(extra: bytes, what: str) -> None:
     """Raise ``LayoutMismatch`` if there is extra state, which cannot be ``what`` (``"stored"``)."""
     if extra:
-        raise LayoutMismatch(f"extra state cannot be {what}: {describe(sorted(pickle.loads(extra)))}")
+        raise LayoutMismatch(f"extra state cannot be {what}: {describe(sorted(load_extra(extra)))}")
 
 
 def unshare(model: nn.Module) -> None:
@@ -126,8 +123,8 @@ class Target(ABC):
 class Binding(Target):
     """The plan by which one model takes on weights of one layout.
 
-    Each tensor is bound (``p.data = view``, no copy), copied into, or first given memory of its own and then copied
-    into. Bound are parameters, if ``bind`` is true and nothing else has their memory, until ``detach``.
+    Each tensor is bound (``p.data = view``, no copy) or copied into. Bound are parameters, if ``bind`` is true and
+    nothing else has their memory, until ``detach``.
 
     Attributes:
         installer: the ``native.Installer`` of the model as it is now; None without the C extension.
@@ -153,20 +150,14 @@ class Binding(Target):
         self._agree = layout.tied_only_in(own)
         before, aliased = {id(parameter): parameter for parameter, _ in self._bound}, _aliased(own)
         self._bound, self._copied = [], list[tuple[Tensor, int]]()
-        firsts = {id(tensor): i for i, tensor in reversed([*enumerate(own)])}  # of those under several names
+        bindable = index.parameters - index.self_written if self._bind else set[str]()
+        firsts = dict[int, int]()
         for i, (name, tensor) in enumerate(zip(layout.names, own, strict=True)):
-            if firsts[id(tensor)] != i:
-                continue
+            if firsts.setdefault(id(tensor), i) != i:
+                continue  # another name of the same tensor
+            usable = tensor.is_cpu and not tensor.is_inference()  # else the next forward would raise
             apart = id(tensor) in before or tensor.untyped_storage()._cdata not in aliased
-            bindable = tensor.is_cpu and not tensor.is_inference()  # else the next forward would raise
-            if self._bind and bindable and apart and name not in index.self_written and name in index.parameters:
-                self._bound.append((tensor, i))
-                continue
-            if defect_of(tensor, writable=True):  # expanded, say: one place cannot take several values
-                with torch.inference_mode(tensor.is_inference()):
-                    own_memory = tensor.data.resolve_conj().resolve_neg()
-                    tensor.data = own_memory.clone(memory_format=torch.contiguous_format)
-            self._copied.append((tensor, i))
+            (self._bound if usable and apart and name in bindable else self._copied).append((tensor, i))
         bound = [parameter for parameter, _ in self._bound]
         for one in {*before} - {*map(id, bound)}:  # taken out of the model, or copied from now on
             before[one].data = before[one].data.clone()
@@ -205,7 +196,7 @@ class Binding(Target):
             parameter.data = parameter.data.clone()
 
     def _check_current(self, views: Sequence[Tensor]) -> None:
-        now = self._index.tree.tensors()  # None, or others inside ``functional_call``
+        now = self._index.current()  # others inside ``functional_call``
         same = now is not None and all(map(is_, now, self._tensors))
         # ``.half()`` or ``.to(device)`` may have come between.
         same = same and all([tensor.dtype is views[i].dtype for tensor, i in (*self._bound, *self._copied)])
@@ -240,24 +231,23 @@ class Loader(Target):
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """TypeError: ``load`` has not taken all pairs, as a coroutine function, which has not run."""
-        taken, before = 0, self.mixed
+        pairs, before = zip(self._names, views, strict=True), self.mixed
 
-        def pairs() -> Iterator[tuple[str, Tensor]]:
-            nonlocal taken
-            for pair in zip(self._names, views, strict=True):
-                taken += 1
+        def each() -> Iterator[tuple[str, Tensor]]:
+            for pair in pairs:
                 self.mixed = True
                 yield pair
 
         try:
-            self._load(pairs())
+            self._load(each())
         except LayoutMismatch:
             self.mixed = before  # ``load`` says that it has changed nothing
             raise
-        if taken < len(views):
+        left = len([*pairs])
+        if left:
             name = getattr(self._load, "__qualname__", self._load)
             raise TypeError(
-                f"{name} returned when it had taken {taken} of {len(views)} pairs: load= is a plain function "
+                f"{name} returned without having taken {left} of {len(views)} pairs: load= is a plain function "
                 "(no async def) that takes all of them"
             )
         self.mixed = False
@@ -269,7 +259,8 @@ class Tensors(Target):
     def __init__(
         self, destination: TensorDictBase | Mapping[str, Any], layout: Layout, owner: str = "the worker's tensors"
     ) -> None:
-        if is_stacked(destination):
+        nested = destination.values(True, False) if isinstance(destination, TensorDictBase) else ()
+        if any(isinstance(part, LazyStackedTensorDict) for part in (destination, *nested)):
             raise LayoutMismatch("a lazily stacked TensorDict has no tensors to copy into: make it contiguous first")
         self._destination, self._layout, self._owner = destination, layout, owner
         self.check_only(())
@@ -282,26 +273,25 @@ class Tensors(Target):
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> list[Tensor]:
         """Return the tensors to copy into, found anew: an entry may be replaced. Without views, check only those."""
-        tensors = self._layout.order(Snapshot(snapshot(self._destination).tensors), self._owner, writable=True)
+        tensors = self._layout.order(Snapshot(snapshot(self._destination).tensors), self._owner)
         if views:
             self._layout.require_same_values(self._layout.tied_only_in(tensors), views)
         return tensors
 
 
 class Transformed(Target):
-    """Weights that pass through ``receive_transform`` on their way into another target, which ``make`` returns.
+    """Weights that pass through ``receive_transform`` on their way into a model or a function.
 
-    No extra state is installed where the transform selects. LayoutMismatch: transform or target do not fit.
+    No extra state is installed where the transform selects. LayoutMismatch: transform or model do not fit.
     """
 
-    def __init__(self, layout: Layout, transform: Chain, make: Callable[[Layout], Target]) -> None:
+    def __init__(self, layout: Layout, transform: Chain, destination: Destination) -> None:
         self._names, self._transform = layout.names, transform
-        extra = None if layout.extra is None or transform.selects else dict.fromkeys(layout.extra)
-        more = layout.model_may_have_more or transform.selects
         zero = layout.views(zeros(layout.nbytes))  # only the kinds of the tensors matter
-        result = transform(dict(zip(layout.names, zero, strict=True)))
-        self._layout = Layout.of(Snapshot(result, extra, model_may_have_more=more))
-        self._target = make(self._layout)
+        extra = None if layout.extra is None else dict.fromkeys(layout.extra)
+        given = self._named(zero, extra)._replace(model_may_have_more=layout.model_may_have_more)
+        self._layout = Layout.of(given.through(transform, strict=True))
+        self._target = destination.target(self._layout, bind=False)
         self.detach = self._target.detach
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
@@ -311,11 +301,14 @@ class Transformed(Target):
         self._give(self._target.check_only, views, extra)
 
     def _give(self, take: Callable[..., object], views: Sequence[Tensor], extra: Mapping[str, Any] | None) -> None:
-        result = self._transform(dict(zip(self._names, views, strict=True)), strict=False)
+        result = self._named(views, extra).through(self._transform)
         try:
-            take(self._layout.order(Snapshot(result)), None if self._transform.selects else extra)
+            take(self._layout.order(result._replace(extra=None)), result.extra)
         finally:
             self.mixed, self.misfit = self._target.mixed, self._target.misfit
+
+    def _named(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None) -> Snapshot:
+        return Snapshot(dict(zip(self._names, views, strict=True)), extra)
 
 
 class Destination:
@@ -343,8 +336,7 @@ class Destination:
         An earlier target is detached first, by the caller. LayoutMismatch: the weights do not fit.
         """
         if self._transform is not None:
-            plain = Destination(self.model, load=self._load)
-            return Transformed(layout, self._transform, lambda result: plain.target(result, bind=False))
+            return Transformed(layout, self._transform, Destination(self.model, load=self._load))
         if self._load is not None:
             return Loader(self._load, layout)
         return Tensors(self.model, layout) if self.module is None else Binding(self.module, layout, bind=bind)

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
@@ -19,6 +19,7 @@ from wsync.errors import LayoutMismatch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_SHOWN = 8
 _GATHER = (
     "call torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, and send its result from rank 0"
@@ -26,10 +27,10 @@ _GATHER = (
 _RECEIVE = "use a model that is not sharded, or a function (load=) that distributes the weights that it is given"
 
 
-def describe(problems: Sequence[str], limit: int = 8) -> str:
+def describe(problems: Sequence[str]) -> str:
     """Return problems in one readable sentence, the first few of them whole."""
-    shown = "; ".join(problems[:limit])
-    return shown if len(problems) <= limit else f"{shown}; and {len(problems) - limit} more"
+    more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    return "; ".join([*problems[:_SHOWN], *more])
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -51,9 +52,9 @@ def defect_of(tensor: Tensor, *, writable: bool = False) -> str:
     return "has elements that share memory: clone it" if writable and overlaps_itself(tensor) else ""
 
 
-def require_whole(names: Iterable[str], tensors: Iterable[Tensor], receiver: str = "") -> None:
+def require_whole(tensors: Mapping[str, Tensor], receiver: str = "") -> None:
     """Raise ``LayoutMismatch`` if some of these weights, or of those of ``receiver``, are sharded (FSDP2)."""
-    sharded = [f"'{name}'" for name, tensor in zip(names, tensors, strict=True) if is_sharded(tensor)]
+    sharded = [f"'{name}'" for name, tensor in tensors.items() if is_sharded(tensor)]
     if sharded:
         raise LayoutMismatch(
             f"only whole tensors can be carried, and this rank has only a shard of {describe(sharded)} of "
@@ -61,14 +62,12 @@ def require_whole(names: Iterable[str], tensors: Iterable[Tensor], receiver: str
         )
 
 
-def require_carried(
-    names: Sequence[str], tensors: Sequence[Tensor], receiver: str = "", *, writable: bool = False
-) -> None:
+def require_carried(names: Sequence[str], tensors: Sequence[Tensor], receiver: str = "") -> None:
     """Raise ``LayoutMismatch`` if some of these weights cannot be sent, or some of ``receiver`` cannot be written."""
-    defects = [(name, defect_of(one, writable=writable)) for name, one in zip(names, tensors, strict=True)]
+    defects = [(name, defect_of(one, writable=bool(receiver))) for name, one in zip(names, tensors, strict=True)]
     odd = [f"'{name}' {defect}" for name, defect in defects if defect]
     if odd:
-        require_whole(names, tensors, receiver)
+        require_whole(dict(zip(names, tensors, strict=True)), receiver)
         raise LayoutMismatch(f"{receiver or 'these weights'}: {describe(odd)}")
 
 
@@ -125,6 +124,8 @@ def tie_leaders(tensors: Sequence[Tensor]) -> list[int]:
 
     An empty tensor is tied to none: all of them have address 0.
     """
+    if len({one.data_ptr() for one in tensors}) == len(tensors):
+        return [*range(len(tensors))]
     first, leaders = dict[tuple[object, ...], int](), list[int]()
     for index, one in enumerate(tensors):
         # A lazily conjugated or negated view has the memory of its base.
