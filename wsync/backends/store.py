@@ -12,7 +12,6 @@ from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.store.files import SAME_WEIGHTS, Files, Store, absolute_url
 from wsync.store.reader import FileInbox, Reader
-from wsync.transforms.chain import delta_of
 from wsync.transport import TransportBackend, apply_received
 from wsync.update import Outlet, Update
 from wsync.weights.packing import packed
@@ -79,8 +78,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         return f"{scheme}{separator}{path.rstrip('/')}/{name}"
 
     def make_outlet(self, model_id: str, num_workers: int) -> Files:
-        store, delta = Store(self._folder(model_id)), delta_of(self.send_transform)
-        files = Files(store, num_workers, keep=self.keep, delta=delta)
+        files = Files(Store(self._folder(model_id)), num_workers, keep=self.keep)
         self._first_version = files.begin() + 1
         return files
 
