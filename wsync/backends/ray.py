@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from wsync.backends.distributed import DistributedTransport, GroupScheme
 from wsync.control.processes import Process, Processes
-from wsync.control.rendezvous import SocketRendezvous
+from wsync.control.rendezvous import Rendezvous
 from wsync.errors import NotConnected, WeightSyncError, WorkerFailed, missing_extra
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import one_worker
@@ -47,12 +47,12 @@ class RayWeightSyncScheme(GroupScheme):
     _joins: Mapping[int, ObjectRef] = {}  # by worker, the last call to join
     _job = ""  # the one of Ray's that the actors belong to
 
-    def create_rendezvous(self) -> SocketRendezvous:
+    def create_rendezvous(self) -> Rendezvous:
         if self.host != "node":
-            return SocketRendezvous(self.host)
+            return super().create_rendezvous()
         from ray.util import get_node_ip_address
 
-        return SocketRendezvous(get_node_ip_address())
+        return Rendezvous(get_node_ip_address())
 
     def init_on_sender(
         self,
