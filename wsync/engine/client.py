@@ -29,18 +29,20 @@ _PIECE = 1 << 20  # bytes of a body that are written at once
 _SHOWN = 2000  # characters of an answer that an error shows
 _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not used again (uvicorn closes it after 5)
 
+Kind = Literal["died", "late", "failed"]
+
 
 class EngineError(Exception):
     """A request failed: ``kind`` as in ``Cause``; ``status`` of the answer, 0 if there was none."""
 
-    def __init__(self, message: str, kind: Literal["died", "late", "failed"] = "failed", status: int = 0) -> None:
+    def __init__(self, message: str, kind: Kind = "failed", status: int = 0) -> None:
         super().__init__(message)
-        self.kind: Literal["died", "late", "failed"] = kind
+        self.kind: Kind = kind
         self.status = status
 
 
 def checked_url(url: str) -> str:
-    """Return an engine's URL without a slash at its end; ValueError: it has more than host, port and path of HTTP."""
+    """Return an engine's URL without a slash at its end; ValueError: it has more than host, port and path."""
     if not _URL.fullmatch(url) or not {*url}.isdisjoint("?#"):
         shown = re.sub(r"//.*@", "//…@", url)  # without a password
         raise ValueError(f"the URL of an engine is like 'http://host:8000', not {shown!r}")
@@ -51,13 +53,13 @@ class EngineClient:
     """Calls one engine: a vLLM server (with ``VLLM_SERVER_DEV_MODE=1``), or ``wsync.engine_app``.
 
     The methods of the phases are those of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines can use
-    this client. They block, and are for a transfer's thread. Redirects are errors, and proxies are not used: weights go
-    to no other host than that of ``url``.
+    this client. They block, and are for a transfer's thread. Weights go to no other host than that of ``url``:
+    redirects are errors, and proxies are not used.
 
     Attributes:
         deadline: of a transfer's requests, on ``time.monotonic``; None for no limit.
         version: the version of the weights that are being sent.
-        phase: the phase of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
+        phase: of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
         times: seconds that the engine has waited for its gate, and that the load took, as it said last.
     """
 
@@ -71,7 +73,9 @@ class EngineClient:
         except ModuleNotFoundError as error:
             raise missing_extra(error, "engine") from error
         self._broken = httpx.HTTPError, OSError
-        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
+        headers = {"Accept-Encoding": "identity"}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
         self._http = httpx.AsyncClient(
             headers=headers,
             verify=ssl.create_default_context() if self.url.startswith("https:") else False,  # it takes 20 ms
@@ -130,7 +134,8 @@ class EngineClient:
         deadline: float | None,
     ) -> Mapping[str, Any]:
         """Make a request, with JSON ``fields`` or a ``body``; return the JSON object of its answer, or EngineError."""
-        self.phase, method = phase, "GET" if route == protocol.WORLD_SIZE else "POST"
+        self.phase = phase
+        method = "GET" if route == protocol.WORLD_SIZE else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
         content, headers = None, {}
         if fields is not None:
@@ -173,7 +178,7 @@ def _cause_of(error: BaseException) -> str:
 
 
 class ParamMeta(NamedTuple):
-    """A tensor's name, dtype and shape."""
+    """As in vLLM."""
 
     name: str
     dtype: torch.dtype
