@@ -22,10 +22,9 @@ from wsync.weights.strategy import Format
 class StoreWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization through files: a shared folder, S3, or whatever else ``fsspec`` reads.
 
-    A finished ``send`` means: a reader that looks from now on finds the version, and it is on the disk. There are no
-    acknowledgements. A reader needs the URL alone; it may start before or after the trainer, and gets the newest
-    version. A trainer that starts again goes on counting. All readers get the same weights: weights per worker are
-    refused.
+    A finished ``send`` means: a reader that looks from now on finds the version, and it is on the disk. A reader needs
+    the URL alone; it may start before or after the trainer. A trainer that starts again goes on counting. All readers
+    get the same weights: weights per worker are refused.
 
     Args:
         url: the URL of a folder; each model has a folder of its own in it. A relative path is resolved at once.

@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -134,21 +134,20 @@ class Store:
             return msgspec.json.decode(content, type=Manifest)
 
     def make(self) -> None:
-        """Make the folder, and delete what a killed trainer left unfinished."""
-        self._fs.makedirs(self._root, exist_ok=True)
-        for name in self.names():
-            if name.endswith(_UNFINISHED):
-                self.delete(name)
+        """Make the folder; WeightSyncError: that failed."""
+        with self.explaining(f"the store {self.url} cannot be written"):
+            self._fs.makedirs(self._root, exist_ok=True)
 
-    def names(self) -> list[str]:
+    def delete_before(self, oldest: int) -> None:
+        """Delete older versions, and what killed trainers left unfinished; a failure is logged."""
         try:
-            return [path.rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False)]
-        except FileNotFoundError:  # where folders are prefixes of names (S3), an empty one does not exist
-            return []
-
-    def delete(self, file: str) -> None:
-        with suppress(FileNotFoundError):
-            self._fs.rm_file(f"{self._root}/{file}")
+            for path in self._fs.ls(self._root, detail=False):
+                name = path.rsplit("/", 1)[-1]
+                match = _VERSION_FILE.fullmatch(name)
+                if name.endswith(_UNFINISHED) or (match is not None and int(match[1]) < oldest):
+                    self._fs.rm_file(f"{self._root}/{name}")
+        except Exception as error:  # noqa: BLE001  readers see the newest version already, so it has to count as stored
+            _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self.explain(error))
 
     def open(self, file: str) -> io.BufferedIOBase:
         """Open a file for reading; one that is not local is read at once."""
@@ -223,8 +222,7 @@ class Files(Outlet):
 
     def begin(self) -> int:
         """Make the folder; return the newest version in it, 0 for none."""
-        with self._store.explaining(f"the store {self._store.url} cannot be written"):
-            self._store.make()
+        self._store.make()
         manifest = self._store.newest()
         return 0 if manifest is None else manifest.version
 
@@ -257,7 +255,7 @@ class Files(Outlet):
         assert manifest is not None and manifest.version == update.version, "prepare() comes first"
         self._write(manifest, MANIFEST, [msgspec.json.encode(manifest)])
         self._wrote = True
-        self._delete_old(manifest.version)
+        self._store.delete_before(manifest.version - self._keep + 1)
 
     def _write(self, manifest: Manifest, file: str, pieces: Sequence[bytes | memoryview]) -> None:
         """Write a file of a version; WeightSyncError: another trainer writes to the store, or it cannot be written."""
@@ -268,17 +266,6 @@ class Files(Outlet):
             )
         with self._store.explaining(f"version {manifest.version} was not stored in {url}"):
             self._store.write(file, pieces)
-
-    def _delete_old(self, newest: int) -> None:
-        """Delete the files of versions that are ``keep`` or more behind the newest."""
-        try:
-            for name in self._store.names():
-                match = _VERSION_FILE.fullmatch(name)
-                if match is not None and int(match[1]) <= newest - self._keep:
-                    self._store.delete(name)
-        except Exception as error:  # noqa: BLE001  readers see the new version already, so it has to count as stored
-            text = self._store.explain(error)
-            _log.warning("old versions of the store %s cannot be deleted: %s", self._store.url, text)
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         return 0.0, 0.0, 0 if self._layout is None else self._layout.nbytes
