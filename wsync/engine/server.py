@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,7 +30,6 @@ from wsync.weights.targets import Destination, Target
 Fields = Mapping[str, Any]
 _FIELDS_BYTES = 64 << 20  # largest body with JSON: it may have a layout
 _STALLED = 60.0  # longest time without a byte of a body, in seconds
-_DROPPING = 10.0  # seconds in which the rest of a body that is refused is read
 
 
 class _Session(NamedTuple):
@@ -66,7 +65,6 @@ class EngineApp:
             _route(protocol.UPDATE, self._update),
             self._phase(protocol.FINISH, self._finish),
             _route(protocol.WORLD_SIZE, self._world_size, "GET"),
-            _route(protocol.HEALTH, self._health, "GET"),
         ]
         self._app = Starlette(routes=routes, lifespan=self._lifespan)
 
@@ -78,8 +76,7 @@ class EngineApp:
         """Serve one request (an ASGI application); without the token nothing of it is looked at."""
         if scope["type"] == "http" and self._authorization is not None:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            public = scope["path"].removeprefix(scope.get("root_path", "")) == protocol.HEALTH
-            if not public and not hmac.compare_digest(given, self._authorization):
+            if not hmac.compare_digest(given, self._authorization):
                 return await _error(401, "the token is missing or wrong")(scope, receive, send)
         await self._app(scope, receive, send)
 
@@ -169,8 +166,6 @@ class EngineApp:
         seconds = {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
         return {"weight_version": version, **seconds}
 
-    # --- health ---
-
     def _set_mixed(self, why: str) -> None:
         if bool(why) != bool(self._mixed):
             (process_gate().attach if why else process_gate().detach)(self)
@@ -184,10 +179,6 @@ class EngineApp:
 
     def leaving_gate(self) -> None:
         """Nothing is in use."""
-
-    async def _health(self, request: Request) -> None:
-        if self._mixed:
-            raise HTTPException(503, self._mixed)
 
     async def _world_size(self, request: Request) -> Fields:
         return {"world_size": 1}
@@ -205,15 +196,9 @@ def _route(path: str, endpoint: Callable[[Request], Awaitable[Fields | None]], m
         try:
             return JSONResponse(await endpoint(request) or {})
         except HTTPException as error:
-            answer = _error(error.status_code, error.detail)
+            return _error(error.status_code, error.detail)
         except Exception:  # noqa: BLE001  whatever the engine raised goes to the trainer, which raises it
-            answer = _error(500, traceback.format_exc())
-        # A connection that is closed with unread bytes is reset, and its answer may be lost.
-        with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # the last: there is no rest
-            async with asyncio.timeout(_DROPPING):
-                async for _ in request.stream():
-                    pass
-        return answer
+            return _error(500, traceback.format_exc())
 
     return Route(path, serve, methods=[method])
 
