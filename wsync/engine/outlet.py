@@ -166,14 +166,7 @@ class Engine:
 
 
 class Engines(Outlet):
-    """An ``Outlet`` to engines.
-
-    Args:
-        clients: one for each engine, by index.
-        make_transfer: makes what carries the weights.
-        pause: pause generation meanwhile; None: do not.
-        timeout: returns the seconds that an update may take; None for no limit.
-    """
+    """An ``Outlet`` to engines. ``timeout`` returns the seconds that an update may take; None for no limit."""
 
     def __init__(
         self,
@@ -200,11 +193,7 @@ class Engines(Outlet):
     def connect(self, processes: Any, deadline: float | None) -> None:
         """Wait until all engines answer, as they may be starting, and have the newest version, if any.
 
-        Raises:
-            SyncTimeout: names the engines that did not answer, and why.
-            WorkerDied: ``disconnect`` was called for one that has not answered.
-            WorkerFailed: an engine has answered with an error: it refuses the token, or has no such route.
-            ValueError: ``processes``.
+        SyncTimeout, WorkerDied, WorkerFailed: names the engines that did not answer, were disconnected, or refuse.
         """
         absent = [worker for worker, engine in enumerate(self._engines) if not engine.present]
         self._loop.call(self._meet(absent, processes, deadline))

@@ -54,7 +54,10 @@ class Reader:
         with self._lock:
             missing = ""
             while manifest is not None and manifest.version >= max(self.oldest, self.newest + 1):
-                layout = self._layout_of(manifest)
+                with self.store.explaining(f"the manifest {MANIFEST} of {self.store.url} is damaged: its layout"):
+                    layout = Layout.decode(manifest.layout)
+                if self._layout is not None and self._layout == layout:  # the same object: a buffer may be used again
+                    layout = self._layout
                 named = f"version {manifest.version} of the store {self.store.url} cannot be read: {manifest.file}"
                 with self.store.explaining(named):
                     if manifest.file == missing:
@@ -73,15 +76,6 @@ class Reader:
                 return update
             self.stop.wait(pause if left is None else min(pause, left))  # before there is a folder, nothing notifies
             pause = min(2 * pause, 0.25)
-
-    def _layout_of(self, manifest: Manifest) -> Layout:
-        """Return the layout of a version: the same object as before, if it is the same."""
-        with self.store.explaining(f"the manifest {MANIFEST} of the store {self.store.url} is damaged: its layout"):
-            layout = Layout.decode(manifest.layout)
-            used = sum(-(-layout.byte_ranges[index][1] // ALIGNMENT) * ALIGNMENT for index in layout.leaders)
-            if layout.extra or layout.nbytes > max(used, ALIGNMENT):  # no more memory than the tensors take
-                raise ValueError(f"it has {layout.nbytes} bytes for {used}, or extra state")
-        return self._layout if self._layout is not None and self._layout == layout else layout
 
     def _read(self, manifest: Manifest, layout: Layout) -> Update:
         with self.store.open(manifest.file) as file:
@@ -102,9 +96,11 @@ def read_tensors(file: BufferedIOBase, layout: Layout, reserve: Callable[[Layout
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     start = 8 + int.from_bytes(file.read(8), "little")
-    expected = start + sum(layout.byte_ranges[index][1] for index in layout.leaders)
-    if size != expected:
-        raise ValueError(f"it has {size} bytes, not the {expected} of its header and the tensors")
+    nbytes = sum(layout.byte_ranges[index][1] for index in layout.leaders)
+    if size != start + nbytes:
+        raise ValueError(f"it has {size} bytes, not the {start + nbytes} of its header and the tensors")
+    if layout.nbytes > nbytes + ALIGNMENT * len(layout.names):  # no more memory than the tensors take
+        raise ValueError(f"its layout has {layout.nbytes} bytes for tensors of {nbytes}")
     buffer = reserve(layout)
     file.seek(start)
     for index in order_in_file(layout):
