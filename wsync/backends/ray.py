@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from wsync.backends.distributed import DistributedTransport, GroupScheme
 from wsync.control.processes import Process, Processes
 from wsync.control.rendezvous import Rendezvous
-from wsync.errors import NotConnected, WeightSyncError, WorkerFailed, missing_extra
+from wsync.errors import NotConnected, WeightSyncError, missing_extra
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import one_worker
+from wsync.update import Cause
+from wsync.workers import raise_causes
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
     from ray import ObjectRef
@@ -209,8 +211,6 @@ def _job() -> str:
 
 
 def _raise_failures(ends: Mapping[int, Any]) -> None:
-    causes = {worker: end.exception() for worker, end in sorted(ends.items()) if end.done()}
-    errors = {worker: str(cause) for worker, cause in causes.items() if cause is not None}
-    if errors:
-        lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in errors.items())
-        raise WorkerFailed(f"{len(errors)} actor(s) could not join:\n{lines}", errors)
+    errors = {worker: end.exception() for worker, end in ends.items() if end.done()}
+    causes = {worker: Cause("failed", str(error)) for worker, error in errors.items() if error is not None}
+    raise_causes(causes, "the join failed")

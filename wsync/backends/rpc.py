@@ -14,7 +14,6 @@ from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.weights.strategy import Format
 
-_NO_TIMEOUT = 0.0  # in RPC's terms
 _TIMED_OUT = "RPCErr:1:"  # how torch begins the message of a call that has timed out
 RPCTransport = DistributedTransport
 _addresses: dict[str, Address] = {}  # of this process's senders, by the names in their pickled schemes
@@ -41,7 +40,7 @@ class RpcRendezvous(Rendezvous):
 
     def meet(self, pickled: Any, model_id: str, worker: int, deadline: float | None, join: Join) -> int:
         left = remaining(deadline)
-        timeout = _NO_TIMEOUT if left is None else max(left, 0.001)
+        timeout = 0.0 if left is None else max(left, 0.001)  # in RPC's terms, 0 is no limit
         try:
             address = rpc.rpc_sync(self._trainer, address_of, args=(pickled,), timeout=timeout)
         except RuntimeError as error:

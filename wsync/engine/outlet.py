@@ -206,7 +206,7 @@ class Engines(Outlet):
         if processes is not None:
             raise ValueError("an engine is known by its URL alone: its process cannot be given")
         causes = await self._each(workers, lambda engine: engine.probe(deadline))
-        raise_causes(causes, "there is no connection")
+        raise_causes(causes, "connect() failed")
         for engine in (self._engines[worker] for worker in workers):
             engine.present = True
             if engine.latest is not None:
