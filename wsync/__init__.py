@@ -11,7 +11,7 @@ from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
 from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
 from wsync.backends.store import StoreTransport, StoreWeightSyncScheme
 from wsync.control.listen import listen_on
-from wsync.control.rendezvous import Rendezvous, SocketRendezvous, TorchStoreRendezvous
+from wsync.control.rendezvous import Rendezvous, TorchStoreRendezvous
 from wsync.engine.app import engine_app
 from wsync.errors import (
     LayoutMismatch,
@@ -57,7 +57,6 @@ __all__ = [
     "Rendezvous",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
-    "SocketRendezvous",
     "StoreTransport",
     "StoreWeightSyncScheme",
     "SyncMetrics",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from wsync.control.auth import Address
 from wsync.control.listen import dial
 from wsync.control.loop import ControlLoop, control_loop
 from wsync.control.rendezvous import Rendezvous
@@ -64,18 +65,13 @@ class WorkerConnection:
     def connect(self, worker_idx: int, deadline: float | None) -> int:
         """Connect; return the first version that the sender has for this worker."""
         loop = self._loop = control_loop().acquire()
-        for address in self._rendezvous.addresses(self._pickled, self._model_id, worker_idx, deadline):
-            try:
-                first = loop.call(self._join(loop, address, worker_idx, deadline))
-            except NotConnected as error:
-                if self._rendezvous.passes_over(error):
-                    continue
-                raise
-            self._rendezvous.connected(address, worker_idx)
-            return first
-        raise NotConnected(f"worker {worker_idx}: no sender of '{self._model_id}' was found")
 
-    async def _join(self, loop: ControlLoop, address: Any, worker: int, deadline: float | None) -> int:
+        def join(address: Address) -> int:
+            return loop.call(self._join(loop, address, worker_idx, deadline))
+
+        return self._rendezvous.meet(self._pickled, self._model_id, worker_idx, deadline, join)
+
+    async def _join(self, loop: ControlLoop, address: Address, worker: int, deadline: float | None) -> int:
         self._joining = asyncio.current_task()
         link, pid, fds = await dial(address, "weights", self._model_id, worker, deadline, native=native is not None)
         try:

@@ -27,7 +27,7 @@ from wsync import legacy
 from wsync.control.auth import Address
 from wsync.control.listen import Listener
 from wsync.control.processes import Process, Processes
-from wsync.control.rendezvous import Rendezvous, SocketRendezvous
+from wsync.control.rendezvous import Rendezvous
 from wsync.control.session import Medium
 from wsync.deadlines import as_timeout, deadline_in
 from wsync.errors import NotConnected, forked_child_error
@@ -152,7 +152,7 @@ class WeightSyncScheme:
 
     def create_rendezvous(self) -> Rendezvous:
         """Return how workers find the sender: here by the address in the pickled scheme, on one machine."""
-        return SocketRendezvous()
+        return Rendezvous()
 
     def make_medium(self, worker_idx: int) -> Medium:
         """Return what carries the weights of one connection, at either end, where the arena does not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,6 +99,15 @@ def test_a_second_connect_leaves_connected_actors_alone(three: list[Any]) -> Non
         nn.init.constant_(model.bias, 5)
         scheme.connect()
         assert ray.get([actor.act.remote() for actor in three], timeout=30) == [[5, 5]] * 3
+
+
+def test_an_actor_that_cannot_join_says_why_at_once(three: list[Any]) -> None:
+    with wsync.RayWeightSyncScheme(timeout=60.0) as scheme:
+        scheme.init_on_sender("broken", model=nn.Linear(3, 2), actors=three)
+        began = time.monotonic()
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)the join failed on worker.*'broken'"):
+            scheme.connect()
+        assert time.monotonic() - began < 30
 
 
 def test_several_nodes(three: list[Any]) -> None:

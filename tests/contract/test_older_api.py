@@ -139,11 +139,11 @@ def test_ends_do_not_exist_before_init(name: str) -> None:
 
 
 def test_the_scheme_none_accepts_every_call() -> None:
-    scheme = wsync.NoWeightSyncScheme()
-    scheme.init_on_sender("policy", pipes=[])
-    scheme.get_sender().send(policy_of(1.0))
-    scheme.init_on_worker("policy", pipe=None, model=policy_of(1.0))
-    assert scheme.get_receiver().receive(0.0) is False
+    with wsync.NoWeightSyncScheme() as sender, wsync.NoWeightSyncScheme() as worker:
+        sender.init_on_sender("policy", pipes=[])
+        sender.get_sender().send(policy_of(1.0))
+        worker.init_on_worker("policy", pipe=None, model=policy_of(1.0))
+        assert worker.get_receiver().receive(0.0) is False
 
 
 def test_contexts_with_pipes_and_models() -> None:

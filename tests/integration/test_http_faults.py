@@ -96,6 +96,10 @@ def test_weights_that_do_not_fit_are_an_error_at_connect() -> None:
 
 
 def test_an_engine_that_never_comes() -> None:
+    with wsync.HTTPWeightSyncScheme("http://127.0.0.1:9") as scheme:
+        scheme.init_on_sender("policy", model=Small())
+        with pytest.raises(ValueError, match="its process cannot be given"):
+            scheme.connect(processes={0: threading.Event()})  # pyright: ignore[reportArgumentType]
     said = r"worker 0: http://127\.0\.0\.1:9: phase connect .*refused"
     with pytest.raises(wsync.SyncTimeout, match=said), trainer("http://127.0.0.1:9", timeout=0.3):
         pass

@@ -35,6 +35,10 @@ class Failing(MemoryFileSystem):
         if name in self.fails:
             raise self.fails[name]
 
+    def makedirs(self, *arguments: Any, **options: Any) -> None:
+        self._raise("makedirs")
+        super().makedirs(*arguments, **options)
+
     def ls(self, *arguments: Any, **options: Any) -> Any:
         self._raise("ls")
         return super().ls(*arguments, **options)
@@ -84,11 +88,15 @@ def test_errors_of_a_library_name_the_store(failing: dict[str, Exception], caplo
     url, named = "failing://user:secret@run/policy?sig=secret", "failing://run/policy"
     transport = wsync.StoreTransport(url)
     transport.setup_connection_and_weights_on_sender()
-    for method, said in (("ls", "cannot be written"), ("pipe_file", "was not stored"), ("json", "cannot be read")):
+    for method, said in (
+        ("makedirs", "cannot be written"),
+        ("pipe_file", "was not stored"),
+        ("json", "cannot be read"),
+    ):
         failing[method] = error
-        call = transport.setup_connection_and_weights_on_sender if method == "ls" else transport.send_weights
+        call = transport.setup_connection_and_weights_on_sender if method == "makedirs" else transport.send_weights
         with pytest.raises(wsync.WeightSyncError) as caught:
-            call(*([] if method == "ls" else [Small()]))
+            call(*([] if method == "makedirs" else [Small()]))
         assert said in str(caught.value) and named in str(caught.value) and "secret" not in str(caught.value)
         del failing[method]
     failing["ls"] = error

@@ -51,7 +51,6 @@ class CudaWeightSyncScheme(WeightSyncScheme):
         return CudaMedium()
 
     def create_rendezvous(self) -> Rendezvous:
-        """NotConnected: there is no GPU here."""
         if not torch.cuda.is_available():
             raise NotConnected("there is no GPU that this process can use: use MultiProcessWeightSyncScheme instead")
         return super().create_rendezvous()

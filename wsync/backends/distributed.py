@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch.distributed import Store, is_nccl_available  # pyright: ignore[reportPrivateImportUsage]
 
-from wsync.control.rendezvous import TorchStoreRendezvous
+from wsync.control.rendezvous import Rendezvous, TorchStoreRendezvous
 from wsync.media.cuda import with_index
 from wsync.media.group import INLINE_BYTES, GroupMedium
 from wsync.registry import SchemeOptions
@@ -45,6 +45,9 @@ class GroupScheme(WeightSyncScheme):
         self.host = host
         self.shared_memory = shared_memory
         self.inline_bytes = inline_bytes
+
+    def create_rendezvous(self) -> Rendezvous:
+        return Rendezvous(self.host)
 
     def make_medium(self, worker_idx: int) -> GroupMedium:
         return GroupMedium(self.backend, self.inline_bytes, self.timeout)

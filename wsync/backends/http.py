@@ -17,14 +17,13 @@ from wsync.transforms import Transform
 class HTTPWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization with inference engines that are HTTP servers.
 
-    Each engine is taken through the four phases of vLLM's native weight transfer, all engines side by side: *init* once
-    for a layout, then for each version *start*, *update* and *finish*. The weights are bodies of HTTP requests, which
-    the engines of ``wsync.engine_app`` take; ``docs/engines.md`` shows a ``transfer`` for vLLM's own engines.
+    Engines are taken side by side through the four phases of vLLM's native weight transfer: *init* once for a layout,
+    then for each version *start*, *update* and *finish*. The weights are bodies of HTTP requests, which the engines of
+    ``wsync.engine_app`` take; ``docs/engines.md`` shows a ``transfer`` for vLLM's own engines.
 
-    Worker ``i`` is the engine of ``urls[i]``. A finished ``send`` means: each engine has loaded the version. An engine
-    that cannot be reached raises ``WorkerDied``, one that does not answer ``SyncTimeout``, one that refuses
-    ``WorkerFailed``; all name the URL, the phase and the answer. ``readmit(i)`` sends an engine that has been started
-    again the newest version.
+    Worker ``i`` is the engine of ``urls[i]``. A finished ``send`` means: each engine has loaded the version. Errors
+    name the URL, the phase and the answer. ``readmit(i)`` sends an engine that has been started again the newest
+    version.
 
     Args:
         urls: the URLs of the engines (``"http://10.0.0.5:8000"``); one or several. Weights go to no other host:

@@ -4,8 +4,25 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from wsync.paths import CollectorContext, find_or_none
+from wsync.receiver import Receiver
 from wsync.scheme import WeightSyncScheme
+from wsync.update import Connection, Outlet
+from wsync.weights.packing import Buffer
+
+
+class _Nothing(Outlet, Connection):
+    """An outlet and a connection that nobody uses."""
+
+    name = "none"
+
+    def reserve(self, deadline: float | None) -> Buffer:
+        raise AssertionError("nothing is published")
+
+    def connect(self, *_: Any) -> int:
+        return 0
+
+    def close(self, *, graceful: bool = True) -> None:
+        return
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
@@ -20,24 +37,18 @@ class NoWeightSyncScheme(WeightSyncScheme):
         *("multi_sync", "multi_async", "single", "distributed", "distributed_async"),
         *("rpc", "rpc_async", "ray", "ray_async"),
     )
-    _workers = 0  # 0 on a receiver
-    _source: Any = None  # what `weights` and `prepare_weights` read
 
-    def init_on_sender(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
-        self.init_on_receiver(model_id, context, model=given.get("model"))
-        workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        self._workers = given.get("num_workers") or len(workers) or 1
-        weights = given.get("weights")
-        self._source = self.model if weights is None else weights
+    def make_outlet(self, model_id: str, num_workers: int) -> Outlet:
+        return _Nothing()
 
-    def init_on_receiver(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
-        model = given.get("model")
-        if model is None and context is not None:
-            model = find_or_none(context, model_id)
-        self.model_id, self.context, self.model, self._source = model_id, context, model, model
-        self._workers, self._index = 0, given.get("worker_idx")
+    def make_connection(self, model_id: str, receiver: Receiver) -> Connection:
+        return _Nothing()
 
-    init_on_worker = init_on_receiver
+    def init_on_sender(self, model_id: str = "policy", context: Any = None, *, pipes: Any = None, **given: Any) -> None:
+        super().init_on_sender(model_id, context, pipes=[], **given)
+
+    def init_on_worker(self, model_id: str = "policy", context: Any = None, *, pipe: Any = None, **given: Any) -> None:
+        self.init_on_receiver(model_id, context, **given)
 
     def init_in_process(self, model_id: str, model: Any, source: Any = None) -> None:
         self.init_on_sender(model_id, model=model)
@@ -57,26 +68,4 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def pull(self, timeout: float | None = None) -> int:
         return 0
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: Any = None, context: Any = None) -> Any:
-        return super().prepare_weights(self._source if weights is None else weights, model_id, strategy, context)
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._workers, self._source = 0, None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_workers": 0, "_source": None}
-
     get_sender, get_receiver = WeightSyncScheme.create_sender, WeightSyncScheme.create_receiver
-
-    @property
-    def is_sender(self) -> bool:
-        return self._workers > 0
-
-    @property
-    def num_workers(self) -> int:
-        return self._workers
-
-    @property
-    def weights(self) -> Any:
-        return None if self._source is None else self.strategy.extract_weights(self._source)

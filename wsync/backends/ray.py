@@ -8,15 +8,17 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from wsync.backends.distributed import DistributedTransport, GroupScheme
 from wsync.control.processes import Process, Processes
-from wsync.control.rendezvous import SocketRendezvous
-from wsync.errors import NotConnected, WeightSyncError, WorkerFailed, missing_extra
+from wsync.control.rendezvous import Rendezvous
+from wsync.errors import NotConnected, WeightSyncError, missing_extra
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import one_worker
+from wsync.update import Cause
+from wsync.workers import raise_causes
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
     from ray import ObjectRef
@@ -47,12 +49,12 @@ class RayWeightSyncScheme(GroupScheme):
     _joins: Mapping[int, ObjectRef] = {}  # by worker, the last call to join
     _job = ""  # the one of Ray's that the actors belong to
 
-    def create_rendezvous(self) -> SocketRendezvous:
+    def create_rendezvous(self) -> Rendezvous:
         if self.host != "node":
-            return SocketRendezvous(self.host)
+            return super().create_rendezvous()
         from ray.util import get_node_ip_address
 
-        return SocketRendezvous(get_node_ip_address())
+        return Rendezvous(get_node_ip_address())
 
     def init_on_sender(
         self,
@@ -62,10 +64,7 @@ class RayWeightSyncScheme(GroupScheme):
         actors: Sequence[ActorHandle] | None = None,
         **given: Any,
     ) -> None:
-        """``actors``, also of the context, are those that the sender has join, by worker index.
-
-        NotConnected: Ray is not initialised.
-        """
+        """``actors``, also of the context, are those that the sender has join. NotConnected: Ray is not initialised."""
         self._require_uninitialised()
         self._job = _job()
         if not self._job:
@@ -82,11 +81,9 @@ class RayWeightSyncScheme(GroupScheme):
         """Connect; actors that have not joined are called to join.
 
         WorkerFailed: an actor could not, with its own error. NotConnected: ``ray.shutdown`` was called since.
-        ValueError: ``processes``, with actors.
         """
         if not self._actors:
-            super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
-            return
+            return super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
         if processes is not None:
             raise ValueError("Ray reports the end of its actors: leave processes= out")
         present = self.sender.outlet.workers
@@ -94,38 +91,53 @@ class RayWeightSyncScheme(GroupScheme):
             super().connect(worker_idx=worker_idx, weights=weights, processes=sentinels)
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
-        """An actor that is alive, or that Ray has restarted, is called to join with the model that it has now.
-
-        WorkerFailed: it could not, with its own error. ValueError: ``process``, with actors.
-        """
+        """An actor that is alive, or that Ray has restarted, is called to join with the model that it has now."""
         if not self._actors:
-            super().readmit(worker_idx, process, timeout)
-            return
+            return super().readmit(worker_idx, process, timeout)
         if process is not None:
             raise ValueError("Ray reports the end of its actors: leave process= out")
         worker_idx = one_worker(worker_idx, self.num_workers)
         with self._joining([worker_idx]) as sentinels:
             super().readmit(worker_idx, sentinels[worker_idx], timeout)
 
-    def _joining(self, workers: Sequence[int]) -> AbstractContextManager[Mapping[int, int]]:
-        """Call actors to join, as ``_watched``, unless Ray has not run their last call to join yet.
+    @contextmanager
+    def _joining(self, workers: Sequence[int]) -> Iterator[Mapping[int, int]]:
+        """Call actors to join; yield, per worker, a descriptor that becomes readable if its call fails.
 
-        An actor's call ends its old connection, which must not be accepted as the new one: it is disconnected first.
+        At the end, raise the actors' own errors as ``WorkerFailed``, also in place of an error in the block.
+        """
+        if self._job != _job():  # a call would start another Ray
+            raise NotConnected("ray.shutdown() was called: the actors of this scheme are gone")
+        ends = {worker: self._join_of(worker).future() for worker in workers}
+        pairs = {worker: socket.socketpair() for worker in workers}
+        for worker, end in ends.items():  # a thread of Ray closes one end of the pair
+            end.add_done_callback(lambda end, writer=pairs[worker][1]: end.exception() and writer.close())
+        try:
+            yield {worker: reader.fileno() for worker, (reader, _) in pairs.items()}
+            wait(ends.values(), _GRACE)  # until Ray knows that they are finished: it repeats a call if the actor dies
+            _raise_failures(ends)
+        except WeightSyncError:
+            _raise_failures(ends)
+            raise
+        finally:
+            for pair in pairs.values():
+                for end in pair:
+                    end.close()
+
+    def _join_of(self, worker: int) -> ObjectRef:
+        """Call an actor to join, unless Ray has not run the last such call yet.
+
+        The call ends the actor's old connection, which must not be accepted as the new one: it is disconnected first.
         """
         import ray
 
-        sender = self.sender
-        if self._job != _job():  # a call would start another Ray
-            raise NotConnected("ray.shutdown() was called: the actors of this scheme are gone")
-        for worker in workers:
-            if worker in self._joins and not ray.wait([self._joins[worker]], timeout=0)[0]:
-                continue
-            with sender.exclusive():  # another thread's send ends first
-                sender.disconnect(worker)
+        if worker not in self._joins or ray.wait([self._joins[worker]], timeout=0)[0]:
+            with self.sender.exclusive():  # another thread's send ends first
+                self.sender.disconnect(worker)
             # With retries Ray takes the call also while it restarts the actor (``max_restarts``).
             call = self._actors[worker].__ray_call__.options(max_task_retries=-1)
             self._joins = {**self._joins, worker: call.remote(_join, self, self.model_id, worker)}
-        return _watched({worker: self._joins[worker] for worker in workers})
+        return self._joins[worker]
 
     def shutdown(self) -> None:
         """Release everything, also in the actors that the sender had join."""
@@ -198,32 +210,7 @@ def _job() -> str:
     return f"{context.get_node_id()} {context.get_job_id()}"
 
 
-@contextmanager
-def _watched(calls: Mapping[int, ObjectRef]) -> Iterator[Mapping[int, int]]:
-    """Yield, per worker, a descriptor that becomes readable if its call fails. At the end, raise the calls' own errors.
-
-    They are raised as ``WorkerFailed``, also in place of an error in the block.
-    """
-    ends, pairs = {worker: call.future() for worker, call in calls.items()}, {one: socket.socketpair() for one in calls}
-    for worker, end in ends.items():  # a thread of Ray closes one end of the pair
-        end.add_done_callback(lambda end, writer=pairs[worker][1]: None if end.exception() is None else writer.close())
-    try:
-        yield {worker: reader.fileno() for worker, (reader, _) in pairs.items()}
-        # Until Ray knows that they are finished: it repeats a call if the actor dies before.
-        wait(ends.values(), _GRACE)
-        _raise_failures(ends)
-    except WeightSyncError:
-        _raise_failures(ends)
-        raise
-    finally:
-        for pair in pairs.values():
-            for end in pair:
-                end.close()
-
-
 def _raise_failures(ends: Mapping[int, Any]) -> None:
-    causes = {worker: end.exception() for worker, end in sorted(ends.items()) if end.done()}
-    errors = {worker: str(cause) for worker, cause in causes.items() if cause is not None}
-    if errors:
-        lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in errors.items())
-        raise WorkerFailed(f"{len(errors)} actor(s) could not join:\n{lines}", errors)
+    errors = {worker: end.exception() for worker, end in ends.items() if end.done()}
+    causes = {worker: Cause("failed", str(error)) for worker, error in errors.items() if error is not None}
+    raise_causes(causes, "the join failed")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch.distributed import rpc
 
 from wsync.backends.distributed import DistributedTransport, GroupScheme
 from wsync.control.auth import Address
-from wsync.control.rendezvous import SocketRendezvous
+from wsync.control.rendezvous import Join, Rendezvous
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.weights.strategy import Format
 
-_NO_TIMEOUT = 0.0  # in RPC's terms
 _TIMED_OUT = "RPCErr:1:"  # how torch begins the message of a call that has timed out
 RPCTransport = DistributedTransport
 _addresses: dict[str, Address] = {}  # of this process's senders, by the names in their pickled schemes
@@ -28,7 +26,7 @@ def address_of(name: str) -> Address:
     return _addresses[name]
 
 
-class RpcRendezvous(SocketRendezvous):
+class RpcRendezvous(Rendezvous):
     """Workers ask the trainer, by its name in RPC, for the sender's address."""
 
     def __init__(self, host: str, trainer: str) -> None:
@@ -40,11 +38,11 @@ class RpcRendezvous(SocketRendezvous):
         _addresses[name] = address
         return name
 
-    def addresses(self, pickled: Any, model_id: str, worker: int, deadline: float | None) -> Iterator[Address]:
+    def meet(self, pickled: Any, model_id: str, worker: int, deadline: float | None, join: Join) -> int:
         left = remaining(deadline)
-        timeout = _NO_TIMEOUT if left is None else max(left, 0.001)
+        timeout = 0.0 if left is None else max(left, 0.001)  # in RPC's terms, 0 is no limit
         try:
-            found = rpc.rpc_sync(self._trainer, address_of, args=(pickled,), timeout=timeout)
+            address = rpc.rpc_sync(self._trainer, address_of, args=(pickled,), timeout=timeout)
         except RuntimeError as error:
             sender = f"worker {worker}: the sender '{self._trainer}'"
             if _TIMED_OUT in str(error):
@@ -52,7 +50,7 @@ class RpcRendezvous(SocketRendezvous):
             raise NotConnected(
                 f"{sender} is not in this process's RPC group, or has been shut down: {error}"
             ) from error
-        yield found
+        return join(address)
 
 
 class RPCWeightSyncScheme(GroupScheme):

@@ -38,14 +38,13 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization through shared memory, for workers on the trainer's machine.
 
     Args:
-        policy_weights: ``{model_id: TensorDict}`` of buffers that are registered from the start.
-        auto_register: whether the first weights that are sent define the shared buffers. Otherwise
-            ``register_shared_weights`` has to be called before ``init_on_sender``: without it, ``connect`` and ``send``
-            raise ``NotConnected``.
+        policy_weights: ``{model_id: TensorDict}``, registered as by ``register_shared_weights``.
+        auto_register: whether the first weights that are sent define the shared buffers. Otherwise weights have to be
+            registered before ``init_on_sender``: without them, ``connect`` and ``send`` raise ``NotConnected``.
         per_worker_weights: whether each worker has slots of its own; for workers that are given different weights.
         acknowledge: when a ``send`` is finished: ``"installed"``, when every worker's model has the weights;
-            ``"published"``, when every forward that starts from then on will use them, without an acknowledgement: a
-            worker installs them on its way into a forward, or in ``receive``. Not for workers that pass updates on.
+            ``"published"``, when every forward that starts from then on will use them: a worker installs them on its
+            way into a forward, or in ``receive``. Not for workers that pass updates on.
         strategy, sync, options: as in ``WeightSyncScheme``.
     """
 
@@ -70,18 +69,16 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy, sync, **options)
         self.auto_register = auto_register
         self.per_worker_weights = per_worker_weights
-        if policy_weights is not None and not isinstance(policy_weights, Mapping):
-            raise TypeError(f"policy_weights is a mapping {{model_id: TensorDict}}, not {policy_weights!r}")
         self.acknowledge = acknowledge
         self._registered: dict[str, TensorDictBase] = {}
         for model_id, weights in (policy_weights or {}).items():
             self.register_shared_weights(model_id, weights)
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
-        """Make ``weights`` the buffers of ``model_id``.
+        """Make ``weights`` what ``send()`` sends of ``model_id``, if the sender has no model of its own.
 
-        ``send()`` sends what is in them, if the sender has no model of its own. After each ``send`` their tensors lie
-        in the memory that the workers were given, and what refers to their former memory does not.
+        After each ``send`` their tensors lie in the memory that the workers were given, and what refers to their former
+        memory does not.
 
         Raises:
             RuntimeError: the model has buffers already, or the scheme is initialised already.

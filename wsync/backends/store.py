@@ -12,7 +12,6 @@ from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.store.files import SAME_WEIGHTS, Files, Store, absolute_url
 from wsync.store.reader import FileInbox, Reader
-from wsync.transforms import delta_of
 from wsync.transport import TransportBackend, apply_received
 from wsync.update import Outlet, Update
 from wsync.weights.layout import packed
@@ -23,10 +22,9 @@ from wsync.weights.strategy import Format
 class StoreWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization through files: a shared folder, S3, or whatever else ``fsspec`` reads.
 
-    A finished ``send`` means: a reader that looks from now on finds the version, and it is on the disk. There are no
-    acknowledgements. A reader needs the URL alone; it may start before or after the trainer, and gets the newest
-    version. A trainer that starts again goes on counting. All readers get the same weights: weights per worker are
-    refused.
+    A finished ``send`` means: a reader that looks from now on finds the version, and it is on the disk. A reader needs
+    the URL alone; it may start before or after the trainer. A trainer that starts again goes on counting. All readers
+    get the same weights: weights per worker are refused.
 
     Args:
         url: the URL of a folder; each model has a folder of its own in it. A relative path is resolved at once.
@@ -79,8 +77,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         return f"{scheme}{separator}{path.rstrip('/')}/{name}"
 
     def make_outlet(self, model_id: str, num_workers: int) -> Files:
-        store, delta = Store(self._folder(model_id)), delta_of(self.send_transform)
-        files = Files(store, num_workers, keep=self.keep, delta=delta)
+        files = Files(Store(self._folder(model_id)), num_workers, keep=self.keep)
         self._first_version = files.begin() + 1
         return files
 

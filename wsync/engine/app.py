@@ -31,15 +31,15 @@ def engine_app(
     Serve it with any ASGI server, in one process (``uvicorn --workers 1``), or mount it in an application of your own
     (``app.mount("/weights", engine_app(…))``). A version is collected first: it takes its size in memory. When all of
     it has arrived and fits, it is loaded inside ``wsync.gate()``. A version that is incomplete, damaged or malformed is
-    not loaded at all. If loading fails half-way, ``/health`` answers 503, and the gate raises ``WeightSyncError``,
-    until a version is loaded.
+    not loaded at all. If loading fails half-way, the gate raises ``WeightSyncError`` until a version is
+    loaded.
 
     Args:
         model: a module (its forwards are gated), or a mapping of tensors, into which weights are copied.
         load: for an inference engine: see ``WeightSyncScheme.init_on_receiver``. Always called in the same thread,
             which is not the main one: it has to set the CUDA device, if it needs one.
-        token: requests without this bearer token are refused before their bodies are read, except ``/health``. None:
-            any process that reaches the port can change the weights.
+        token: requests without this bearer token are refused before their bodies are read. None: any process that
+            reaches the port can change the weights.
         receive_transform: see ``WeightSyncScheme``.
         max_bytes: the largest version that is accepted.
 

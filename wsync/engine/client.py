@@ -29,18 +29,21 @@ _PIECE = 1 << 20  # bytes of a body that are written at once
 _SHOWN = 2000  # characters of an answer that an error shows
 _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not used again (uvicorn closes it after 5)
 
+Kind = Literal["died", "late", "failed"]
+Fields = Mapping[str, Any]
+
 
 class EngineError(Exception):
     """A request failed: ``kind`` as in ``Cause``; ``status`` of the answer, 0 if there was none."""
 
-    def __init__(self, message: str, kind: Literal["died", "late", "failed"] = "failed", status: int = 0) -> None:
+    def __init__(self, message: str, kind: Kind = "failed", status: int = 0) -> None:
         super().__init__(message)
-        self.kind: Literal["died", "late", "failed"] = kind
+        self.kind: Kind = kind
         self.status = status
 
 
 def checked_url(url: str) -> str:
-    """Return an engine's URL without a slash at its end; ValueError: it has more than host, port and path of HTTP."""
+    """Return an engine's URL without a slash at its end; ValueError: it has more than host, port and path."""
     if not _URL.fullmatch(url) or not {*url}.isdisjoint("?#"):
         shown = re.sub(r"//.*@", "//…@", url)  # without a password
         raise ValueError(f"the URL of an engine is like 'http://host:8000', not {shown!r}")
@@ -51,13 +54,13 @@ class EngineClient:
     """Calls one engine: a vLLM server (with ``VLLM_SERVER_DEV_MODE=1``), or ``wsync.engine_app``.
 
     The methods of the phases are those of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines can use
-    this client. They block, and are for a transfer's thread. Redirects are errors, and proxies are not used: weights go
-    to no other host than that of ``url``.
+    this client. They block, and are for a transfer's thread. Weights go to no other host than that of ``url``:
+    redirects are errors, and proxies are not used.
 
     Attributes:
         deadline: of a transfer's requests, on ``time.monotonic``; None for no limit.
         version: the version of the weights that are being sent.
-        phase: the phase of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
+        phase: of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
         times: seconds that the engine has waited for its gate, and that the load took, as it said last.
     """
 
@@ -71,7 +74,9 @@ class EngineClient:
         except ModuleNotFoundError as error:
             raise missing_extra(error, "engine") from error
         self._broken = httpx.HTTPError, OSError
-        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
+        headers = {"Accept-Encoding": "identity"}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
         self._http = httpx.AsyncClient(
             headers=headers,
             verify=ssl.create_default_context() if self.url.startswith("https:") else False,  # it takes 20 ms
@@ -80,15 +85,15 @@ class EngineClient:
             limits=httpx.Limits(keepalive_expiry=_IDLE_LIMIT),
         )
 
-    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: Fields) -> None:
         """Phase 1, once for a layout: tell the engine how weights will travel."""
         self.post("init", protocol.INIT, {"init_info": dict(init_info)})
 
-    def start_weight_update(self, fields: Mapping[str, Any] | None = None) -> None:
+    def start_weight_update(self, fields: Fields | None = None) -> None:
         """Phase 2: begin a version. vLLM takes no ``fields``."""
         self.post("start", protocol.START, fields)
 
-    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+    def update_weights(self, update_info: Fields) -> None:
         """Phase 3, for transfers beside HTTP: have the engine receive weights. One or more times."""
         self.post("update", protocol.UPDATE, {"update_info": dict(update_info)})
 
@@ -103,14 +108,12 @@ class EngineClient:
     def get_world_size(self) -> int:
         return int(self.post("connect", protocol.WORLD_SIZE)["world_size"])
 
-    def post(
-        self, phase: str, route: str, fields: Mapping[str, Any] | None = None, body: memoryview | None = None
-    ) -> Mapping[str, Any]:
-        """Make a request of the transfer: see ``request``."""
+    def post(self, phase: str, route: str, body: Fields | memoryview | None = None) -> Fields:
+        """Make a request of the transfer, as ``request`` does; called by its thread."""
 
-        async def post() -> Mapping[str, Any]:
+        async def post() -> Fields:
             self._posting = asyncio.current_task()
-            return await self.request(phase, route, fields, body, deadline=self.deadline)
+            return await self.request(phase, route, body, deadline=self.deadline)
 
         return control_loop().call(post())
 
@@ -121,22 +124,17 @@ class EngineClient:
             self._posting.cancel()
 
     async def request(
-        self,
-        phase: str,
-        route: str,
-        fields: Mapping[str, Any] | None = None,
-        body: memoryview | None = None,
-        *,
-        deadline: float | None,
-    ) -> Mapping[str, Any]:
-        """Make a request, with JSON ``fields`` or a ``body``; return the JSON object of its answer, or EngineError."""
-        self.phase, method = phase, "GET" if route == protocol.WORLD_SIZE else "POST"
+        self, phase: str, route: str, body: Fields | memoryview | None = None, *, deadline: float | None
+    ) -> Fields:
+        """Make a request with fields (as JSON) or weights; return the fields of its answer. EngineError: it failed."""
+        self.phase = phase
+        method = "GET" if route == protocol.WORLD_SIZE else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
         content, headers = None, {}
-        if fields is not None:
-            content, headers = msgspec.json.encode(fields), {"Content-Type": "application/json"}
-        elif body is not None:
+        if isinstance(body, memoryview):
             content, headers = _pieces(body), {"Content-Length": str(len(body))}
+        elif body is not None:
+            content, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
         try:
             async with asyncio.timeout(remaining(deadline)):
                 async with self._http.stream(method, self.url + route, content=content, headers=headers) as response:
@@ -173,7 +171,7 @@ def _cause_of(error: BaseException) -> str:
 
 
 class ParamMeta(NamedTuple):
-    """A tensor's name, dtype and shape."""
+    """As in vLLM."""
 
     name: str
     dtype: torch.dtype
@@ -225,5 +223,5 @@ class BodyTransfer:
         client, update = self._client, self._source.update
         assert update is not None
         client.start_weight_update(self._session)
-        client.post("update", f"{protocol.UPDATE}?{urlencode(self._session)}", body=update.buffer.memory)
+        client.post("update", f"{protocol.UPDATE}?{urlencode(self._session)}", update.buffer.memory)
         client.finish_weight_update(**self._session, checksum=f"{update.checksum:016x}")

@@ -13,20 +13,19 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from wsync.control.loop import control_loop, run_blocking
-from wsync.control.processes import Processes, watched
 from wsync.control.session import checksum_of
-from wsync.deadlines import NOW, deadline_in, earlier, remaining
+from wsync.deadlines import deadline_in, earlier, remaining
 from wsync.engine.client import EngineClient, EngineError, MakeTransfer, VersionSource
 from wsync.engine.protocol import PAUSE, RESUME, WORLD_SIZE, PauseMode
-from wsync.errors import LayoutMismatch, SyncTimeout, WorkerDied, WorkerFailed
+from wsync.errors import LayoutMismatch
 from wsync.update import Cause, Outlet, Stage, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
 from wsync.weights.targets import require_no_extra
+from wsync.workers import raise_causes
 
 _PROBE = 2.0  # seconds for one request to an engine that may be starting
 _SHORTEST, _LONGEST = 0.02, 0.25  # seconds between two of them
 _RESUME_TIMEOUT = 5.0  # seconds in which an engine is resumed after an update has failed
-_ERRORS = {"died": WorkerDied, "failed": WorkerFailed, "late": SyncTimeout}  # the gravest first
 
 
 class Engine:
@@ -34,7 +33,7 @@ class Engine:
 
     Attributes:
         present: whether it is connected.
-        cause: why it is not, if it was.
+        cause: why it is not, if that is known.
         latest: the newest version for its index, also while it is absent.
     """
 
@@ -44,88 +43,76 @@ class Engine:
         self.cause = ""
         self.latest: Update | None = None
         self._make_transfer, self._pause = make_transfer, pause
-        self._probing: asyncio.Task[Any] | None = None
         self._delivering: asyncio.Task[None] | None = None
         self._outcome: asyncio.Future[Cause | None] | None = None  # of the newest version
         self._turn = asyncio.Lock()  # held by the delivery that is in progress
         self._transfer: tuple[Layout, VersionSource, Any] | None = None
 
+    async def probe(self, deadline: float | None) -> Cause | None:
+        """Wait until the engine answers; return why it did not: it refuses, it was disconnected, or it is too late."""
+        self.cause, said, pause = "", "", _SHORTEST
+        while True:
+            try:
+                await self.client.request("connect", WORLD_SIZE, deadline=earlier(deadline, deadline_in(_PROBE)))
+                answered = True
+            except EngineError as error:
+                if 0 < error.status < 500:
+                    self.cause = str(error)
+                    return Cause("failed", self.cause)
+                answered = False
+                said = said if said and error.kind == "late" else str(error)
+            if self.cause:
+                return Cause("died", self.cause)
+            if answered:
+                return None
+            if remaining(deadline) == 0.0:
+                self.cause = said
+                return Cause("late", said)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+
     def submit(self, update: Update, deadline: float | None) -> None:
         """Send a version, once the one before has ended. An engine that is absent has died."""
-        self.latest, outcome = update, asyncio.get_running_loop().create_future()
-        self._outcome = outcome
+        self.latest, self._outcome = update, asyncio.get_running_loop().create_future()
         if self.present:
-            self._delivering = asyncio.ensure_future(self._deliver(update, deadline, outcome))
+            self._delivering = asyncio.ensure_future(self._deliver(update, deadline, self._outcome))
         else:
-            outcome.set_result(Cause("died", self.cause))
+            self._outcome.set_result(Cause("died", self.cause))
 
     async def _deliver(self, update: Update, deadline: float | None, outcome: asyncio.Future[Cause | None]) -> None:
         async with self._turn:
-            if outcome.done() or outcome is not self._outcome:  # it was given up, or there is a newer one
+            if outcome.done() or outcome is not self._outcome:  # the engine was disconnected, or a version is newer
                 return
             cause = await self.attempt(update.buffer.layout, update, deadline)
             if outcome.done():
                 return
-            if cause is not None and cause.kind == "died":
-                self._forget(cause.text)
             outcome.set_result(cause)
+            if cause is not None and cause.kind == "died":
+                self.disconnect(cause.text)
 
     async def outcome(self, deadline: float | None) -> Cause | None:
-        """Wait for the outcome of the newest version; at the deadline, give it up (not at ``NOW``)."""
+        """Wait for the outcome of the newest version."""
         if self._outcome is None:
             return None
         await asyncio.wait([self._outcome], timeout=remaining(deadline))
         if self._outcome.done():
             return self._outcome.result()
-        cause = Cause("late", f"{self.client.url}: phase {self.client.phase}: no answer before the deadline")
-        if deadline != NOW:
-            self._give_up(cause)
-        return cause
-
-    def _give_up(self, cause: Cause) -> None:
-        if self._outcome is not None and not self._outcome.done():
-            self._outcome.set_result(cause)
-        self.client.give_up()
-
-    def _forget(self, cause: str) -> None:
-        """Treat the engine as absent: it may be started again, so its next version begins with a new transfer."""
-        self.present, self.cause, self._transfer = False, cause, None
+        return Cause("late", f"{self.client.url}: phase {self.client.phase}: no answer before the deadline")
 
     def disconnect(self, cause: str) -> None:
-        """Treat the engine as dead; what waits for it is told so."""
-        self._forget(cause)
-        if self._probing is not None:
-            self._probing.cancel()
-        self._give_up(Cause("died", cause))
+        """Treat the engine as dead; what waits for it is told so. Its next version begins with a new transfer."""
+        self.present, self.cause, self._transfer = False, cause, None
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(Cause("died", cause))
+        self.client.give_up()
 
     async def close(self) -> None:
         """End what is being sent; wait until it has ended, for some seconds."""
-        self._give_up(Cause("died", "the sender was shut down"))
+        self.disconnect("the sender was shut down")
         with suppress(TimeoutError):
             async with asyncio.timeout(_RESUME_TIMEOUT), self._turn:
                 pass
         await self.client.close()
-
-    async def probe(self, deadline: float | None) -> Cause | None:
-        """Wait until the engine answers; return why it did not. EngineError: it refuses, or was disconnected."""
-        self._probing, pause, said = asyncio.current_task(), _SHORTEST, ""
-        try:
-            while True:
-                try:
-                    await self.client.request("connect", WORLD_SIZE, deadline=earlier(deadline, deadline_in(_PROBE)))
-                    return None
-                except EngineError as error:
-                    if 0 < error.status < 500:
-                        raise
-                    said = said if said and error.kind == "late" else str(error)
-                    if remaining(deadline) == 0.0:
-                        return Cause("late", said)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST)
-        except asyncio.CancelledError:  # by ``disconnect``
-            raise EngineError(self.cause, "died") from None
-        finally:
-            self._probing = None
 
     # --- one attempt ---
 
@@ -178,14 +165,7 @@ class Engine:
 
 
 class Engines(Outlet):
-    """An ``Outlet`` to engines.
-
-    Args:
-        clients: one for each engine, by index.
-        make_transfer: makes what carries the weights.
-        pause: pause generation meanwhile; None: do not.
-        timeout: returns the seconds that an update may take; None for no limit.
-    """
+    """An ``Outlet`` to engines. ``timeout`` returns the seconds that an update may take; None for no limit."""
 
     def __init__(
         self,
@@ -209,41 +189,30 @@ class Engines(Outlet):
     def causes(self) -> Mapping[int, str]:
         return {index: one.cause for index, one in enumerate(self._engines) if one.cause and not one.present}
 
-    def connect(self, processes: Processes | None, deadline: float | None, workers: Sequence[int] = ()) -> None:
-        """Wait until engines (by default all) answer, as they may be starting, and have the newest version, if any.
+    def connect(self, processes: Any, deadline: float | None) -> None:
+        """Wait until all engines answer, as they may be starting, and have the newest version, if any.
 
-        Raises:
-            SyncTimeout: names the engines that did not answer, and why.
-            WorkerDied: ``disconnect`` was called for one that has not answered; or its process has ended.
-            WorkerFailed: an engine has answered with an error: it refuses the token, or has no such route.
+        SyncTimeout, WorkerDied, WorkerFailed: names the engines that did not answer, were disconnected, or refuse.
         """
-        with watched(processes, len(self._engines)) as sentinels:
-            self._loop.call(self._meet(workers or range(len(self._engines)), sentinels, deadline))
+        absent = [worker for worker, engine in enumerate(self._engines) if not engine.present]
+        self._loop.call(self._meet(absent, processes, deadline))
 
     def readmit(self, worker: int, process: Any, deadline: float | None) -> None:
         self.disconnect(worker, "it is being replaced")
-        self.connect(None if process is None else {worker: process}, deadline, [worker])
+        self._loop.call(self._meet([worker], process, deadline))
 
-    async def _meet(self, workers: Sequence[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
-        absent = {worker: self._engines[worker] for worker in workers if not self._engines[worker].present}
-        if not absent:
-            return
-        loop, ends = asyncio.get_running_loop(), {worker: sentinels[worker] for worker in absent if worker in sentinels}
-        for worker, end in ends.items():
-            loop.add_reader(end, absent[worker].disconnect, "its process ended before it had answered")
-        probes = {asyncio.ensure_future(engine.probe(deadline)): worker for worker, engine in absent.items()}
-        done, others = await asyncio.wait(probes, return_when=asyncio.FIRST_EXCEPTION)
-        for end in ends.values():
-            loop.remove_reader(end)
-        for probe in others:
-            probe.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        _raise_any({probes[probe]: cause for probe in done if (cause := _cause_of(probe)) is not None})
-        for engine in absent.values():
-            engine.present, engine.cause = True, ""
+    async def _meet(self, workers: Sequence[int], processes: Any, deadline: float | None) -> None:
+        if processes is not None:
+            raise ValueError("an engine is known by its URL alone: its process cannot be given")
+        causes = await self._each(workers, lambda engine: engine.probe(deadline))
+        raise_causes(causes, "connect() failed")
+        for engine in (self._engines[worker] for worker in workers):
+            engine.present = True
             if engine.latest is not None:
                 engine.submit(engine.latest, deadline)
-        _raise_any(await self._outcomes([worker for worker, engine in absent.items() if engine.latest], deadline))
+        raise_causes(
+            await self._each(workers, lambda engine: engine.outcome(deadline)), "the newest version is missing"
+        )
 
     def disconnect(self, worker: int, cause: str) -> None:
         self._loop.post(self._engines[worker].disconnect, cause)
@@ -269,11 +238,8 @@ class Engines(Outlet):
             self._loop.post(self._engines[worker].submit, update, deadline)
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
-        """Wait until engines have loaded their newest version. Requests without an answer are given up then."""
-        return self._loop.call(self._outcomes(workers, deadline))
-
-    async def _outcomes(self, workers: Sequence[int], deadline: float | None) -> Mapping[int, Cause]:
-        return await self._each(workers, lambda engine: engine.outcome(deadline))
+        """Wait until engines have loaded their newest version."""
+        return self._loop.call(self._each(workers, lambda engine: engine.outcome(deadline)))
 
     async def _each(self, workers: Sequence[int], ask: Callable[[Engine], Any]) -> Mapping[int, Cause]:
         """Ask engines side by side; return the causes that some have answered."""
@@ -297,18 +263,3 @@ class Engines(Outlet):
 
     async def _end_all(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
-
-
-def _cause_of(probe: asyncio.Task[Cause | None]) -> Cause | None:
-    error = probe.exception()
-    return Cause(error.kind, str(error)) if isinstance(error, EngineError) else probe.result()
-
-
-def _raise_any(causes: Mapping[int, Cause]) -> None:
-    """Raise the error of the gravest cause, if there is any; it names all engines."""
-    kinds = {cause.kind for cause in causes.values()}
-    for kind, error in _ERRORS.items():
-        if kind in kinds:
-            texts = {worker: cause.text for worker, cause in sorted(causes.items())}
-            failed = [worker for worker, cause in causes.items() if cause.kind == "failed"]
-            raise error("\n".join(f"worker {worker}: {text}" for worker, text in texts.items()), texts, None, failed)

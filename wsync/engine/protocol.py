@@ -32,7 +32,6 @@ FINISH = "/finish_weight_update"
 PAUSE = "/pause"
 RESUME = "/resume"
 WORLD_SIZE = "/get_world_size"
-HEALTH = "/health"
 
 TRANSFER = "body"
 

@@ -7,31 +7,29 @@ import base64
 import hmac
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from torch import Tensor
 
 from wsync.control.session import checksum_of
 from wsync.engine import protocol
 from wsync.errors import LayoutMismatch, WeightSyncError
 from wsync.gate import entered_for_forward_of, process_gate
 from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
 from wsync.weights.targets import Destination, Target
 
 Fields = Mapping[str, Any]
 _FIELDS_BYTES = 64 << 20  # largest body with JSON: it may have a layout
 _STALLED = 60.0  # longest time without a byte of a body, in seconds
-_DROPPING = 10.0  # seconds in which the rest of a body that is refused is read
 
 
 class _Session(NamedTuple):
@@ -39,28 +37,74 @@ class _Session(NamedTuple):
 
     name: str
     target: Target
-    flat: Tensor
-    views: Sequence[Tensor]
+    buffer: Buffer
 
 
-class EngineWeights:
-    """The weights of one engine. One request at a time calls the phases, ``poll_update`` is the gate's.
+class EngineApp:
+    """An ASGI application by which a trainer updates an engine: ``engine_app`` documents the arguments.
 
     A phase raises ``HTTPException`` if it is refused: no weights have changed. After a refused *init* the engine is not
     initialised.
 
     Attributes:
-        version: the name of those that it has; "0" before the first update. Changes inside the gate.
-        mixed: why they may be of two versions; empty if they are not.
+        version: the name of the weights that the engine has; "0" before the first update. Inside ``wsync.gate()`` it
+            does not change.
     """
 
-    def __init__(self, destination: Destination, max_bytes: int) -> None:
-        self.version, self.mixed = "0", ""
+    def __init__(self, destination: Destination, max_bytes: int, token: str | None) -> None:
+        self.version = "0"
         self._destination, self._max_bytes = destination, max_bytes
+        self._authorization = None if token is None else f"Bearer {token}".encode()
         self._session: _Session | None = None
+        self._mixed = ""  # why weights may be of two versions
+        self._updating = asyncio.Lock()  # one phase at a time
+        self._loading = ThreadPoolExecutor(1, "wsync-load")
+        routes = [
+            self._phase(protocol.INIT, self._init),
+            self._phase(protocol.START, self._start),
+            _route(protocol.UPDATE, self._update),
+            self._phase(protocol.FINISH, self._finish),
+            _route(protocol.WORLD_SIZE, self._world_size, "GET"),
+        ]
+        self._app = Starlette(routes=routes, lifespan=self._lifespan)
 
-    def initialise(self, fields: Fields) -> None:
-        """Phase 1: make room for a version, if weights of this layout fit."""
+    def close(self) -> None:
+        """End the thread that loads weights. The server's end calls it."""
+        self._loading.shutdown(wait=False)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one request (an ASGI application); without the token nothing of it is looked at."""
+        if scope["type"] == "http" and self._authorization is not None:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._authorization):
+                return await _error(401, "the token is missing or wrong")(scope, receive, send)
+        await self._app(scope, receive, send)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            self.close()
+
+    def _phase(self, path: str, function: Callable[[Fields], Fields | None]) -> Route:
+        """Return a route that calls ``function`` in the thread that loads weights: the server goes on answering."""
+
+        async def run(request: Request) -> Fields | None:
+            content = b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES)])
+            try:
+                fields = msgspec.json.decode(content, type=dict[str, Any])
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise HTTPException(400, f"the body is not JSON of an object: {error}") from error
+            async with self._updating:
+                return await asyncio.get_running_loop().run_in_executor(self._loading, function, fields)
+
+        return _route(path, run)
+
+    # --- phases ---
+
+    def _init(self, fields: Fields) -> None:
+        """Make room for a version, if weights of this layout fit."""
         info = fields.get("init_info")
         if not isinstance(info, dict) or info.get("transfer") != protocol.TRANSFER:
             raise HTTPException(400, f"init_info.transfer is '{protocol.TRANSFER}' here, not {str(info)[:99]}")
@@ -78,27 +122,31 @@ class EngineWeights:
             target = process_gate().call_without_forward(self._destination.target, layout, bind=False)
         except LayoutMismatch as error:
             raise HTTPException(422, f"LayoutMismatch: {error}") from error
-        flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        self._session = _Session(name, target, flat, layout.views(flat))
+        self._session = _Session(name, target, Buffer.new(layout))
 
-    def current(self, fields: Fields) -> _Session:
-        """Phases 2 to 4 are for the current session only."""
+    def _current(self, fields: Fields) -> _Session:
         name = _text(fields, "session")
         if self._session is None:
-            said = f"POST {protocol.INIT} comes first: an engine that was started again is readmitted"
-            raise HTTPException(409, said)
+            why = f"POST {protocol.INIT} comes first: an engine that was started again is readmitted"
+            raise HTTPException(409, why)
         if self._session.name != name:
             raise HTTPException(409, "another trainer has initialised this engine since: each engine has one trainer")
         return self._session
 
-    def start(self, fields: Fields) -> None:
-        """Phase 2: nothing. The checksum tells versions apart."""
-        self.current(fields)
+    def _start(self, fields: Fields) -> None:
+        self._current(fields)  # there is nothing to do: the checksum tells versions apart
 
-    def finish(self, fields: Fields) -> Fields:
-        """Phase 4: check that the version is whole, then load it inside the gate; return the fields of the answer."""
-        session, version = self.current(fields), _text(fields, "weight_version")
-        expected, found = _text(fields, "checksum"), f"{checksum_of(session.flat.numpy().data, b''):016x}"
+    async def _update(self, request: Request) -> None:
+        async with self._updating:
+            place, size = self._current(request.query_params).buffer.memory, 0
+            async for piece in _pieces(request, len(place)):
+                place[size : size + len(piece)] = piece
+                size += len(piece)
+
+    def _finish(self, fields: Fields) -> Fields:
+        """Check that the version is whole, then load it inside the gate."""
+        session, version = self._current(fields), _text(fields, "weight_version")
+        expected, found = _text(fields, "checksum"), f"{checksum_of(session.buffer.memory, b''):016x}"
         if expected != found:
             raise HTTPException(409, f"the version is incomplete or corrupt: checksum {found}, not {expected}")
         return process_gate().call_without_forward(self._install, session, version, time.perf_counter())
@@ -106,7 +154,7 @@ class EngineWeights:
     def _install(self, session: _Session, version: str, asked: float) -> Fields:
         began = time.perf_counter()
         try:
-            session.target.install(session.views)
+            session.target.install(session.buffer.views)
             self._set_mixed("")
         finally:
             if session.target.mixed:
@@ -119,18 +167,21 @@ class EngineWeights:
         return {"weight_version": version, **seconds}
 
     def _set_mixed(self, why: str) -> None:
-        if bool(why) != bool(self.mixed):
+        if bool(why) != bool(self._mixed):
             (process_gate().attach if why else process_gate().detach)(self)
-        self.mixed = why
+        self._mixed = why
 
     def poll_update(self) -> bool:
         """Refuse forwards while weights are mixed (a ``GateHook``, attached meanwhile)."""
-        if self.mixed and entered_for_forward_of(self._destination.model):
-            raise WeightSyncError(self.mixed)
+        if self._mixed and entered_for_forward_of(self._destination.model):
+            raise WeightSyncError(self._mixed)
         return False
 
     def leaving_gate(self) -> None:
         """Nothing is in use."""
+
+    async def _world_size(self, request: Request) -> Fields:
+        return {"world_size": 1}
 
 
 def _text(fields: Fields, name: str) -> str:
@@ -140,92 +191,14 @@ def _text(fields: Fields, name: str) -> str:
     return value
 
 
-class EngineApp:
-    """An ASGI application by which a trainer updates an engine: ``engine_app`` documents the arguments."""
-
-    def __init__(self, destination: Destination, max_bytes: int, token: str | None) -> None:
-        weights = self._weights = EngineWeights(destination, max_bytes)
-        self._authorization = None if token is None else f"Bearer {token}".encode()
-        self._updating = asyncio.Lock()  # one phase at a time
-        self._loading = ThreadPoolExecutor(1, "wsync-load")
-        routes = [
-            self._phase(protocol.INIT, weights.initialise),
-            self._phase(protocol.START, weights.start),
-            _route(protocol.UPDATE, self._update),
-            self._phase(protocol.FINISH, weights.finish),
-            _route(protocol.WORLD_SIZE, self._world_size, "GET"),
-            _route(protocol.HEALTH, self._health, "GET"),
-        ]
-        self._app = Starlette(routes=routes, lifespan=self._lifespan)
-
-    @property
-    def version(self) -> str:
-        """The name of the weights that the engine has. Inside ``wsync.gate()`` it does not change."""
-        return self._weights.version
-
-    def close(self) -> None:
-        """End the thread that loads weights. The server's end calls it."""
-        self._loading.shutdown(wait=False)
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one request (an ASGI application); without the token nothing of it is looked at."""
-        if scope["type"] == "http" and self._authorization is not None:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            public = scope["path"].removeprefix(scope.get("root_path", "")) == protocol.HEALTH
-            if not public and not hmac.compare_digest(given, self._authorization):
-                return await _error(401, "the token is missing or wrong")(scope, receive, send)
-        await self._app(scope, receive, send)
-
-    @asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            self.close()
-
-    def _phase(self, path: str, function: Callable[[Fields], Any]) -> Route:
-        """Return a route that calls ``function`` in the thread that loads weights: the server goes on answering."""
-
-        async def run(request: Request) -> Fields | None:
-            content = b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES)])
-            try:
-                fields = msgspec.json.decode(content, type=dict[str, Any])
-            except (msgspec.DecodeError, RecursionError) as error:
-                raise HTTPException(400, f"the body is not JSON of an object: {error}") from error
-            async with self._updating:
-                return await asyncio.get_running_loop().run_in_executor(self._loading, function, fields)
-
-        return _route(path, run)
-
-    async def _update(self, request: Request) -> None:
-        async with self._updating:
-            place, size = self._weights.current(request.query_params).flat.numpy().data, 0
-            async for piece in _pieces(request, len(place)):
-                place[size : size + len(piece)] = piece
-                size += len(piece)
-
-    async def _world_size(self, request: Request) -> Fields:
-        return {"world_size": 1}
-
-    async def _health(self, request: Request) -> None:
-        if self._weights.mixed:
-            raise HTTPException(503, self._weights.mixed)
-
-
 def _route(path: str, endpoint: Callable[[Request], Awaitable[Fields | None]], method: str = "POST") -> Route:
     async def serve(request: Request) -> JSONResponse:  # errors are answered as JSON
         try:
             return JSONResponse(await endpoint(request) or {})
         except HTTPException as error:
-            answer = _error(error.status_code, error.detail)
+            return _error(error.status_code, error.detail)
         except Exception:  # noqa: BLE001  whatever the engine raised goes to the trainer, which raises it
-            answer = _error(500, traceback.format_exc())
-        # A connection that is closed with unread bytes is reset, and its answer may be lost.
-        with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # the last: there is no rest
-            async with asyncio.timeout(_DROPPING):
-                async for _ in request.stream():
-                    pass
-        return answer
+            return _error(500, traceback.format_exc())
 
     return Route(path, serve, methods=[method])
 
