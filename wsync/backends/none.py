@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from wsync.receiver import Receiver
 from wsync.scheme import WeightSyncScheme
 from wsync.update import Connection, Outlet
-from wsync.weights.packing import Buffer
+from wsync.weights.layout import Buffer
 
 
 class _Nothing(Outlet, Connection):

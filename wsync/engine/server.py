@@ -23,8 +23,7 @@ from wsync.control.session import checksum_of
 from wsync.engine import protocol
 from wsync.errors import LayoutMismatch, WeightSyncError
 from wsync.gate import entered_for_forward_of, process_gate
-from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer
+from wsync.weights.layout import Buffer, Layout
 from wsync.weights.targets import Destination, Target
 
 Fields = Mapping[str, Any]
