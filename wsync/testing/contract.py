@@ -48,7 +48,6 @@ from wsync.testing.models import (
 )
 from wsync.testing.workers import WorkerError
 
-PULLSTILL_OPEN = "something of the trainer's end is still open or running"
 STILL_OPEN = "something of the trainer's end is still open or running"
 PULL: dict[str, Any] = {"initiator": "receiver"}
 

@@ -386,10 +386,9 @@ class World:
         self.say("send", model=name, version=version, until=stage, causes=sorted(causes))
         for index in holders.keys() - causes.keys():
             worker = holders[index]
-            if worker.alive and self.workers[index] is worker:
-                has = worker.versions[name]
-                assert stage == "ready" or has >= version, f"send {name} {version}: worker {index} has {has}"
-                worker.promised[name] = max(worker.promised[name], version)
+            has = worker.versions[name]
+            assert stage == "ready" or has >= version, f"send {name} {version}: worker {index} has {has}"
+            worker.promised[name] = max(worker.promised[name], version)
 
     async def transaction(self) -> None:
         """Both models in all workers, or none: as ``wsync.transaction`` does it."""
