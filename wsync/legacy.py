@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from wsync.scheme import WeightSyncScheme
     from wsync.update import SyncReport
 
-_MARK = "wsync invitation"
 _PAUSE = 0.02  # seconds between two attempts to end the wait of a connecting thread
 
 
@@ -184,7 +183,7 @@ def invite_all(scheme: WeightSyncScheme) -> None:
         try:
             poller.register(pipe.fileno(), select.POLLOUT)
             if poller.poll(milliseconds(deadline_in(scheme.timeout))):
-                pipe.send_bytes(json.dumps([_MARK, scheme.model_id, worker, scheme._address.dump()]).encode())
+                pipe.send_bytes(json.dumps([scheme.model_id, worker, scheme._address.dump()]).encode())
                 continue
         except OSError as error:
             raise NotConnected(f"worker {worker}: its pipe is closed, or cannot send ({error})") from error
@@ -201,11 +200,9 @@ def _read_invitation(pipe: Connection, model_id: str, timeout: float | None) -> 
     if not ready:
         raise SyncTimeout(f"'{model_id}': no invitation came within {timeout} s: call init_on_sender(pipes=[…]) first")
     try:
-        mark, invited, worker, address = json.loads(message)
-        if mark != _MARK or type(worker) is not int:
-            raise ValueError("another message")
+        invited, worker, address = json.loads(message)
         found = Address.load(address)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(
             f"'{model_id}': another message than init_on_sender()'s came through this pipe: receive your own earlier "
             "messages before init_on_worker(), and send later ones after it"

@@ -191,7 +191,8 @@ class Model:
     """The receiver of one model in one worker, as its connection and the rule ``choose`` see it."""
 
     def __init__(self, worker: SimulatedWorker, sender: str) -> None:
-        self.worker, self.sender, self.version = worker, sender, 0
+        self.worker, self.sender = worker, sender
+        self.version = self.seen = self.promised = 0
         self.installed: Update | None = None
         self.inbox: SessionInbox | None = None
 
@@ -230,7 +231,6 @@ class SimulatedWorker(Process):
         super().__init__(world)
         self.index, self.gate_held = index, False
         self.models: dict[str, Any] = {name: Model(self, world.outlets[name].name) for name in MODELS}
-        self.seen, self.promised = Counter[str](), Counter[str]()  # versions by model
         self.start(self.act())
         for name in MODELS:
             self.start(self.stay_connected(name))
@@ -338,14 +338,12 @@ class World:
     def check_forward(self, worker: SimulatedWorker) -> None:
         who, versions = f"worker {worker.index}:", worker.versions
         for name, model in worker.models.items():
-            if model.installed is None:
-                continue
-            version, seen, promised = model.version, worker.seen[name], worker.promised[name]
-            assert version >= seen, f"{who} {name} went back from {seen} to {version}"
-            worker.seen[name] = version
-            correct = bytes(model.installed.buffer.memory) == self.payloads[name, version]
+            version = model.version
+            assert version >= model.seen, f"{who} {name} went back from {model.seen} to {version}"
+            assert version >= model.promised, f"{who} {name} {model.promised} was promised, {version} acts"
+            model.seen = version
+            correct = not version or bytes(model.installed.buffer.memory) == self.payloads[name, version]
             assert correct, f"{who} {name} {version} has the payload of another version"
-            assert version >= promised, f"{who} {name} {promised} was promised, {version} acts"
         for parts in self.committed if all(versions.values()) else ():
             sides = {versions[name] >= version for name, version in parts.items()}
             assert len(sides) == 1, f"{who} {versions} mixes the two sides of {parts}"
@@ -385,10 +383,10 @@ class World:
         causes = await self.wait(name, version, stage)
         self.say("send", model=name, version=version, until=stage, causes=sorted(causes))
         for index in holders.keys() - causes.keys():
-            worker = holders[index]
-            has = worker.versions[name]
+            model = holders[index].models[name]
+            has = model.version
             assert stage == "ready" or has >= version, f"send {name} {version}: worker {index} has {has}"
-            worker.promised[name] = max(worker.promised[name], version)
+            model.promised = max(model.promised, version)
 
     async def transaction(self) -> None:
         """Both models in all workers, or none: as ``wsync.transaction`` does it."""
