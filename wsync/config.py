@@ -36,12 +36,8 @@ def register_configs(defaults: Mapping[str, Any] | None = None, folders: Sequenc
     ``weight_sync/schema/<name>`` is the scheme of a file; ``collector/for/<name>`` is the collector that a scheme names
     first. A file without ``_target_`` is about the backend in its defaults list, or the one of its own name.
 
-    Args:
-        defaults: replace the defaults of schemes that have an option of that name, ``{"timeout": "${timeout}"}``.
-        folders: Hydra's config folders, in Hydra's order.
-
-    Raises:
-        ValueError: the store has another config of one of these names.
+    ``defaults`` replace those of schemes with such an option, ``{"timeout": "${timeout}"}``; ``folders`` are Hydra's,
+    in its order. ValueError: the store has another config of one of these names.
     """
     overriding = tuple((defaults or {}).items())
     targets = {name: scheme.replace(":", ".") for name, scheme in registered_backends().items()}
@@ -88,14 +84,11 @@ def _default_collector(target: str | None) -> str:
 
 @cache  # two configs of one scheme have to be of one type to be merged
 def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
-    """Return the config of a class or function: a dataclass with ``_target_`` and one field per argument.
+    """Return the config of the class or function ``target``: a dataclass with ``_target_`` and one field per argument.
 
     A ``Literal`` of strings is a ``str``; what OmegaConf has no type for is ``Any``. Where it cannot be imported, or
-    accepts any option, the config is a dictionary, to which options can be added.
-
-    Args:
-        target: its dotted name.
-        defaults: ``(option, value)`` pairs that replace its own defaults, for options that it has.
+    accepts any option, the config is a dictionary, to which options can be added. ``defaults``: as in
+    ``register_configs``.
     """
     scheme = _imported(target)
     if not callable(scheme):
@@ -129,9 +122,9 @@ def _config_type(annotation: Any) -> Any:
     if get_origin(annotation) is Sequence and (item := get_args(annotation)[0]) in _PLAIN:
         return list[item]
     if get_origin(annotation) in (Union, types.UnionType):
-        inner = [one for one in get_args(annotation) if one is not type(None)]
-        if len(inner) == 1 and _config_type(inner[0]) is not Any:
-            return _config_type(inner[0]) | None
+        inner = [_config_type(one) for one in get_args(annotation) if one is not type(None)]
+        if len(inner) == 1 and inner[0] is not Any:
+            return inner[0] | None
     return Any
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import ParamSpec
 
 P = ParamSpec("P")
@@ -17,9 +18,7 @@ class WeightSyncError(RuntimeError):
             otherwise empty.
     """
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        self.workers: dict[int, str] = {}
+    workers: Mapping[int, str] = MappingProxyType({})
 
 
 class NotConnected(WeightSyncError):
@@ -72,10 +71,7 @@ class WorkerDied(WorkerError):
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
-    """Return the error of what needs a package that is not installed, of the optional dependencies ``extra``.
-
-    ``error`` is that of the import statement; ``extra`` is ``"ray"``, ``"train"`` …
-    """
+    """Return the error for the ``error`` of an import that needs the optional dependencies ``extra`` (``"ray"`` …)."""
     package = (error.name or "").split(".")[0]
     return ModuleNotFoundError(
         f"{package} is not installed: pip install '.[{extra}]' in a clone of wsync", name=error.name

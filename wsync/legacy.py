@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from wsync.scheme import WeightSyncScheme
     from wsync.update import SyncReport
 
-_MARK = "wsync invitation"
-
 _PAUSE = 0.02  # seconds between two attempts to end the wait of a connecting thread
 
 
@@ -44,8 +42,7 @@ class WeightSender:
         """Wait for all workers, if that has not been done; pipes given to ``create_transport`` define the scheme."""
         if self._scheme.model_id is None and self._scheme._pipes:
             self._scheme.init_on_sender(pipes=self._scheme._pipes)
-        sender = self._scheme._sender
-        if sender is None or not sender.connected:
+        if self._scheme._sender is None or not self._scheme._sender.connected:
             self._scheme.connect()
 
     def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
@@ -72,16 +69,15 @@ class WeightReceiver:
 
         They are installed as they arrive, also without this call. NotConnected: the sender has shut down.
         """
-        if not self._scheme.sends_weights:
+        scheme, deadline = self._scheme, deadline_in(timeout)
+        if not scheme.sends_weights:
             return False
-        deadline, connecting = deadline_in(timeout), self._scheme._connecting
-        if connecting is not None:
-            if not wait([connecting], timeout).done:
+        if scheme._connecting is not None:
+            if not wait([scheme._connecting], timeout).done:
                 return False
-            self._scheme._connecting = None
-            connecting.result()
-        received = self._scheme.receive(remaining(deadline))
-        if received is None and self._scheme.finished:
+            scheme._connecting.result()
+        received = scheme.receive(remaining(deadline))
+        if received is None and scheme.finished:
             raise NotConnected("the sender has shut down: there will be no more weights")
         return received is not None
 
@@ -104,9 +100,8 @@ def init_on_worker(
     worker's index; without it the scheme is the sender's, pickled, and needs ``worker_idx``. ``context`` has the model
     (at the path ``model_id``, or as ``model``), and may have ``worker_idx`` and ``pipe``.
 
-    Raises:
-        NotConnected, SyncTimeout: the sender is gone, or has not called ``init_on_sender`` in time.
-        ValueError: no index; or something else came through the pipe; and all that ``init_on_receiver`` raises.
+    NotConnected, SyncTimeout: the sender is gone, or has not called ``init_on_sender`` in time. ValueError: no index;
+    or something else came through the pipe. It raises what ``init_on_receiver`` raises.
     """
     pipe = getattr(context, "pipe", None) if pipe is None else pipe
     if pipe is not None:
@@ -125,8 +120,6 @@ def init_on_worker(
     receiver, connected = scheme._as_receiver("init_on_worker"), Future[None]()
 
     def connect() -> None:
-        if not connected.set_running_or_notify_cancel():
-            return
         try:
             receiver.connect(worker_idx, scheme.timeout)
             connected.set_result(None)
@@ -140,12 +133,11 @@ def init_on_worker(
 def end_connecting(scheme: WeightSyncScheme) -> None:
     """End a worker's connecting thread, and close what it connected meanwhile."""
     connecting, receiver = scheme._connecting, scheme._receiver
-    if connecting is None or receiver is None or scheme._inherited or connecting.cancel():
+    if connecting is None or receiver is None or scheme._inherited:
         return
-    while True:
+    while not wait([connecting], _PAUSE).done:
         receiver.close()  # again: the thread may not have begun to wait for the sender before
-        if wait([connecting], _PAUSE).done:
-            return receiver.close()
+    receiver.close()
     scheme._connecting = None
 
 
@@ -191,7 +183,7 @@ def invite_all(scheme: WeightSyncScheme) -> None:
         try:
             poller.register(pipe.fileno(), select.POLLOUT)
             if poller.poll(milliseconds(deadline_in(scheme.timeout))):
-                pipe.send_bytes(json.dumps([_MARK, scheme.model_id, worker, scheme._address.dump()]).encode())
+                pipe.send_bytes(json.dumps([scheme.model_id, worker, scheme._address.dump()]).encode())
                 continue
         except OSError as error:
             raise NotConnected(f"worker {worker}: its pipe is closed, or cannot send ({error})") from error
@@ -208,14 +200,12 @@ def _read_invitation(pipe: Connection, model_id: str, timeout: float | None) -> 
     if not ready:
         raise SyncTimeout(f"'{model_id}': no invitation came within {timeout} s: call init_on_sender(pipes=[…]) first")
     try:
-        mark, invited, worker, address = json.loads(message)
-        if mark != _MARK or type(worker) is not int:
-            raise ValueError("another message")
+        invited, worker, address = json.loads(message)
         found = Address.load(address)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(
-            f"'{model_id}': a message of {len(message)} bytes came through this pipe that is not init_on_sender()'s: "
-            "receive your own earlier messages before init_on_worker(), and send later ones after it"
+            f"'{model_id}': another message than init_on_sender()'s came through this pipe: receive your own earlier "
+            "messages before init_on_worker(), and send later ones after it"
         ) from error
     if invited != model_id:
         raise ValueError(

@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 
 _STEP = re.compile(r"\.?([A-Za-z_]\w*)|\[(-?\d+)\]|\[['\"]([^'\"]+)['\"]\]")
-_MOST_NAMES = 20  # in an error
 
 
 @runtime_checkable
@@ -81,7 +80,7 @@ def _listed(found: object) -> str:
         names = [f"[{name}]" if name.isdigit() else name for name in children]
     else:
         names = sorted(name for name in getattr(found, "__dict__", ()) if not name.startswith("_"))
-    return ", ".join([*names[:_MOST_NAMES], *(["…"] if len(names) > _MOST_NAMES else [])]) or "nothing"
+    return ", ".join(names) or "nothing"
 
 
 def find_or_none(context: object, model_id: str) -> nn.Module | None:

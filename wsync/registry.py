@@ -27,13 +27,11 @@ _BACKENDS = {
 def register_backend(name: str, scheme: str) -> None:
     """Add a backend. Registering the same one again is harmless.
 
-    Args:
-        name: for ``WeightSyncScheme.from_backend``. ``weight_sync=<name>`` of ``train.py``, which starts earlier, needs
-            an entry point ``wsync.backends`` or a YAML file instead.
-        scheme: import string of the scheme's class, ``"mypackage.module:MyScheme"``.
+    ``scheme`` is the import string of a class, ``"mypackage.module:MyScheme"``; ``name`` is for
+    ``WeightSyncScheme.from_backend``. ``weight_sync=<name>`` of ``train.py``, which starts earlier, needs an entry
+    point ``wsync.backends`` or a YAML file instead.
 
-    Raises:
-        ValueError: the name belongs to another backend, or ``scheme`` is no import string.
+    ValueError: the name belongs to another backend, or ``scheme`` is no import string.
     """
     if not isinstance(scheme, str) or not all(scheme.partition(":")):
         raise ValueError(f"the scheme of backend '{name}' is an import string 'package.module:Class', not {scheme!r}")
@@ -50,21 +48,15 @@ def registered_backends() -> dict[str, str]:
     return found
 
 
-def import_string(name: str) -> str:
-    """Return the import string of a backend's scheme; ValueError: there is no such backend; lists all."""
+def load_backend(name: str) -> Any:
+    """Return the scheme class of a backend; ValueError, ImportError, AttributeError, TypeError: there is none."""
     known = registered_backends()
     if name not in known:
         raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(sorted(known))}")
-    return known[name]
-
-
-def load_backend(name: str) -> Any:
-    """Return the scheme class of a backend; ValueError, ImportError, AttributeError, TypeError: there is none."""
-    registered = import_string(name)
-    module, _, attribute = registered.partition(":")
+    module, _, attribute = known[name].partition(":")
     found = getattr(import_module(module), attribute)
     if not isinstance(found, type) or not any(one.__name__ == "WeightSyncScheme" for one in found.__mro__):
-        raise TypeError(f"backend '{name}' is registered as '{registered}', which is no subclass of WeightSyncScheme")
+        raise TypeError(f"backend '{name}' is registered as '{known[name]}', which is no subclass of WeightSyncScheme")
     return found
 
 

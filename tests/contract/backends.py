@@ -43,7 +43,6 @@ class SharedMemory(BuiltIn):
 
 class SharedMemoryPublished(SharedMemory):
     variant: ClassVar = {"acknowledge": "published"}
-    acknowledged = False
 
 
 class Multiprocess(BuiltIn):

@@ -135,7 +135,6 @@ class Rpc(BuiltIn):
 
     name = "rpc"
     pool_type = RpcWorkerPool
-    first_weights_at_connect = False
 
 
 class RpcOwnHosts(OwnHosts, RpcWorkerPool):
@@ -148,4 +147,3 @@ class RpcNccl(BuiltIn):
     name = "rpc"
     variant: ClassVar = {"backend": "nccl"}
     pool_type = RpcOwnHosts
-    first_weights_at_connect = False

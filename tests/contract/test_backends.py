@@ -22,7 +22,6 @@ from wsync.testing import BackendContract
 TRANSPORT_TESTS = (
     BackendContract.test_every_calling_form_delivers_every_kind_of_tensor,
     BackendContract.test_after_a_send_every_forward_uses_the_new_version,
-    BackendContract.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,
     BackendContract.test_weights_can_differ_between_workers,
     BackendContract.test_an_update_that_arrives_in_a_forward_is_installed_when_that_ends,
     BackendContract.test_a_send_that_does_not_wait_copies_the_weights,
@@ -31,7 +30,7 @@ TRANSPORT_TESTS = (
     BackendContract.test_a_death_wakes_a_send_that_waits,
     BackendContract.test_a_stopped_worker_times_out_and_catches_up_later,
     BackendContract.test_an_apply_that_raises_leaves_the_model_as_it_was,
-    BackendContract.test_a_worker_that_cannot_prepare_aborts_the_update,
+    BackendContract.test_neither_model_is_installed_where_one_worker_cannot_prepare,
     BackendContract.test_close_ends_a_transfer_to_a_worker_that_does_not_read,
     BackendContract.test_close_ends_a_set_up_that_waits_for_a_worker,
 )
@@ -82,8 +81,8 @@ class TestRay(Ray, BackendContract):
         BackendContract.test_no_forward_is_torn_while_the_trainer_sends,
         BackendContract.test_an_apply_that_raises_leaves_the_model_as_it_was,
         BackendContract.test_a_killed_worker_is_named_and_a_successor_joins_with_the_newest_version,
-        BackendContract.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,
-        BackendContract.test_nothing_is_left_after_shutdown,
+        BackendContract.test_neither_model_is_installed_where_one_worker_cannot_prepare,
+        BackendContract.test_nothing_is_left,
     )
 
 

@@ -280,7 +280,8 @@ def test_devices_say_how_many_workers_there_are() -> None:
 
 def join_by_the_older_name(state: WorkerState, scheme: wsync.WeightSyncScheme) -> float:
     """``synchronize_weights`` in place of ``connect``."""
-    commands.init(state, scheme, Small, 0, "policy")
+    state.schemes["policy"], state.models["policy"] = scheme, Small()
+    scheme.init_on_receiver("policy", model=state.models["policy"])
     scheme.synchronize_weights(worker_idx=0)
     return commands.output(state)[0]
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from backends import BuiltIn
-from small_models import Wide, make_trained
+from small_models import Wide, make_engine, make_trained
 from torch import nn
 
 import wsync
 from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import digest, nudge
-from wsync.transforms import Cast, Delta, Dequantize, QuantizeInt8
+from wsync.transforms import Cast, Delta, Dequantize, Exclude, Fuse, QuantizeInt8, Rename
 
 
 class Tied(nn.Module):
@@ -83,6 +83,50 @@ def test_every_version_is_that_of_the_model_as_it_is(pool: WorkerPool, backend: 
         model.two = nn.Linear(6, 6)
         scheme.send()
         assert workers.call(commands.digest) == [expected()] * 2
+
+
+TO_ENGINE = (
+    Fuse({f"qkv.{name}": [f"{part}.{name}" for part in "qkv"] for name in ("weight", "bias")}),
+    Exclude("head.*"),
+    Rename({"embed.weight": "tokens.weight"}),
+    Cast("bfloat16"),
+)
+
+
+def join_engine(state: WorkerState, scheme: wsync.WeightSyncScheme, loads: bool) -> None:
+    """Connect a model, or an engine that keeps copies of what it is given by ``load``."""
+    engine: Any = {} if loads else make_engine()
+
+    def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        engine.update((name, tensor.clone()) for name, tensor in pairs)
+
+    receiver: dict[str, Any] = {"load": load} if loads else {"model": engine}
+    scheme.init_on_receiver("policy", worker_idx=0, **receiver)
+    state.schemes["policy"], state.models["policy"] = scheme, engine
+    scheme.connect()
+
+
+@pytest.mark.parametrize(
+    ("end", "loads"), [("send_transform", False), ("receive_transform", False), ("send_transform", True)]
+)
+def test_a_model_of_other_names_shapes_and_precision(backend: BuiltIn, end: str, loads: bool) -> None:
+    """Transformed at either end, an engine (or what it loads) has the values of a reference, version by version."""
+    with backend.workers(1) as workers, backend.make_scheme(timeout=30.0, **{end: TO_ENGINE}) as scheme:
+        model, reference = make_trained(), make_engine()
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers[0].start(join_engine, scheme, loads)
+        scheme.connect()
+        workers.results()
+        for _ in range(3):
+            nudge(model)
+            fused = {
+                f"qkv.{name}": torch.cat([model[part].get_parameter(name) for part in "qkv"])
+                for name in ("weight", "bias")
+            }
+            reference.load_state_dict({"tokens.weight": model.embed.weight, **fused})
+            report = scheme.send()
+            assert workers.call(commands.digest) == [digest(reference)]
+            assert end == "receive_transform" or (report is not None and report.bytes < 0.6 * bytes_of(model))
 
 
 def weights_of(state: WorkerState) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""``send_async`` and ``wait_async``: every acknowledgement is waited for once, and none is lost."""
+"""``send_async``, ``wait_async`` and ``pull``: every acknowledgement is waited for once, and none is lost."""
 
 from __future__ import annotations
 
@@ -68,3 +68,26 @@ def test_a_large_message_to_a_stopped_worker_does_not_delay_the_others(backend: 
         session.model.state = "small"
         session.send(3)
         assert session.digests() == [digest(session.model)] * 2
+
+
+def test_a_worker_installs_the_newest_version_when_it_pulls(backend: BuiltIn) -> None:
+    """``send`` waits for no worker; a version that was not pulled is skipped; a replacement pulls, too."""
+    with backend.connected(initiator="receiver", max_staleness=3) as session:  # of which none is further behind
+        for value in (2, 3, 4):
+            report = session.send(value)
+            assert report is not None and report.version == value
+            assert session.outputs() == [1, 1]
+        assert session.workers[0].call(commands.pull) == 4
+        assert session.outputs() == [4, 1]
+        session.send(5)
+        for _ in range(2):  # the second time there is no newer one
+            assert session.workers.call(commands.pull) == [5, 5]
+        session.workers[1].kill()
+        assert session.workers[0].call(commands.pull) == 5  # the sender has read all messages, the death's too
+        with pytest.raises(wsync.WorkerDied, match="worker 1"):
+            session.send(6)
+        version = session.scheme.version
+        assert session.restart(1) == version
+        session.send(7)
+        assert session.outputs() == [5, 6]
+        assert session.workers.call(commands.pull) == [version + 1] * 2

@@ -26,13 +26,13 @@ from learning.reporting.wandb_logger import WandbLogger
 from learning.resuming import SETTINGS, with_earlier_overrides
 from learning.validation import LIMITS
 from wsync.config import config_of
-from wsync.registry import import_string, load_backend
+from wsync.registry import load_backend
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = ("weight_sync", "collector", "env", "policy", "algorithm", "logger", "experiment")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
-BACKENDS = sorted(wsync.registered_backends())
-SHARED_MEM = import_string("shared_mem").replace(":", ".")
+TARGETS = {name: scheme.replace(":", ".") for name, scheme in wsync.registered_backends().items()}
+BACKENDS = sorted(TARGETS)
 SCHEMES = {name: load_backend(name) for name in BACKENDS}
 
 
@@ -96,7 +96,7 @@ def test_every_registered_backend_is_an_option_with_the_arguments_of_its_scheme(
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_scheme_has_the_same_options_from_its_config_as_from_its_class(name: str) -> None:
     given = required(name)
-    built = instantiate(config_of(import_string(name).replace(":", "."))(**given))
+    built = instantiate(config_of(TARGETS[name])(**given))
     made = SCHEMES[name](**given)
     for option in inspect.signature(SCHEMES[name]).parameters:
         of_both = [getattr(scheme, option, None) for scheme in (built, made)]
@@ -104,7 +104,7 @@ def test_a_scheme_has_the_same_options_from_its_config_as_from_its_class(name: s
 
 
 def test_train_py_chooses_in_its_own_file_when_a_send_is_finished() -> None:
-    by_class, by_config = wsync.SharedMemWeightSyncScheme(), instantiate(config_of(SHARED_MEM)())
+    by_class, by_config = wsync.SharedMemWeightSyncScheme(), instantiate(config_of(TARGETS["shared_mem"])())
     assert (by_class.acknowledge, by_config.acknowledge) == ("installed", "installed")
     assert instantiate(config("weight_sync=shared_mem").weight_sync).acknowledge == "published"
     assert OmegaConf.load(CONF / "weight_sync" / "shared_mem.yaml")["acknowledge"] == "published"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import wsync
-from wsync.testing.models import Loader, WithExtraState
+from wsync.testing.models import WithExtraState
 from wsync.testing.models import digest as digest_of
 
 
@@ -32,29 +33,21 @@ def wsync_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("wsync")}
 
 
-def init(
-    state: WorkerState, scheme: wsync.WeightSyncScheme, make: Callable[[], Any], worker_idx: int, model_id: str
-) -> None:
-    """Make a model (or a ``Loader``), and initialise the scheme with it; nothing is received."""
-    torch.set_num_threads(1)
-    WithExtraState.worker_idx = worker_idx
-    state.schemes[model_id], state.models[model_id] = scheme, (model := make())
-    receiver: dict[str, Any] = {"load": model.load} if isinstance(model, Loader) else {"model": model}
-    scheme.init_on_receiver(model_id, worker_idx=worker_idx, **receiver)
-
-
-def connect(state: WorkerState, model_id: str = "policy") -> int:
-    """Connect the scheme; returns its version."""
-    state.schemes[model_id].connect()
-    return state.schemes[model_id].version
-
-
 def join(
     state: WorkerState, scheme: wsync.WeightSyncScheme, make: Callable[[], Any], worker_idx: int, model_id: str
 ) -> int:
-    """``init`` and ``connect``; returns the version."""
-    init(state, scheme, make, worker_idx, model_id)
+    """Make a model, initialise the scheme with it, and connect; returns the version."""
+    torch.set_num_threads(1)
+    WithExtraState.worker_idx = worker_idx
+    state.schemes[model_id], state.models[model_id] = scheme, make()
+    scheme.init_on_receiver(model_id, model=state.models[model_id], worker_idx=worker_idx)
     return connect(state, model_id)
+
+
+def connect(state: WorkerState, model_id: str = "policy") -> int:
+    """Connect the scheme, which is initialised; returns its version."""
+    state.schemes[model_id].connect()
+    return state.schemes[model_id].version
 
 
 def output(state: WorkerState, model_id: str = "policy") -> list[float]:
@@ -62,15 +55,10 @@ def output(state: WorkerState, model_id: str = "policy") -> list[float]:
     return state.models[model_id]().reshape(-1).tolist()
 
 
-def digest(state: WorkerState, model_id: str = "policy") -> dict[str, Any]:
-    """The model's weights, as a forward that starts now would use them."""
-    with wsync.gate():
+def digest(state: WorkerState, model_id: str = "policy", *, in_gate: bool = True) -> dict[str, Any]:
+    """The model's weights, as a forward that starts now would use them; or as a plain read outside the gate does."""
+    with wsync.gate() if in_gate else nullcontext():
         return digest_of(state.models[model_id])
-
-
-def plain_digest(state: WorkerState, model_id: str = "policy") -> dict[str, Any]:
-    """The model's weights, read without the gate."""
-    return digest_of(state.models[model_id])
 
 
 def version(state: WorkerState, model_id: str = "policy") -> int:
@@ -80,10 +68,9 @@ def version(state: WorkerState, model_id: str = "policy") -> int:
 
 
 def receive(state: WorkerState, timeout: float | None = None, model_id: str = "policy") -> tuple[str, list[str]] | None:
-    """``scheme.receive``: the type and the sorted keys (those of a ``Loader``'s version: none) of what it returns."""
+    """``scheme.receive``: the type and the sorted keys of what it returns."""
     weights: Any = state.schemes[model_id].receive(timeout)
-    keys = sorted(map(str, weights.keys())) if hasattr(weights, "keys") else []
-    return None if weights is None else (type(weights).__name__, keys)
+    return None if weights is None else (type(weights).__name__, sorted(map(str, weights.keys())))
 
 
 def pull(state: WorkerState, timeout: float = 60.0, model_id: str = "policy") -> int:

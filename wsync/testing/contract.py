@@ -20,16 +20,15 @@ import re
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import nn
 
 import wsync
 import wsync.testing.commands as commands
@@ -37,7 +36,6 @@ from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import SHORT, TIMEOUT, BackendHooks, Session
 from wsync.testing.models import (
     EveryTensorKind,
-    Loader,
     Small,
     TwoReads,
     WithExtraState,
@@ -49,32 +47,9 @@ from wsync.testing.models import (
     scramble,
 )
 from wsync.testing.workers import WorkerError
-from wsync.transforms import Cast, Fuse, Rename, Select
 
-STILL_OPEN = "shutdown() has left something of the trainer's end open or running"
+STILL_OPEN = "something of the trainer's end is still open or running"
 PULL: dict[str, Any] = {"initiator": "receiver"}
-TO_ENGINE = (
-    Fuse({"fused": ["0.weight", "1.weight"]}),
-    Select("fused", "0.bias"),
-    Rename({"0.bias": "bias"}),
-    Cast(torch.bfloat16),
-)
-
-
-def make_trained() -> nn.Module:
-    """A trainer's model."""
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-
-def make_engine() -> dict[str, Tensor]:
-    """What a worker has for that: other names, shapes and precision."""
-    return in_engine(make_trained())
-
-
-def in_engine(model: Any) -> dict[str, Tensor]:
-    """The weights that the engine has to have."""
-    found = {"fused": torch.cat([model[0].weight, model[1].weight]), "bias": model[0].bias}
-    return {name: tensor.detach().bfloat16() for name, tensor in found.items()}
 
 
 # --- what a process has ---
@@ -104,6 +79,16 @@ def shared_memory_files() -> set[str]:
     return {name for name in names if "wsync" in name or name.startswith(f"torch_{os.getpid()}_")}
 
 
+@contextmanager
+def _threads_end() -> Iterator[None]:
+    """Check that the threads of wsync that the block starts have ended, or end soon."""
+    before = commands.wsync_threads()
+    yield
+    for thread in commands.wsync_threads() - before:
+        thread.join(TIMEOUT)
+        assert not thread.is_alive(), "a call of the transport does not end when close() is called"
+
+
 # --- commands ---
 
 
@@ -131,7 +116,7 @@ def _act(state: WorkerState, versions: int) -> None:
     """Forward until this many versions were seen, none of them torn, each newer than the one before."""
     scheme, model, seen = state.schemes["policy"], state.models["policy"], [0.0]
     for count in range(10_000_000):
-        if scheme.initiator == "receiver" and count % 5 == 0:
+        if scheme.initiator == "receiver" and scheme.max_staleness is None and count % 5 == 0:
             scheme.pull(TIMEOUT)
         low, high = model().tolist()
         assert low == high, f"torn: weights of the versions {low} and {high} in one forward"
@@ -173,37 +158,35 @@ class BackendContract(BackendHooks):
 
     # --- what is sent arrives whole, and only at the workers it was sent to ---
 
-    def test_the_first_weights_arrive(self) -> None:
-        """With ``connect``, or with the first ``send`` where the backend delivers them so."""
+    def test_the_first_weights_arrive_and_training_does_not_before_a_send(self) -> None:
         with self.connected() as session:
-            assert session.versions() == [1, 1]
-            assert session.outputs() == [1, 1]
+            assert session.versions() == [1, 1] and session.outputs() == [1, 1]
+            before = session.digests()
+            nudge(session.model)
+            assert session.digests() == before
+            session.scheme.send()
+            assert session.digests() == [digest(session.model)] * 2
+            assert not session.model.weight.is_shared()
 
     @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
     def test_every_calling_form_delivers_every_kind_of_tensor(self, strategy: str) -> None:
         """Bit for bit, with strides, ties and extra state, buffers included."""
         with self.connected(make=EveryTensorKind, strategy=strategy) as session:
-            scheme, model, other = session.scheme, session.model, scramble(EveryTensorKind(), 2)
+            scheme, model, other = session.scheme, session.model, EveryTensorKind()
             scramble(model, 1)
             scheme.send()
             assert session.digests() == [digest(model)] * 2
-
-            scheme.send(other)
-            assert session.digests() == [digest(other)] * 2
-
-            scramble(other, 3)
-            scratch = digest(model)["scratch"]
-            scheme.send(other.state_dict())  # without the buffer that is not persistent, which is the model's then
-            assert session.digests() == [digest(other) | {"scratch": scratch}] * 2
-
-            extra_state = digest(other)["tail._extra_state"]
-            scramble(other, 4)
-            weights: Any = TensorDict.from_module(other)
-            scheme.send(weights.clone())  # without the extra state, which stays
-            assert session.digests() == [digest(other) | {"tail._extra_state": extra_state}] * 2
-
-            scheme.send(scheme.strategy.extract_weights(other))
-            assert session.digests() == [digest(other)] * 2
+            forms: list[tuple[Callable[[], Any], str]] = [  # each with the name of what it lacks, which stays
+                (other.state_dict, "scratch"),
+                (lambda: other, ""),
+                (lambda: TensorDict.from_module(other).clone(), "tail._extra_state"),  # pyright: ignore
+                (lambda: scheme.strategy.extract_weights(other), ""),
+            ]
+            for seed, (make, lacking) in enumerate(forms, 2):
+                before = session.digests()[0]
+                scramble(other, seed)
+                scheme.send(make())
+                assert session.digests() == [digest(other) | ({lacking: before[lacking]} if lacking else {})] * 2
             assert session.workers.call(_structure) == [structure_of(model)] * 2
 
     def test_worker_ids_select_workers(self) -> None:
@@ -230,15 +213,6 @@ class BackendContract(BackendHooks):
             session.scheme.send()
             assert session.outputs() == [7, 8]
 
-    def test_training_does_not_reach_workers_before_a_send(self) -> None:
-        with self.connected() as session:
-            before = session.digests()
-            nudge(session.model)
-            assert session.digests() == before
-            session.scheme.send()
-            assert session.digests() == [digest(session.model)] * 2
-            assert not session.model.weight.is_shared()
-
     # --- one update after the other ---
 
     def test_after_a_send_every_forward_uses_the_new_version(self) -> None:
@@ -247,8 +221,8 @@ class BackendContract(BackendHooks):
             for version in range(2, 40):
                 report = session.send(version)
                 assert report is not None and report.version == session.scheme.version == version
-                if self.acknowledged:  # installed, although no forward has run
-                    assert session.workers.call(commands.plain_digest) == [digest(session.model)] * 2
+                if session.scheme.acknowledges:  # installed, although no forward has run
+                    assert session.digests(in_gate=False) == [digest(session.model)] * 2
                 assert session.outputs() == [version, version]
             assert session.versions() == [39, 39]
             assert session.scheme.metrics.updates == before + 38
@@ -259,10 +233,10 @@ class BackendContract(BackendHooks):
             for value in range(2, 12):
                 session.workers.call(_hold_gate)
                 session.post(value)
-                assert session.workers.call(commands.plain_digest) != [digest(session.model)]
+                assert session.digests(in_gate=False) != [digest(session.model)]
                 session.workers.call(_leave_gate)
                 session.scheme.wait_async()
-                assert session.workers.call(commands.plain_digest) == [digest(session.model)]
+                assert session.digests(in_gate=False) == [digest(session.model)]
 
     @pytest.mark.parametrize("sync", [True, False])
     def test_a_send_that_does_not_wait_copies_the_weights(self, sync: bool) -> None:
@@ -277,7 +251,7 @@ class BackendContract(BackendHooks):
                 fill(session.model, -1)
                 session.workers[1].resume()
                 session.scheme.wait_async()
-                assert session.workers.call(commands.plain_digest) == [digest(fill(session.model, last))] * 2
+                assert session.digests(in_gate=False) == [digest(fill(session.model, last))] * 2
                 assert session.outputs() == [last, last]
             send(40, worker_ids=0)
             send(41, worker_ids=1)
@@ -325,22 +299,13 @@ class BackendContract(BackendHooks):
             session.send(3)
             assert session.outputs() == [3]
 
-    def test_a_worker_that_shuts_down_is_named(self) -> None:
-        with self.connected() as session:
-            assert session.workers[1].call(commands.shutdown) == []
-            with pytest.raises(wsync.WorkerDied, match="worker 1"):
-                session.update(2)
-            session.send(3)
-            assert session.workers[0].call(commands.output)[0] == 3
-            assert session.workers[1].call(commands.output)[0] in (1, 2)  # weights of its own
-
     def test_a_stopped_worker_times_out_and_catches_up_later(self) -> None:
         with self.connected() as session:
             for value in (2, 6):
                 session.workers[1].stop()
                 session.scheme.timeout = SHORT
                 with pytest.raises(wsync.SyncTimeout, match="worker 1") as late:
-                    session.send(value) if self.acknowledged else session.update(value)
+                    session.send(value) if session.scheme.acknowledges else session.update(value)
                 assert set(late.value.workers) == {1}
                 assert session.workers[0].call(commands.output)[0] == value
                 session.post(value + 1)
@@ -402,8 +367,14 @@ class BackendContract(BackendHooks):
 
     # --- several models at once: every worker gets all of them, or none gets any ---
 
+    @contextmanager
+    def _both(self, make: Callable[[], Small] = Small) -> Iterator[tuple[Session, Session]]:
+        """Two models in the same two workers."""
+        with self.connected(make=make, model_id="actor") as actor, self.join(actor.workers, make, "critic") as critic:
+            yield actor, critic
+
     def test_both_models_arrive_together(self) -> None:
-        with self.connected(model_id="actor") as actor, self.join(actor.workers, model_id="critic") as critic:
+        with self._both() as (actor, critic):
             for value in range(2, 12):
                 _send_both(actor, critic, value)
                 assert actor.outputs() == [value, value] and critic.outputs() == [-value, -value]
@@ -413,89 +384,32 @@ class BackendContract(BackendHooks):
             critic.send(61)
             assert actor.outputs() == [60, 60] and critic.outputs() == [61, 61]
 
-    def test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other(self) -> None:
-        with (
-            self.connected(make=WithExtraState, model_id="actor") as actor,
-            self.join(actor.workers, WithExtraState, "critic") as critic,
-        ):
-            before = actor.digests(), critic.digests()
-            critic.model.state = "refuse 1"
-            with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 1.*ArithmeticError"):
+    @pytest.mark.parametrize(
+        ("fault", "error"),
+        [("refuses", wsync.WorkerFailed), ("dies", wsync.WorkerDied), ("is stopped", wsync.SyncTimeout)],
+    )
+    def test_neither_model_is_installed_where_one_worker_cannot_prepare(self, fault: str, error: Any) -> None:
+        """Nowhere. It fails one transaction only; a worker that was stopped is there for the next one."""
+        with self._both(WithExtraState) as (actor, critic):
+            worker, before = actor.workers[1], actor.digests()[0]
+            match fault:
+                case "refuses":
+                    critic.model.state = "refuse 1"
+                case "dies":
+                    worker.kill()
+                case _:
+                    worker.stop()
+                    actor.scheme.timeout = critic.scheme.timeout = SHORT
+            with pytest.raises(error, match=r"'(actor|critic)': (?s:.)*worker 1"):
                 _send_both(actor, critic, 2)
-            assert (actor.digests(), critic.digests()) == before
-            critic.model.state = "accepted"
-            _send_both(actor, critic, 3)
-            assert actor.outputs() == [3, 3] and critic.outputs() == [-3, -3]
-
-    @pytest.mark.parametrize("dies", [True, False])
-    def test_a_worker_that_cannot_prepare_aborts_the_update(self, dies: bool) -> None:
-        """A death fails one transaction only; a worker that was stopped is there for the next one."""
-        with self.connected(model_id="actor") as actor, self.join(actor.workers, model_id="critic") as critic:
-            worker = actor.workers[1]
-            worker.kill() if dies else worker.stop()
-            actor.scheme.timeout = critic.scheme.timeout = TIMEOUT if dies else SHORT
-            with pytest.raises(wsync.WorkerDied if dies else wsync.SyncTimeout, match=r"'actor': (?s:.)*worker 1"):
-                _send_both(actor, critic, 2)
+            critic.model.state = actor.model.state
             actor.scheme.timeout = critic.scheme.timeout = TIMEOUT
-            if not dies:
+            if fault == "is stopped":
                 worker.resume()
-            assert {1} == {abs(output) for output in actor.outputs() + critic.outputs()}
+            assert all(weights == before for weights in actor.digests() + critic.digests())
             for value in (3, 4):
                 _send_both(actor, critic, value)
                 assert {value} == {abs(output) for output in actor.outputs() + critic.outputs()}
-
-    # --- workers that fetch ---
-
-    def test_a_worker_installs_the_newest_version_when_it_pulls(self) -> None:
-        """``send`` waits for no worker; a version that was not pulled is skipped; a replacement pulls, too."""
-        with self.connected(**PULL) as session:
-            for value in (2, 3, 4):
-                report = session.send(value)
-                assert report is not None and report.version == value
-                assert session.outputs() == [1, 1]
-            assert session.workers[0].call(commands.pull) == 4
-            assert session.outputs() == [4, 1]
-            session.send(5)
-            for _ in range(2):  # the second time there is no newer one
-                assert session.workers.call(commands.pull) == [5, 5]
-            session.workers[1].kill()
-            assert session.workers[0].call(commands.pull) == 5  # the sender has read all messages, the death's too
-            with pytest.raises(wsync.WorkerDied, match="worker 1"):
-                session.send(6)
-            version = session.scheme.version
-            assert session.restart(1) == version
-            session.send(7)
-            assert session.outputs() == [5, 6]
-            assert session.workers.call(commands.pull) == [version + 1] * 2
-
-    def test_a_worker_that_is_too_far_behind_fetches_before_its_next_forward(self) -> None:
-        with self.connected(**PULL, max_staleness=2) as session:
-            for value in (2, 3):
-                session.send(value)
-            assert session.outputs() == [1, 1]
-            session.send(4)
-            for _ in range(10_000):
-                if (outputs := session.outputs()) == [4, 4]:
-                    break
-                assert {1, 4}.issuperset(outputs)
-            session.send(5)
-            assert session.outputs() == [4, 4]
-
-    # --- ends that differ ---
-
-    @pytest.mark.parametrize(
-        ("end", "receiver"),
-        [("send_transform", make_engine), ("receive_transform", make_engine), ("send_transform", Loader)],
-    )
-    def test_a_model_of_other_names_shapes_and_precision(self, end: str, receiver: Callable[[], Any]) -> None:
-        """Transformed at either end, an engine (or what it loads) has the values of a reference, version by version."""
-        with self.connected(1, make_trained, receiver=receiver, **{end: TO_ENGINE}) as session:
-            whole = sum(parameter.nbytes for parameter in session.model.parameters())
-            for _ in range(3):
-                nudge(session.model)
-                report = session.scheme.send()
-                assert session.digests() == [digest(in_engine(session.model))]
-                assert end == "receive_transform" or (report is not None and report.bytes < 0.6 * whole)
 
     # --- a scheme takes away what it has made ---
 
@@ -503,63 +417,49 @@ class BackendContract(BackendHooks):
         """``resources`` of the trainer's process; a backend with libraries that come and go leaves theirs out."""
         return resources()
 
-    def _leaves_nothing(self, attempt: Callable[[], object], rounds: int = 3) -> None:
-        """Check what further attempts leave: libraries keep what they have made in the first one."""
-        attempt()
+    @pytest.mark.parametrize("end", ["shutdown", "dropped", "killed"])
+    def test_nothing_is_left(self, end: str) -> None:
+        """After ``shutdown`` at both ends, of a scheme that is dropped without it, and of killed workers."""
+        in_workers = list[Any]()
+
+        def attempt() -> None:
+            with self.make_scheme() as unconnected:
+                unconnected.init_on_sender("policy", model=Small(), num_workers=2)
+            with self.workers(2) as workers:
+                session = self.begin(workers)
+                for value in (2, 3):
+                    session.send(value)
+                    assert session.outputs() == [value, value]
+                match end:
+                    case "shutdown":
+                        assert workers[1].call(commands.shutdown) == []
+                        with pytest.raises(wsync.WorkerDied, match="worker 1"):
+                            session.update(4)
+                        assert workers[0].call(commands.shutdown) == []
+                        in_workers.append(sorted(map(str, workers.call(_resources_here))))
+                    case "killed":
+                        workers[0].kill()
+                        session.restart(0)
+                        session.send(4)
+                        assert session.outputs() == [4, 4]
+                        workers[1].kill()
+                if end != "dropped":
+                    session.scheme.shutdown()
+                    session.scheme.shutdown()
+                del session
+                gc.collect()
+                workers.call(commands.shutdown)
+
+        attempt()  # libraries keep what they have made in the first one
         before, files = self.trainer_resources(), shared_memory_files()
-        for _ in range(rounds):
+        for _ in range(1 if end == "killed" else 3):
             attempt()
         after = self.trainer_resources()
         for name in ("children", "descriptors"):  # the pool starts workers when it needs them
             assert after.pop(name, Counter()) <= before.pop(name, Counter()), STILL_OPEN
         assert after == before, STILL_OPEN
         assert shared_memory_files() <= files
-
-    def test_nothing_is_left_after_shutdown(self) -> None:
-        in_workers = list[Any]()
-
-        def attempt() -> None:
-            with self.make_scheme() as unconnected:
-                unconnected.init_on_sender("policy", model=Small(), num_workers=2)
-            with self.connected() as session:
-                for value in (2, 3):
-                    session.send(value)
-                    assert session.outputs() == [value, value]
-                assert session.workers.call(commands.shutdown) == [[], []]
-                session.scheme.shutdown()
-                session.scheme.shutdown()
-                in_workers.append(sorted(map(str, session.workers.call(_resources_here))))
-
-        self._leaves_nothing(attempt)
-        assert in_workers[-1] == in_workers[1]
-
-    def test_a_scheme_that_is_dropped_without_shutdown_leaves_nothing(self) -> None:
-        def attempt() -> None:
-            with self.workers(2) as workers:
-                scheme = self.make_scheme(timeout=TIMEOUT)
-                scheme.init_on_sender("policy", model=Small(), num_workers=2)
-                for index, worker in enumerate(workers):
-                    worker.start(commands.join, scheme, Small, index, "policy")
-                scheme.connect()
-                scheme.send(fill(Small(), 2))
-                workers.results()
-                assert workers.call(commands.output) == [[2.0] * 4] * 2
-                del scheme
-                gc.collect()
-                assert workers.call(commands.shutdown) == [[], []]
-
-        self._leaves_nothing(attempt)
-
-    def test_nothing_is_left_of_killed_workers(self) -> None:
-        def attempt() -> None:
-            with self.connected() as session:
-                session.workers[0].kill()
-                session.restart(0)
-                session.send(2)
-                assert session.outputs() == [2, 2]
-                session.workers[1].kill()
-
-        self._leaves_nothing(attempt, rounds=1)
+        assert end != "shutdown" or in_workers[-1] == in_workers[1]
 
     def test_the_end_of_the_sender_ends_a_receive(self) -> None:
         with self.connected(1) as session:
@@ -569,9 +469,8 @@ class BackendContract(BackendHooks):
             session.scheme.shutdown()
             while worker.result() is not None:  # what was sent before may come first
                 worker.start(commands.receive, None)
-            with pytest.raises(WorkerError) as again:
+            with pytest.raises(WorkerError, match="NotConnected"):
                 worker.call(commands.receive, None)
-            assert "NotConnected" in again.value.kinds
             assert worker.call(commands.shutdown) == []
             assert session.outputs() == [3]  # in memory of its own
 
@@ -582,25 +481,15 @@ class BackendContract(BackendHooks):
     # --- `close` ends the calls of a `TransportBackend`; in shared memory there is none, and the tests pass ---
 
     def test_close_ends_a_transfer_to_a_worker_that_does_not_read(self) -> None:
-        before = commands.wsync_threads()
-        with self.connected(1, make_large) as session:
+        with self.workers(1) as workers, _threads_end(), self.join(workers, make_large) as session:
             session.scheme.timeout = SHORT
-            session.workers[0].stop()
+            workers[0].stop()
             with pytest.raises(wsync.WeightSyncError):
                 session.update(2)  # at the deadline ``close`` is called, if ``send_weights`` still waits
-            session.scheme.shutdown()
-            for thread in commands.wsync_threads() - before:
-                thread.join(TIMEOUT)
-                assert not thread.is_alive(), "send_weights does not end when close() is called"
 
     def test_close_ends_a_set_up_that_waits_for_a_worker(self) -> None:
-        before = commands.wsync_threads()
-        with self.workers(1) as workers, self.make_scheme(timeout=TIMEOUT) as scheme:
+        with self.workers(1) as workers, _threads_end(), self.make_scheme(timeout=TIMEOUT) as scheme:
             scheme.init_on_sender("policy", model=Small(), num_workers=1)
             workers[0].start(_die_in_the_set_up, scheme)
             with suppress(wsync.WeightSyncError):  # in shared memory nothing is set up
                 scheme.connect()
-            scheme.shutdown()
-            for thread in commands.wsync_threads() - before:
-                thread.join(TIMEOUT)
-                assert not thread.is_alive(), "the set-up does not end when close() is called"

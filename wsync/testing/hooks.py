@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,14 +24,9 @@ SHORT = 0.5
 
 @dataclass
 class Session:
-    """A sender with workers that are connected and have version 1.
+    """A sender of the model ``model_id`` with workers that are connected and have version 1; ``make`` made each one's.
 
-    Attributes:
-        scheme: on the sender.
-        workers: one for each index.
-        model: the sender's.
-        make: makes what a worker has: a model, a mapping of tensors, or a ``Loader``.
-        model_id: the model's name.
+    What is asked of the workers is asked of those that are alive.
     """
 
     scheme: wsync.WeightSyncScheme
@@ -48,23 +43,21 @@ class Session:
         """Fill the model with ``value``, and send it without waiting."""
         self.scheme.send_async(fill(self.model, value), **options)
 
-    def update(self, value: float) -> wsync.SyncReport:
+    def update(self, value: float) -> wsync.SyncReport | None:
         """``post``, and wait until every worker has acknowledged: also where ``send`` does not wait for that."""
         self.post(value)
-        report = self.scheme.wait_async()
-        assert report is not None
-        return report
+        return self.scheme.wait_async()
 
     def outputs(self) -> list[float]:
-        """The first output of a forward in each worker that is alive."""
+        """The first output of a forward in each worker."""
         return [output[0] for output in self.workers.call(commands.output, self.model_id)]
 
-    def digests(self) -> list[dict[str, Any]]:
-        """The weights of each worker that is alive."""
-        return self.workers.call(commands.digest, self.model_id)
+    def digests(self, *, in_gate: bool = True) -> list[dict[str, Any]]:
+        """The weights of each worker."""
+        return self.workers.call(commands.digest, self.model_id, in_gate=in_gate)
 
     def versions(self) -> list[int]:
-        """The version of each worker that is alive."""
+        """The version of each worker."""
         return self.workers.call(commands.version, self.model_id)
 
     def begin_join(self, worker: Worker, index: int) -> None:
@@ -84,15 +77,10 @@ class BackendHooks:
 
     Attributes:
         pool_type: how workers are started. A backend with workers that are not plain processes brings a subclass.
-        first_weights_at_connect: whether ``connect`` delivers the first weights; else the first ``send`` does.
-        acknowledged: whether a finished ``send`` means that every worker has installed the update; else that every
-            forward that starts from then on uses it.
         connects_within: seconds in which a worker that is there is connected.
     """
 
     pool_type: ClassVar[type[WorkerPool]] = WorkerPool
-    first_weights_at_connect: ClassVar[bool] = True
-    acknowledged: ClassVar[bool] = True
     connects_within: ClassVar[float] = SHORT
     pool: ClassVar[WorkerPool]
 
@@ -137,39 +125,42 @@ class BackendHooks:
             yield session
 
     @contextmanager
-    def join(
+    def join(self, workers: WorkerGroup, *args: Any, **options: Any) -> Iterator[Session]:
+        """``begin``, and shut the scheme down."""
+        session = self.begin(workers, *args, **options)
+        with session.scheme:
+            yield session
+
+    def begin(
         self,
         workers: WorkerGroup,
         make: Callable[[], nn.Module] = Small,
         model_id: str = "policy",
         *,
-        receiver: Callable[[], Any] | None = None,
         init: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> Iterator[Session]:
-        """A sender, and workers that have its first weights, which are ones, beside what other senders have sent.
+    ) -> Session:
+        """Return a sender of a model that ``make`` makes, and ``workers`` that have its first weights, which are ones.
 
-        Args:
-            workers: all of the sender's.
-            make: makes the sender's model.
-            model_id: the model's name.
-            receiver: makes what each worker has, if that is no model as the sender's: see ``Session.make``.
-            init: for ``init_on_sender``, instead of the model.
-            options: for ``make_scheme``.
+        They may have the models of other senders. ``init``: for ``init_on_sender``, instead of the model; ``options``:
+        for ``make_scheme``.
         """
-        model = fill(make(), 1)
-        with self.make_scheme(**{"timeout": TIMEOUT, **options}) as scheme:
+        with ExitStack() as failed:
+            scheme = failed.enter_context(self.make_scheme(**{"timeout": TIMEOUT, **options}))
+            model = fill(make(), 1)
+            session = Session(scheme, workers, model, make, model_id)
             scheme.init_on_sender(model_id, num_workers=len(workers), **({"model": model} if init is None else init))
-            session = Session(scheme, workers, model, receiver or make, model_id)
             for index, worker in enumerate(workers):
                 session.begin_join(worker, index)
             scheme.connect()
-            if not self.first_weights_at_connect and scheme.weights is not None:
+            late = not scheme.delivers_at_connect and scheme.weights is not None
+            if late:
                 scheme.send()
                 scheme.wait_async()
             workers.results()
             if scheme.initiator == "receiver":
                 workers.call(commands.pull, TIMEOUT, model_id)
-            elif not self.first_weights_at_connect and scheme.weights is not None:
+            elif late:
                 workers.call(commands.receive, ANSWER_TIMEOUT, model_id)  # seen, as elsewhere after connect
-            yield session
+            failed.pop_all()
+        return session

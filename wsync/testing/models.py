@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -91,13 +90,6 @@ class TwoReads(Small):
         torch.mm(torch.ones(64, 64), torch.ones(64, 64))
         both = torch.cat([first, self.weight.detach()])
         return torch.stack([both.min(), both.max()])
-
-
-class Loader(dict[str, Tensor]):
-    """An engine without a module: it keeps copies of the weights that ``load`` is given."""
-
-    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        self.update((name, tensor.clone()) for name, tensor in pairs)
 
 
 def named_tensors(model: Any) -> dict[str, Tensor]:

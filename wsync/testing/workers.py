@@ -28,18 +28,7 @@ R = TypeVar("R")
 
 
 class WorkerError(Exception):
-    """A command raised in a worker.
-
-    Attributes:
-        kinds: the names of the classes of the exception, from its own to ``BaseException``.
-    """
-
-    def __init__(self, kinds: Sequence[str], message: str) -> None:
-        super().__init__(kinds, message)
-        self.kinds, self.message = kinds, message
-
-    def __str__(self) -> str:
-        return f"{self.kinds[0]}: {self.message}"
+    """A command raised in a worker: the class of the exception and its message, as text."""
 
 
 # --- in the worker's process ---
@@ -50,7 +39,7 @@ def execute(state: WorkerState, command: Callable[..., Any], args: Sequence[Any]
     try:
         return command(state, *args, **kwargs)
     except Exception as error:  # noqa: BLE001  any error of a command is its outcome, which the test judges
-        return WorkerError([kind.__name__ for kind in type(error).__mro__], str(error))
+        return WorkerError(f"{type(error).__name__}: {error}")
 
 
 def serve(pipe: Connection) -> None:
@@ -79,13 +68,11 @@ class Worker:
     and ``close``, and runs ``execute`` for each command, with one ``WorkerState`` for all.
 
     Args:
-        method: how it is started: ``"forkserver"`` or ``"spawn"``; or ``"fork"``, as a copy of the test's process.
+        method: how it is started: ``"forkserver"``, ``"spawn"`` or ``"fork"``.
         main: its main function, which is given the worker's end of the pipe, then ``args``.
-        args: further arguments of ``main``.
 
     Attributes:
-        pid: the process id of its process.
-        sentinel: a descriptor that is readable when the process has ended.
+        pid, sentinel: of its process: the id, and a descriptor that is readable when it has ended.
         alive: until the test kills it.
     """
 
@@ -120,9 +107,7 @@ class Worker:
         self._process.join()
 
     def close(self) -> None:
-        """End the process, in order if it can, else by SIGKILL, and wait for its end. Idempotent."""
-        if self.pipe.closed:
-            return
+        """End the process, in order if it can, else by SIGKILL, and wait for its end."""
         if self.reusable:
             with suppress(ConnectionError):
                 self.pipe.send(None)
@@ -144,9 +129,7 @@ class Worker:
     def result(self) -> Any:
         """Wait for the outcome of the oldest command, and return its value.
 
-        Raises:
-            WorkerError: the command raised.
-            AssertionError: no outcome came within ``ANSWER_TIMEOUT``.
+        WorkerError: the command raised. AssertionError: no outcome came within ``ANSWER_TIMEOUT``.
         """
         outcome = self.outcome()
         self._pending -= 1
@@ -160,12 +143,10 @@ class Worker:
         return self.result()
 
     def stop(self) -> None:
-        """SIGSTOP, by ``stop_process``."""
         self._stopped = True
         stop_process(self.pid)
 
     def resume(self) -> None:
-        """SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
 
@@ -221,10 +202,7 @@ class WorkerGroup:
 
 
 class WorkerPool:
-    """Worker processes that serve one test after the other.
-
-    A worker that a test has killed or stopped, that still runs a command, or in which wsync has left a thread, is
-    ended; another one takes its place when it is needed.
+    """Worker processes that serve one test after the other; those that a test leaves unusable are replaced.
 
     For ``BackendHooks.pool_type``, a subclass overrides ``start_workers``, for instance with workers that are spawned::
 
@@ -253,9 +231,7 @@ class WorkerPool:
     def group(self, count: int) -> Iterator[WorkerGroup]:
         """Workers for one test.
 
-        Raises:
-            AssertionError: a thread of wsync's is left in one of them after ``shutdown``.
-            WorkerError: ``shutdown`` of a scheme has failed in one of them.
+        AssertionError: a thread of wsync's is left in one of them after ``shutdown``. WorkerError: ``shutdown`` failed.
         """
         group, left = WorkerGroup(self, count), dict[Worker, list[str]]()
         try:
