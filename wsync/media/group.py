@@ -24,6 +24,7 @@ from weakref import WeakSet
 
 import msgspec
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -112,6 +113,7 @@ class GroupMedium(BlockingMedium):
         self._inline_bytes = inline_bytes if backend == "gloo" else -1
         self._store = _LinkStore()
         self._group: Any = None
+        self._transfer: Any = None  # that was begun
         self._connections: list[socket.socket] = []  # of gloo, to the other process
         _media.add(self)
 
@@ -131,7 +133,11 @@ class GroupMedium(BlockingMedium):
                 deadline = deadline_in(as_timeout(self._timeout) or _LONGEST)
                 self._store.begin(link, deadline)
                 await self._call(self._form, rank, link.host, buffer.flat.device, deadline)
-            await self._call(self._transfer, rank, buffer)
+            if self._backend == "gloo":
+                self._begin(rank, buffer)  # gloo only takes note of it
+            else:
+                await self._call(self._begin, rank, buffer)
+            await self._call(self._finish, buffer.flat)
         except (RuntimeError, OSError) as error:
             self._require_open()
             raise ConnectionError(f"the process group has broken: {error}") from error
@@ -145,17 +151,20 @@ class GroupMedium(BlockingMedium):
         if self._ended.done():  # `close` came before there was a group to close
             self._release()
 
-    def _transfer(self, rank: int, buffer: Buffer) -> None:
+    def _begin(self, rank: int, buffer: Buffer) -> None:
         group, flat = self._group, buffer.flat
         if group is None:
             raise RuntimeError("this group was closed")
         if rank == 0 and flat.is_cuda:
             torch.cuda.synchronize(flat.device)  # it has been packed
-        transfer = (group.send if rank == 0 else group.recv)([flat], 1 - rank, 0)
+        self._transfer = (group.send if rank == 0 else group.recv)([flat], 1 - rank, 0)
+
+    def _finish(self, flat: Tensor) -> None:
+        transfer, self._transfer = self._transfer, None
         try:
             transfer.wait(as_timedelta(None))  # gloo gives the group up when a wait times out
         finally:
-            del transfer, group  # the traceback of an error would keep them, and the port open
+            del transfer  # the traceback of an error would keep it, and the port open
         if flat.is_cuda:  # there the wait is one of this thread's stream
             torch.cuda.current_stream(flat.device).synchronize()
 
