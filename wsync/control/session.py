@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,35 @@ class Medium:
         """Wait until the threads that carry something have ended, after ``close``."""
 
 
+class Changes:
+    """Of one end of a connection: what waits for a condition looks again at each change."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def tell(self) -> None:
+        """Something has changed."""
+        self._event.set()
+        self._event.clear()  # those that wait now are woken all the same
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition holds."""
+        while not condition():
+            await self._event.wait()
+
+
+async def _run_until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> BaseException | None:
+    """Run the tasks of one end until one has ended; return what that has raised, when all have ended."""
+    tasks = [asyncio.ensure_future(one) for one in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next((error for task in done if (error := task.exception()) is not None), None)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 async def _close(medium: Medium) -> None:
     """Close a medium, and wait until it has ended what it does."""
     medium.close()
@@ -163,15 +192,14 @@ class WorkerSession:
         self._asked = self._answered = 0  # the newest request, and the newest that was answered
         self._fetched = 0  # the newest version that was sent on request
         self._base: Update | None = None  # what the worker has received whole
-        self._wake = asyncio.Event()
-        self._changes: set[asyncio.Event] = set()
+        self._changes = Changes()
 
     # --- what is to be sent ---
 
     def post(self, message: Message) -> None:
         """Send a message, before the updates that wait."""
         self._messages.append(message)
-        self._wake.set()
+        self._changes.tell()
 
     def offer(self, update: Update) -> None:
         """Send an update. It takes the place of those that have not begun to travel, unless it may be aborted."""
@@ -184,7 +212,7 @@ class WorkerSession:
         if not update.undecided:
             self._waiting.clear()
         self._waiting.append(update)
-        self._wake.set()
+        self._changes.tell()
 
     def _announce(self) -> None:
         """Say which version is the newest; send it, if the worker has asked and was not sent it yet."""
@@ -217,24 +245,9 @@ class WorkerSession:
             return Cause("failed", self.refusals.get(self.failed, "it has refused a newer one"))
         return False if self.cause is None else Cause("died", self.cause)
 
-    def watch(self, event: asyncio.Event) -> None:
-        """Set ``event`` at each change, until ``unwatch``."""
-        self._changes.add(event)
-
-    def unwatch(self, event: asyncio.Event) -> None:
-        """Undo ``watch``."""
-        self._changes.discard(event)
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until a condition holds, which only a change of this session can bring about."""
-        changed = asyncio.Event()
-        self.watch(changed)
-        try:
-            while not condition():
-                changed.clear()
-                await changed.wait()
-        finally:
-            self.unwatch(changed)
+    async def settled(self, version: int, stage: Stage) -> None:
+        """Wait until ``state`` is no longer False."""
+        await self._changes.until(lambda: self.state(version, stage))
 
     async def ask(self, message: NewLayout) -> None:
         """Send a layout, and wait for the answer."""
@@ -244,12 +257,11 @@ class WorkerSession:
 
     async def answered(self) -> None:
         """Wait for the answer to the last layout, or the end."""
-        await self.until(lambda: self.fits is not None or self.cause is not None)
+        await self._changes.until(lambda: self.fits is not None or self.cause is not None)
 
     def _changed(self) -> None:
         self._on_change()
-        for event in self._changes:
-            event.set()
+        self._changes.tell()
 
     def _refuse(self, version: int, error: str, *, last: bool) -> None:
         if len(self.refusals) >= _KEPT_REFUSALS:
@@ -264,26 +276,19 @@ class WorkerSession:
 
     async def run(self) -> None:
         """Send and read until the connection ends."""
-        tasks = [asyncio.ensure_future(one) for one in (self._read(), self._write())]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            error = next((task.exception() for task in done), None)
+            error = await _run_until_one_ends(self._read(), self._write())
             if error is not None and not isinstance(error, ConnectionError):
                 raise error
             self.end(f"its process has ended, or its connection: {error}")
         finally:
             self.end("this session was cancelled")
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
             await _close(self._medium)
 
-    def end_if_stuck(self) -> bool:
-        """At a deadline: end the connection if only that ends a call of the medium; return whether it is so."""
-        stuck = self._medium.waits_for_close
-        if stuck:
+    def end_if_stuck(self) -> None:
+        """At a deadline: end the connection if only that ends a call of the medium."""
+        if self._medium.waits_for_close:
             self.end("its transport had not sent the update before the deadline")
-        return stuck
 
     def end(self, cause: str) -> None:
         """End the connection; the first cause counts."""
@@ -304,13 +309,11 @@ class WorkerSession:
 
     async def _write(self) -> None:
         while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._messages:
+            await self._changes.until(lambda: self._messages or self._waiting)
+            if self._messages:
                 await self._link.send(self._messages.popleft())
-            if self._waiting:
+            else:
                 await self._deliver(self._waiting.popleft())
-                self._wake.set()
 
     async def _deliver(self, update: Update) -> None:
         """Send one update, and wait until it has been received; newer ones take each other's place meanwhile."""
@@ -333,7 +336,7 @@ class WorkerSession:
             self._refuse(update.version, text, last=not update.undecided)
             self._changed()
             return
-        await self.until(lambda: self.state(update.version, "received"))
+        await self.settled(update.version, "received")
         if update.version not in self.refusals:
             self._base = update if self._difference is not None else None
 
@@ -364,30 +367,18 @@ async def wait_for(
     sessions: Mapping[int, WorkerSession], version: int, stage: Stage, deadline: float | None
 ) -> dict[int, Cause]:
     """Wait until the workers have a version; return why, by worker, those lack it that do not have it."""
-    changed, pending, causes = asyncio.Event(), dict(sessions), dict[int, Cause]()
-    for session in sessions.values():
-        session.watch(changed)
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(remaining(deadline)):
-            while True:
-                changed.clear()
-                for worker, session in list(pending.items()):
-                    state = session.state(version, stage)
-                    if state is not False:
-                        del pending[worker]
-                        if isinstance(state, Cause):
-                            causes[worker] = state
-                if not pending:
-                    return causes
-                await changed.wait()
-    except TimeoutError:
-        for worker, session in pending.items():
-            stuck = deadline != NOW and session.end_if_stuck()
-            causes[worker] = Cause("died", session.cause or "") if stuck else LATE
-        return causes
-    finally:
-        for session in sessions.values():
-            session.unwatch(changed)
+            for session in sessions.values():
+                await session.settled(version, stage)
+    causes = {}
+    for worker, session in sessions.items():
+        if not session.state(version, stage) and deadline != NOW:
+            session.end_if_stuck()
+        state = session.state(version, stage)
+        if state is not True:
+            causes[worker] = state or LATE
+    return causes
 
 
 LATE = Cause("late", "did not answer before the deadline")
@@ -451,9 +442,10 @@ class SessionInbox(Inbox):
         self._refusals: deque[Refused] = deque()
         self._times = (0.0, 0.0)
         self._wake = asyncio.Event()  # there is something to report
-        self._asked = 0  # the number of the last request
-        self._fetching: dict[int, asyncio.Future[int]] = {}  # by request: gets the version that is the newest one
-        self._arrived, self._arrival = 0, asyncio.Event()  # the newest version that is here, or will not be
+        self._asked = self._answered = 0  # the newest request, and the newest that was answered
+        self._coming = 0  # the version that was named in that answer
+        self._arrived = 0  # the newest version that is here, or will not be
+        self._changes = Changes()  # of these, and the end
         self._finished = self._ended = False
 
     # --- called inside the gate, or by any thread ---
@@ -489,25 +481,18 @@ class SessionInbox(Inbox):
 
     async def run(self) -> None:
         """Read, handle and answer until the connection ends."""
-        tasks = [asyncio.ensure_future(one) for one in (self._handle_all(), self._take(), self._report())]
         cause = "this end was shut down"
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            error = next((error for task in done if (error := task.exception()) is not None), None)
+            error = await _run_until_one_ends(self._handle_all(), self._take(), self._report())
             cause = str(self._link.cause or error or "the sender has shut down")
             if error is not None and not isinstance(error, ConnectionError):
                 cause = f"{type(error).__name__}: {error}"
         finally:
             self._ended = True
-            for task in tasks:
-                task.cancel()
-            self._medium.close()
             self._link.close(ConnectionError(cause))
             self._prepared.clear()
-            self._answer_fetches(0, self._asked)
-            self._arrival.set()
+            self._changes.tell()
             self._owner.ended(cause, finished=self._finished)
-            await asyncio.wait(tasks)
             await _close(self._medium)
 
     async def say_goodbye(self) -> None:
@@ -519,24 +504,12 @@ class SessionInbox(Inbox):
 
     async def request(self) -> None:
         """Ask for the newest version; return when it, or the first, is staged or refused, or the connection ended."""
-        self._asked += 1
-        self._fetching[self._asked] = answer = asyncio.get_running_loop().create_future()
+        self._asked = number = self._asked + 1
         with suppress(ConnectionError):
-            await self._link.send(Fetch(self._asked))
-            newest = await answer
-            while self._arrived < newest and not self._ended:
-                self._arrival.clear()
-                await self._arrival.wait()
-
-    def _answer_fetches(self, version: int, answered: int) -> None:
-        for number in [number for number in self._fetching if number <= answered]:
-            answer = self._fetching.pop(number)
-            if not answer.done():
-                answer.set_result(version)
-
-    def _note_arrival(self, version: int) -> None:
-        self._arrived = max(self._arrived, version)
-        self._arrival.set()
+            await self._link.send(Fetch(number))
+            await self._changes.until(lambda: self._answered >= number or self._ended)
+            coming = self._coming
+            await self._changes.until(lambda: self._arrived >= coming or self._ended)
 
     async def _take(self) -> None:
         """Read; what is for the medium reaches it also while an update is received through it."""
@@ -570,7 +543,9 @@ class SessionInbox(Inbox):
                         self._owner.settle()
                 case Newest(version, answered), _:
                     self.newest = max(self.newest, version)
-                    self._answer_fetches(version, answered)
+                    if answered > self._answered:
+                        self._answered, self._coming = answered, version
+                        self._changes.tell()
                 case NewLayout(layout, try_only), _:
                     error = await self._owner.use_layout(layout, try_only=try_only)
                     await self._link.send(Fits(error[-MAX_TEXT:]))
@@ -617,7 +592,8 @@ class SessionInbox(Inbox):
             self._owner.missed(offer.version, error)
         else:
             self._stage(update)
-        self._note_arrival(offer.version)
+        self._arrived = max(self._arrived, offer.version)
+        self._changes.tell()
 
     async def _prepare(self, update: Update) -> None:
         error = update.damage or await self._owner.check(update)
