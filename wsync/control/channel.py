@@ -9,11 +9,8 @@ from __future__ import annotations
 import hmac
 import os
 import queue
-import select
 import socket
 import struct
-import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -21,6 +18,7 @@ from wsync.control.auth import Address, Hello, new_key
 from wsync.control.listen import Listener, Visitor, dial_socket, peer_pid
 from wsync.control.loop import ControlLoop, control_loop
 from wsync.control.wire import MAC_SIZE, frame_mac
+from wsync.deadlines import readable
 
 _HEAD = struct.Struct(f"<Q{MAC_SIZE}s")
 _BODY = struct.Struct("<ii")
@@ -198,12 +196,3 @@ def connect_channel(
     finally:
         loop.release()
     return Channel(sock, keys)
-
-
-def readable(descriptors: Sequence[int], deadline: float | None) -> bool:
-    """Wait until one of the descriptors is readable; return False at the deadline, on ``time.monotonic``'s clock."""
-    poller = select.poll()
-    for descriptor in descriptors:
-        poller.register(descriptor, select.POLLIN)
-    left = None if deadline is None else min(max(0.0, deadline - time.monotonic()), 1e6) * 1e3
-    return bool(poller.poll(left))

@@ -60,8 +60,8 @@ class Medium:
         waits_for_close: on the sender, whether ``send`` is in code that only ``close`` ends.
     """
 
-    checks: bool = False
-    waits_for_close: bool = False
+    checks = False
+    waits_for_close = False
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
         """Trainer: send the offer by ``link``, then whole weights or a difference; return when the memory is free.
@@ -144,8 +144,6 @@ class WorkerSession:
     """The trainer's end of one connection: what its worker has, and what waits to be sent. ``run`` is its life.
 
     Args:
-        worker: the worker's index.
-        link: the connection.
         medium: carries weights to a worker that does not take them from the arena.
         remote: whether the worker is on another machine.
         on_request: whether updates are sent only when the worker asks.
@@ -154,14 +152,11 @@ class WorkerSession:
         on_change: called after each answer, and at the end.
 
     Attributes:
-        received, ready, installed: the newest version of which the worker has said so.
-        wait, apply: seconds that the newest installation took.
+        received, ready, installed, wait, apply: as in the newest ``State``.
         sent_bytes: what the newest update took.
-        refusals: why a version was refused, by version.
-        failed: the newest version that was refused and has taken the place of older ones.
         fits: the answer to the last layout; None while there is none.
         cause: why the connection has ended; None while it has not.
-        checks: whether updates carry a checksum, which the worker checks.
+        checks: whether updates carry a checksum.
     """
 
     def __init__(
@@ -179,13 +174,13 @@ class WorkerSession:
         self.received = self.ready = self.installed = 0
         self.wait = self.apply = 0.0
         self.sent_bytes = 0
-        self.refusals: dict[int, str] = {}
-        self.failed = 0
         self.fits: str | None = None
         self.cause: str | None = None
         self.checks = remote or medium.checks
         self._link, self._medium, self._difference = link, medium, difference
         self._on_request, self._on_change = on_request, on_change
+        self._refusals: dict[int, str] = {}  # why, by version
+        self._failed = 0  # the newest version that was refused and has taken the place of older ones
         self._messages: deque[Message] = deque()
         self._waiting: deque[Update] = deque()  # they have not begun to travel
         self._newest: Update | None = None  # what the worker may ask for
@@ -237,12 +232,12 @@ class WorkerSession:
 
     def state(self, version: int, stage: Stage, has: int = 0) -> bool | Cause:
         """Return whether the worker has a version; or why it will not have it. ``has``: what the arena tells."""
-        if version in self.refusals:
-            return Cause("failed", self.refusals[version])
+        if version in self._refusals:
+            return Cause("failed", self._refusals[version])
         if max(has, getattr(self, stage)) >= version:
             return True
-        if self.failed > version:
-            return Cause("failed", self.refusals.get(self.failed, "it has refused a newer one"))
+        if self._failed > version:
+            return Cause("failed", self._refusals.get(self._failed, "it has refused a newer one"))
         return False if self.cause is None else Cause("died", self.cause)
 
     async def settled(self, version: int, stage: Stage) -> None:
@@ -256,7 +251,7 @@ class WorkerSession:
         await self.answered()
 
     async def answered(self) -> None:
-        """Wait for the answer to the last layout, or the end."""
+        """Wait for the answer to the last layout, or for the end."""
         await self._changes.until(lambda: self.fits is not None or self.cause is not None)
 
     def _changed(self) -> None:
@@ -264,11 +259,11 @@ class WorkerSession:
         self._changes.tell()
 
     def _refuse(self, version: int, error: str, *, last: bool) -> None:
-        if len(self.refusals) >= _KEPT_REFUSALS:
-            del self.refusals[next(iter(self.refusals))]
-        self.refusals[version] = error[:MAX_TEXT]
+        if len(self._refusals) >= _KEPT_REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
+        self._refusals[version] = error[:MAX_TEXT]
         if last:
-            self.failed = max(self.failed, version)
+            self._failed = max(self._failed, version)
         if self._base is not None and self._base.version == version:
             self._base = None
 
@@ -337,7 +332,7 @@ class WorkerSession:
             self._changed()
             return
         await self.settled(update.version, "received")
-        if update.version not in self.refusals:
+        if update.version not in self._refusals:
             self._base = update if self._difference is not None else None
 
     async def _read(self) -> None:
@@ -413,9 +408,6 @@ class SessionInbox(Inbox):
     """The worker's end of one connection. ``run`` is its life, in the control thread.
 
     Args:
-        link: the connection.
-        medium: carries weights.
-        owner: the receiver.
         call_soon: calls a function in the control thread; called by any thread.
         apply_difference: ``(base, difference, into)``: fills ``into``; None: the sender sends whole weights.
         slots: returns the update in a slot of the arena; None without an arena.
@@ -460,9 +452,9 @@ class SessionInbox(Inbox):
             self._times = (wait, apply)
             self._report_soon()
 
-    def refuse(self, update: Update, error: str) -> None:
-        """Tell the sender why an update was not installed."""
-        self._refusals.append(Refused(update.version, error[-MAX_TEXT:], last=True))
+    def refuse(self, update: Update, error: str, *, last: bool = True) -> None:
+        """Tell the sender why an update is not installed; ``last`` as in ``Refused``."""
+        self._refusals.append(Refused(update.version, error[-MAX_TEXT:], last))
         self._report_soon()
 
     def _report_soon(self) -> None:
@@ -471,11 +463,11 @@ class SessionInbox(Inbox):
 
     def settled(self, update: Update, error: str) -> None:
         """Forget what is staged up to an update that was installed; or that one, if it has failed."""
+        while not error and self._staged and self._staged[0].version <= update.version:
+            self._staged.popleft()
         if error:
             with suppress(ValueError):
                 self._staged.remove(update)
-        while not error and self._staged and self._staged[0].version <= update.version:
-            self._staged.popleft()
 
     # --- its life ---
 
@@ -598,10 +590,10 @@ class SessionInbox(Inbox):
     async def _prepare(self, update: Update) -> None:
         error = update.damage or await self._owner.check(update)
         if error:
-            self._refusals.append(Refused(update.version, error[-MAX_TEXT:], last=False))
-        else:
-            self._prepared[update.version] = update
-            self._received = update.version
+            self.refuse(update, error, last=False)
+            return
+        self._prepared[update.version] = update
+        self._received = update.version
         self._wake.set()
 
     def _stage(self, update: Update) -> None:

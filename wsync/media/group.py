@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroupGloo
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.control.wire import Link, Offer, Side
-from wsync.deadlines import as_timedelta, as_timeout, deadline_in, remaining, time_until
+from wsync.deadlines import as_timeout, deadline_in, earlier, remaining, time_until
 from wsync.media import BlockingMedium
 from wsync.weights.packing import Buffer
 
@@ -161,7 +161,7 @@ class GroupMedium(BlockingMedium):
             torch.cuda.synchronize(flat.device)  # it has been packed
         transfer = (group.send if rank == 0 else group.recv)([flat], 1 - rank, 0)
         try:
-            transfer.wait(as_timedelta(None))  # gloo gives the group up when a wait times out
+            transfer.wait(time_until(None))  # gloo gives the group up when a wait times out
         finally:
             del transfer, group  # the traceback of an error would keep them, and the port open
         if flat.is_cuda:  # there the wait is one of this thread's stream
@@ -277,8 +277,7 @@ def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float |
     given = torch.frombuffer(bytearray(store.get(_PROOF + str(other))), dtype=torch.uint8)
     shown = torch.zeros(_PROOF_SIZE, dtype=torch.uint8)
     transfers = [group.send([given], other, _PROOF_TAG), group.recv([shown], other, _PROOF_TAG)]
-    left = remaining(deadline)
-    limit = as_timedelta(_PROOF_TIMEOUT if left is None else max(min(left, _PROOF_TIMEOUT), 0.001))
+    limit = time_until(earlier(deadline, deadline_in(_PROOF_TIMEOUT)))
     try:
         for transfer in transfers:
             transfer.wait(limit)
@@ -302,7 +301,7 @@ def _nccl_group(store: TorchStore, rank: int, device: torch.device, deadline: fl
     from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
 
     options: Any = ProcessGroupNCCL.Options()
-    options._timeout = as_timedelta(None)  # deadlines are those of the scheme
+    options._timeout = time_until(None)  # deadlines are those of the scheme
     with torch.cuda.device(device):
         with _making:
             before = os.environ.get(_NO_WATCHDOG)
