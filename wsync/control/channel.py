@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from wsync.control.auth import Address, Hello, new_key
-from wsync.control.listen import Listener, Visitor, dial_socket, peer_pid
+from wsync.control.listen import Contact, Listener, dial
 from wsync.control.loop import ControlLoop, control_loop
 from wsync.control.wire import MAC_SIZE, frame_mac
 from wsync.deadlines import readable
@@ -41,16 +41,16 @@ class Channel:
         process: a descriptor that is readable when the other end's process has ended; -1 if it is elsewhere.
     """
 
-    def __init__(self, sock: socket.socket, keys: tuple[bytes, bytes]) -> None:
-        sock.setblocking(True)
-        self._socket, self._opener = sock, os.getpid()
-        self.local = sock.family == socket.AF_UNIX
-        self._send_key, self._receive_key = keys
+    def __init__(self, contact: Contact) -> None:
+        self._socket, self._opener = contact.sock, os.getpid()
+        self._socket.setblocking(True)
+        self.local = self._socket.family == socket.AF_UNIX
+        self._send_key, self._receive_key = contact.frame_keys()
         self._sent = self._received = 0
         self.process = -1
         with suppress(OSError):
-            if pid := peer_pid(sock):
-                self.process = os.pidfd_open(pid)
+            if contact.pid:
+                self.process = os.pidfd_open(contact.pid)
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when ``receive`` has something to return."""
@@ -141,9 +141,9 @@ class ChannelListener:
         self._loop.post(self._listener.start, self._welcome)
         self.address = self._listener.address
 
-    async def _welcome(self, visitor: Visitor) -> None:
-        sock, keys = await visitor.accept_socket()
-        self._arrived.put((Channel(sock, keys), visitor.hello))
+    async def _welcome(self, contact: Contact) -> None:
+        await contact.accept()
+        self._arrived.put((Channel(contact), contact.hello))
         os.eventfd_write(self._event, 1)
 
     def fileno(self) -> int:
@@ -192,7 +192,6 @@ def connect_channel(
     """
     loop = control_loop().acquire()
     try:
-        sock, keys, _ = loop.call(dial_socket(address, purpose, name, worker, deadline, payload=payload))
+        return Channel(loop.call(dial(address, Hello(purpose, name, worker, payload=payload), deadline)))
     finally:
         loop.release()
-    return Channel(sock, keys)

@@ -25,6 +25,7 @@ import xxhash
 
 from wsync.control.wire import (
     MAX_TEXT,
+    Changes,
     Decide,
     Fetch,
     Fits,
@@ -91,23 +92,6 @@ class Medium:
 
     async def wait_closed(self) -> None:
         """Wait until the threads that carry something have ended, after ``close``."""
-
-
-class Changes:
-    """Of one end of a connection: what waits for a condition looks again at each change."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def tell(self) -> None:
-        """Something has changed."""
-        self._event.set()
-        self._event.clear()  # those that wait now are woken all the same
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until a condition holds."""
-        while not condition():
-            await self._event.wait()
 
 
 async def _run_until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> BaseException | None:

@@ -179,16 +179,19 @@ def make_outlet() -> Workers:
 async def welcome(outlet: Workers, index: int, there: Stream) -> None:
     """Have the outlet accept a worker, by the trainer's end of its connection."""
 
-    async def accept(fds: Sequence[int] = ()) -> Link:
+    async def accept(fds: Sequence[int] = ()) -> None:
+        pass
+
+    async def link() -> Link:
         return Link(there, "trainer", KEYS)
 
     async def refuse(why: str) -> None:
         there.close()
 
     hello = SimpleNamespace(worker=index, native=False)
-    visitor: Any = SimpleNamespace(hello=hello, pid=0, accept=accept, refuse=refuse, gone=asyncio.Event().wait)
+    contact: Any = SimpleNamespace(hello=hello, pid=0, accept=accept, link=link, refuse=refuse)
     with suppress(ConnectionError):
-        await outlet._welcome(visitor)
+        await outlet._welcome(contact)
 
 
 class Model:
