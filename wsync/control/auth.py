@@ -119,8 +119,7 @@ def shared_key() -> bytes:
     Raises:
         NotConnected: ``WSYNC_AUTHKEY`` is not set, and the file cannot be made or read, or others can read it.
     """
-    given = os.environ.get(AUTHKEY)
-    if given:
+    if given := os.environ.get(AUTHKEY):
         return hashlib.sha256(given.encode()).digest()
     remedy = f"set {AUTHKEY} to the same secret in all processes instead"
     try:

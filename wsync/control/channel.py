@@ -61,27 +61,18 @@ class Channel:
         self._socket.settimeout(seconds)
 
     def send(self, frame: Frame) -> None:
-        """Send a frame; return when the kernel has it.
-
-        Raises:
-            ConnectionError: the other end is gone.
-        """
+        """Send a frame; return when the kernel has it. ConnectionError: the other end is gone."""
         self._sent += 1
         head, payload = _BODY.pack(frame.kind, frame.number), memoryview(frame.payload).cast("B")
         mac = frame_mac(self._send_key, self._sent, head, payload)
         try:
             self._socket.sendall(_HEAD.pack(len(payload), mac) + head)
-            if payload:
-                self._socket.sendall(payload)
+            self._socket.sendall(payload)
         except OSError as error:
             raise ConnectionError(f"the other end is gone: {error}") from error
 
     def receive(self) -> Frame:
-        """Wait for a frame, and return it.
-
-        Raises:
-            ConnectionError: the other end is gone, or what came is not from it.
-        """
+        """Wait for a frame, and return it. ConnectionError: the other end is gone, or what came is not from it."""
         size, mac = _HEAD.unpack(self._read(_HEAD.size))
         if size > _LARGEST:
             raise ConnectionError(f"the other end has announced {size} bytes: too many")
@@ -117,18 +108,15 @@ class Channel:
 
 
 class ChannelListener:
-    """Accepts channels.
+    """Accepts channels at its ``address``, which has the key.
 
     Args:
         purpose, name: what a connection is for; both ends name the same.
-        host, port: of a TCP socket; without a host only processes on this machine can connect.
+        host, port: as in ``listen_on``; without a host only processes on this machine can connect.
         key: the secret that both ends must have; a random one by default.
 
-    Attributes:
-        address: where it listens, with the key.
-
     Raises:
-        NotConnected: it cannot listen there, or that would be on every interface.
+        NotConnected: as ``listen_on``.
     """
 
     def __init__(
@@ -146,6 +134,9 @@ class ChannelListener:
         self._arrived.put((Channel(contact), contact.hello))
         os.eventfd_write(self._event, 1)
 
+    async def _close(self) -> None:
+        self._listener.close()
+
     def fileno(self) -> int:
         """Return the descriptor that is readable when ``accept`` has something to return."""
         return self._event
@@ -162,11 +153,7 @@ class ChannelListener:
         loop, self._loop = self._loop, None
         if loop is None or loop.inherited:
             return
-
-        async def close() -> None:
-            self._listener.close()
-
-        loop.call(close())
+        loop.call(self._close())
         loop.release()
         while not self._arrived.empty():
             self._arrived.get()[0].close()
@@ -176,15 +163,9 @@ class ChannelListener:
 def connect_channel(
     address: Address, purpose: str, worker: int, deadline: float | None, *, name: str = "", payload: bytes = b""
 ) -> Channel:
-    """Connect to a ``ChannelListener``.
+    """Connect to a ``ChannelListener`` with the same purpose and name, until a deadline on ``time.monotonic``'s clock.
 
-    Args:
-        address: of the listener.
-        purpose: as there.
-        worker: this end's index; may be -1.
-        deadline: on ``time.monotonic``'s clock; None for none.
-        name: as there.
-        payload: up to about a kilobyte that ``accept`` returns in the ``Hello``.
+    Its ``accept`` returns this end's index ``worker``, and up to about a kilobyte of ``payload``, in the ``Hello``.
 
     Raises:
         NotConnected: nothing listens there (any more), or this end was refused.

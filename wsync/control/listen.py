@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from wsync.control.auth import PROOF_SIZE, MAX_HELLO, NONCE_SIZE, PROTOCOL, Address, Handshake, Hello
+from wsync.control.auth import MAX_HELLO, NONCE_SIZE, PROOF_SIZE, PROTOCOL, Address, Handshake, Hello
 from wsync.control.wire import Link, SocketStream
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout

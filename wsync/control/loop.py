@@ -124,11 +124,7 @@ class ControlLoop:
         return task.result()
 
     def post(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call a function in the control thread, soon. Called by any thread.
-
-        Raises:
-            NotConnected: in a forked child; or the thread has ended.
-        """
+        """Call a function in the control thread, soon. NotConnected: in a forked child; or the thread has ended."""
         self.require_own()
         if self._loop is None:
             raise NotConnected("this end was shut down")
@@ -138,9 +134,7 @@ class ControlLoop:
 class BlockingCalls:
     """A thread that makes calls that block, one after the other, for the control thread, which awaits their results.
 
-    Args:
-        name: of the thread, after ``wsync-``. It starts with the first call; a call that never returns keeps it, but
-            not the process.
+    It starts with the first call. A call that never returns keeps it, but not the process.
     """
 
     def __init__(self, name: str) -> None:

@@ -74,14 +74,14 @@ def _descriptor_of(worker: int, process: Process, opened: ExitStack) -> int:
             descriptor = os.eventfd(1, os.EFD_CLOEXEC)  # readable at once
         opened.callback(os.close, descriptor)
         return descriptor
-    descriptor = process if isinstance(process, int) else getattr(process, "fileno", lambda: None)()
-    if not isinstance(descriptor, int):
+    try:
+        descriptor = process if isinstance(process, int) else process.fileno()
+        os.fstat(descriptor)
+    except (AttributeError, TypeError) as error:
         raise TypeError(
             f"the process of worker {worker} is a multiprocessing.Process, a subprocess.Popen or a sentinel, "
             f"not {process!r}"
-        )
-    try:
-        os.fstat(descriptor)
+        ) from error
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"worker {worker}: {process} is not the descriptor of an open pipe, socket, eventfd or pidfd; for a "

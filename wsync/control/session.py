@@ -54,15 +54,12 @@ _CLOSING = 4.0  # seconds for a medium to end what it does, once its connection 
 
 
 class Medium:
-    """Carries the weights of one connection; used by the control thread. The base class: by the connection itself.
-
-    Attributes:
-        checks: whether weights carry a checksum also on one machine.
-        waits_for_close: on the sender, whether ``send`` is in code that only ``close`` ends.
-    """
+    """Carries the weights of one connection; used by the control thread. The base class: by the connection itself."""
 
     checks = False
+    """Whether weights carry a checksum also on one machine."""
     waits_for_close = False
+    """On the sender: whether ``send`` is in code that only ``close`` ends."""
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
         """Trainer: send the offer by ``link``, then whole weights or a difference; return when the memory is free.
@@ -375,17 +372,17 @@ def choose(models: Iterable[Receiver]) -> dict[Receiver, Update]:
     models = list(models)
     waiting = {model: list(found) for model in models if (found := model.candidates())}
     while True:
-        then = {m.sender: (waiting[m][-1].version if m in waiting else m.version) for m in models}
-        for model, updates in waiting.items():
-            requires = updates[-1].requires
-            late = next((s for s, v in requires.items() if s in then and then[s] < v and s != model.sender), None)
-            if late is not None:
-                updates.pop()
-                if not updates:
-                    del waiting[model]
-                break
-        else:
+        then = {model.sender: (waiting[model][-1] if model in waiting else model).version for model in models}
+        early = next((one for one in waiting if _lacks_any(then, waiting[one][-1].requires)), None)
+        if early is None:
             return {model: updates[-1] for model, updates in waiting.items()}
+        waiting[early].pop()
+        if not waiting[early]:
+            del waiting[early]
+
+
+def _lacks_any(versions: Mapping[str, int], requires: Mapping[str, int]) -> bool:
+    return any(versions.get(sender, version) < version for sender, version in requires.items())
 
 
 class SessionInbox(Inbox):
