@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 _KEPT_REFUSALS = 1000
 _FAREWELL = 1.0  # seconds for this end to say that it has shut down
-_CLOSING = 4.0  # seconds for a medium to end what it does, once its connection has ended
 
 
 class Medium:
@@ -88,7 +87,7 @@ class Medium:
         """Make ``send`` and ``receive`` raise, at once. Idempotent."""
 
     async def wait_closed(self) -> None:
-        """Wait until the threads that carry something have ended, after ``close``."""
+        """Wait until the threads that carry something have ended, after ``close``; a few seconds at most."""
 
 
 async def _run_until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> BaseException | None:
@@ -101,14 +100,6 @@ async def _run_until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> BaseExc
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-async def _close(medium: Medium) -> None:
-    """Close a medium, and wait until it has ended what it does."""
-    medium.close()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_CLOSING):
-            await medium.wait_closed()
 
 
 def checksum_of(memory: memoryview | bytes, extra: bytes) -> int:
@@ -259,7 +250,7 @@ class WorkerSession:
             self.end(f"its process has ended, or its connection: {error}")
         finally:
             self.end("this session was cancelled")
-            await _close(self._medium)
+            await self._medium.wait_closed()
 
     def end_if_stuck(self) -> None:
         """At a deadline: end the connection if only that ends a call of the medium."""
@@ -462,11 +453,12 @@ class SessionInbox(Inbox):
                 cause = f"{type(error).__name__}: {error}"
         finally:
             self._ended = True
+            self._medium.close()
             self._link.close(ConnectionError(cause))
             self._prepared.clear()
             self._changes.tell()
             self._owner.ended(cause, finished=self._finished)
-            await _close(self._medium)
+            await self._medium.wait_closed()
 
     async def say_goodbye(self) -> None:
         """Tell the sender that this worker has shut down in order, and end the connection."""

@@ -161,7 +161,7 @@ _decoders = {  # by the end that reads
 
 
 class Changes:
-    """Of one end of a connection: what waits for a condition looks at it again."""
+    """Wakes the coroutines of one end that wait for a condition: each looks again."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -198,12 +198,14 @@ class Stream(Protocol):
 
 
 class Link:
-    """An authenticated connection; ``end`` is ``"trainer"`` or ``"worker"``: this one.
+    """An authenticated connection.
 
     Args:
+        end: ``"trainer"`` or ``"worker"``: this one.
         keys: for the MACs of the frames that are sent, and received.
 
     Attributes:
+        host: as of the stream.
         cause: why it has ended; None while it has not.
     """
 
@@ -214,12 +216,8 @@ class Link:
         self._send_key, self._receive_key = keys
         self._sent = self._received = 0
         self._writing = asyncio.Lock()
+        self.host = stream.host
         self.cause: Exception | None = None
-
-    @property
-    def host(self) -> str:
-        """As of its ``Stream``."""
-        return self._stream.host
 
     async def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
         """Send a message, and the bytes that follow it; return when their memory may be reused."""
@@ -230,11 +228,7 @@ class Link:
             await self._stream.write(len(body).to_bytes(4, "little") + mac + body, payload)
 
     async def receive(self) -> Any:
-        """Return the next message.
-
-        Raises:
-            ConnectionError: the connection has ended, or what came is not a message of the other end.
-        """
+        """Return the next message. ConnectionError: the connection has ended, or what came is no message."""
         head = await self._stream.read(4 + MAC_SIZE)
         length = int.from_bytes(head[:4], "little")
         if length > self._limit:
@@ -294,8 +288,7 @@ class SocketStream(asyncio.BufferedProtocol):
         self._changes.tell()
 
     def eof_received(self) -> bool:
-        """The other end has closed: this end does, too."""
-        return False
+        return False  # the other end has closed: this end does, too
 
     def pause_writing(self) -> None:
         self._full = True
@@ -336,7 +329,6 @@ class SocketStream(asyncio.BufferedProtocol):
         return data
 
     async def read_into(self, memory: memoryview) -> None:
-        """Fill ``memory``: first with what has arrived already."""
         ready = min(len(memory), self._have)
         memory[:ready] = self._head[:ready]
         self._drop(ready)
@@ -361,7 +353,6 @@ class SocketStream(asyncio.BufferedProtocol):
             raise self._error
 
     async def write(self, head: bytes, payload: memoryview | bytes = b"") -> None:
-        """Write both; return when the kernel has them."""
         if self._error is not None:
             raise self._error
         if payload:
