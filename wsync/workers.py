@@ -438,8 +438,8 @@ class Workers(Outlet):
         if len(blocks) == len(members):
             return *max(times, key=sum, default=(0.0, 0.0)), 0
         sessions = [one.session for one in members if one.block < 0]
-        times += [(one.wait, one.apply) for one in sessions]
-        sent = 0 if blocks else max(one.sent_bytes * (one.received >= version) for one in sessions)
+        times += [(one.reported.wait, one.reported.apply) for one in sessions]
+        sent = 0 if blocks else max(one.sent_bytes * (one.reported.received >= version) for one in sessions)
         return *max(times, key=sum), sent
 
     def disconnect(self, worker: int, cause: str) -> None:

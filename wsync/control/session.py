@@ -124,7 +124,7 @@ class WorkerSession:
         on_change: called after each answer, and at the end.
 
     Attributes:
-        received, ready, installed, wait, apply: as in the newest ``State``.
+        reported: what the worker has said that it has.
         sent_bytes: what the newest update took.
         fits: the answer to the last layout; None while there is none.
         cause: why the connection has ended; None while it has not.
@@ -143,8 +143,7 @@ class WorkerSession:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker = worker
-        self.received = self.ready = self.installed = 0
-        self.wait = self.apply = 0.0
+        self.reported = State(0)
         self.sent_bytes = 0
         self.fits: str | None = None
         self.cause: str | None = None
@@ -194,9 +193,9 @@ class WorkerSession:
 
     def decide(self, version: int, *, commit: bool) -> None:
         """Commit or abort an undecided update that was offered."""
-        waiting = [update for update in self._waiting if update.version == version]
-        if waiting and not commit:
-            self._waiting.remove(waiting[0])
+        waiting = next((update for update in self._waiting if update.version == version), None)
+        if waiting is not None and not commit:
+            self._waiting.remove(waiting)
         else:
             self.post(Decide(version, commit))
 
@@ -206,7 +205,7 @@ class WorkerSession:
         """Return whether the worker has a version; or why it will not have it. ``has``: what the arena tells."""
         if version in self._refusals:
             return Cause("failed", self._refusals[version])
-        if max(has, getattr(self, stage)) >= version:
+        if max(has, getattr(self.reported, stage)) >= version:
             return True
         if self._failed > version:
             return Cause("failed", self._refusals.get(self._failed, "it has refused a newer one"))
@@ -310,9 +309,8 @@ class WorkerSession:
     async def _read(self) -> None:
         while True:
             match await self._link.receive():
-                case State(received, ready, installed, wait, apply):
-                    self.received, self.ready, self.installed = received, ready, installed
-                    self.wait, self.apply = max(0.0, wait), max(0.0, apply)
+                case State() as state:
+                    self.reported = state
                 case Refused(version, error, last):
                     self._refuse(version, error, last=last)
                 case Fits(error):

@@ -381,9 +381,8 @@ class World:
         causes = await workers.wait_for(sessions, version, stage, deadline_in(TIMEOUT))
         took = self.loop.time() - began
         assert took <= TIMEOUT + 1e-6, f"a call took {took} s"
-        for index, cause in causes.items():
-            in_time = cause.kind != "late" or sessions[index].cause is None
-            assert in_time, f"worker {index}: its connection ended, and the trainer waited for the deadline"
+        in_time = took < TIMEOUT or any(session.state(version, stage) is False for session in sessions.values())
+        assert in_time, "all connections have answered or ended, and the trainer waited for the deadline"
         return causes
 
     async def send(self, name: str) -> None:
