@@ -17,7 +17,7 @@ import os
 import secrets
 import stat
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,15 +54,13 @@ class Address:
 
     def dump(self, *, public: bool = False) -> str:
         """Return the address as text; with the key, unless ``public``."""
-        key = "" if public else self.key.hex()
-        return msgspec.json.encode([self.host, self.port, self.unix, key]).decode()
+        return msgspec.json.encode(replace(self, key=b"") if public else self).decode()
 
     @classmethod
     def load(cls, text: str | bytes) -> Address:
         """Parse the output of ``dump``; ValueError if ``text`` is something else."""
         try:
-            host, port, unix, key = msgspec.json.decode(text, type=tuple[str, int, str, str])
-            return cls(host, port, unix, bytes.fromhex(key))
+            return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, ValueError) as error:
             raise ValueError("this is not the address of a sender") from error
 

@@ -15,7 +15,7 @@ import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -47,7 +47,7 @@ class Contact:
     hello: Hello
     end: str
     pid: int
-    _handshake: Handshake
+    _handshake: Handshake = field(repr=False)  # with the key
     fds: Sequence[int] = ()
 
     async def accept(self, fds: Sequence[int] = ()) -> None:
@@ -85,14 +85,10 @@ class Contact:
 
 
 def listen_on(host: str, port: int = 0) -> socket.socket:
-    """Return a TCP socket that listens on one address of this machine.
-
-    Args:
-        host: an address of this machine, by which workers reach it; not a wildcard such as 0.0.0.0.
-        port: 0 for any free one.
+    """Return a TCP socket that listens on one address of this machine, at a port, or (0) any free one.
 
     Raises:
-        NotConnected: this machine has no such address, it is a wildcard, or the port is taken.
+        NotConnected: this machine has no such address, it is a wildcard such as 0.0.0.0, or the port is taken.
     """
     if not host:
         raise NotConnected("host is empty: it has to be an address of this machine, by which workers reach it")

@@ -29,7 +29,6 @@ except ModuleNotFoundError:  # an extra: the loop of the standard library takes 
 
 P = ParamSpec("P")
 T = TypeVar("T")
-THREAD_NAME = "wsync-control"
 
 
 class ControlLoop:
@@ -53,7 +52,7 @@ class ControlLoop:
             self._users += 1
             if self._loop is None:
                 self._loop = new_event_loop()
-                self._thread = threading.Thread(target=self._run, args=[self._loop], name=THREAD_NAME, daemon=True)
+                self._thread = threading.Thread(target=self._run, args=[self._loop], name="wsync-control", daemon=True)
                 self._thread.start()
         return self
 

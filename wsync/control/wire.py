@@ -126,7 +126,7 @@ class State(Message, frozen=True, tag=True):
 class Refused(Message, frozen=True, tag=True):
     """Why a version did not arrive, does not fit or could not be installed. The model keeps the version that it has.
 
-    ``last``: whether an older version that is not installed never will be, as this one has taken its place.
+    ``last``: it has taken the place of older ones, which are not installed any more.
     """
 
     version: int
