@@ -10,16 +10,16 @@ from datetime import timedelta
 NOW = 0.0
 """A deadline that has passed: look, and do not wait."""
 _MAX_MILLISECONDS = float(2**31 - 1)  # of ``poll``
-_LONGEST = 10.0**9  # seconds: longer timeouts are none (30 years)
+_LONGEST = 10.0**9  # seconds, some thirty years: longer timeouts are none
 
 
 def as_timeout(seconds: float | None) -> float | None:
-    """Return a timeout in seconds; None for None, and for more than thirty years."""
+    """Return a timeout in seconds; None for None, and for more than thirty years, such as infinity."""
     return None if seconds is None or seconds > _LONGEST else seconds
 
 
 def deadline_in(timeout: float | None) -> float | None:
-    """Return the moment ``timeout`` seconds from now; None for None, and for more than thirty years."""
+    """Return the moment ``timeout`` seconds from now; None where ``as_timeout`` is."""
     timeout = as_timeout(timeout)
     return None if timeout is None else time.monotonic() + timeout
 
@@ -40,21 +40,15 @@ def milliseconds(deadline: float | None) -> float | None:
     return None if left is None else min(-(-left * 1000 // 1), _MAX_MILLISECONDS)
 
 
-def as_timedelta(timeout: float | None) -> timedelta:
-    """Return a timeout in seconds as ``torch.distributed`` takes it; a year for None, and for more than thirty."""
-    timeout = as_timeout(timeout)
-    return timedelta(days=365) if timeout is None else timedelta(seconds=timeout)
-
-
 def time_until(deadline: float | None) -> timedelta:
-    """Return the time until ``deadline`` as ``torch.distributed`` takes it: never 0, which would mean no limit."""
+    """Return the time until ``deadline`` for ``torch.distributed``: a year for None, and never 0, which is no limit."""
     left = remaining(deadline)
-    return as_timedelta(None if left is None else max(left, 0.001))
+    return timedelta(days=365) if left is None else timedelta(seconds=max(left, 0.001))
 
 
-def wait_readable(descriptors: Iterable[int], deadline: float | None) -> list[int]:
-    """Return those of ``descriptors`` that are readable or closed, as soon as one is; empty at the deadline."""
+def readable(descriptors: Iterable[int], deadline: float | None) -> bool:
+    """Wait until one of the descriptors is readable or closed; return False at the deadline (``time.monotonic``)."""
     poller = select.poll()
     for descriptor in descriptors:
         poller.register(descriptor, select.POLLIN)
-    return [descriptor for descriptor, _ in poller.poll(milliseconds(deadline))]
+    return bool(poller.poll(milliseconds(deadline)))

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from wsync.control.auth import Address
-from wsync.control.listen import dial
+from wsync.control.auth import Address, Hello
+from wsync.control.listen import Contact, dial
 from wsync.control.loop import ControlLoop, control_loop
 from wsync.control.rendezvous import Rendezvous
 from wsync.control.session import Medium, SessionInbox
@@ -73,13 +73,14 @@ class WorkerConnection:
 
     async def _join(self, loop: ControlLoop, address: Address, worker: int, deadline: float | None) -> int:
         self._joining = asyncio.current_task()
-        link, pid, fds = await dial(address, "weights", self._model_id, worker, deadline, native=native is not None)
+        contact = await dial(address, Hello("weights", self._model_id, worker, native is not None), deadline)
+        link = await contact.link()
         try:
             async with asyncio.timeout(remaining(deadline)):
                 settings = await link.receive()
                 if not isinstance(settings, Settings):
                     raise ConnectionError("a sender begins with its settings")
-                return await self._begin(loop, link, settings, worker, pid, fds)
+                return await self._begin(loop, link, settings, contact)
         except BaseException as error:
             link.close(ConnectionError("this worker has given up"))
             if isinstance(error, TimeoutError):
@@ -88,20 +89,18 @@ class WorkerConnection:
                 raise NotConnected(f"worker {worker}: the sender has gone: {error}") from error
             raise
 
-    async def _begin(
-        self, loop: ControlLoop, link: Link, settings: Settings, worker: int, pid: int, fds: Sequence[int]
-    ) -> int:
+    async def _begin(self, loop: ControlLoop, link: Link, settings: Settings, contact: Contact) -> int:
         owner, arena = self._owner, None
         owner.sender, owner.on_request = settings.sender, settings.on_request
         if settings.arena is not None:
             blocks, block = settings.arena
             binds = self._binds_arena and owner.bind
-            arena = ArenaInbox(fds, block, blocks, owner, self._refuse, binds=binds)
+            arena = ArenaInbox(contact.fds, block, blocks, owner, self._refuse, binds=binds)
             arena.set_wakeups(True)
             self._watch(arena.wake, arena.woken)
         self._session = SessionInbox(
             link,
-            self._make_medium(worker) if arena is None else Medium(),
+            self._make_medium(contact.hello.worker) if arena is None else Medium(),
             owner,
             loop.post,
             apply_difference=apply_difference if settings.differences else None,
@@ -113,8 +112,8 @@ class WorkerConnection:
         if error:
             raise LayoutMismatch(error.strip().rpartition("\n")[2].partition(": ")[2] or error)
         with suppress(OSError):
-            if pid:
-                self._pidfd = os.pidfd_open(pid)
+            if contact.pid:
+                self._pidfd = os.pidfd_open(contact.pid)
                 self._watch(self._pidfd, self._sender_died, link)
         self._running = asyncio.ensure_future(self._session.run())
         return settings.first

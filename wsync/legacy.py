@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from wsync.control.auth import Address
-from wsync.deadlines import deadline_in, milliseconds, remaining, wait_readable
+from wsync.deadlines import deadline_in, milliseconds, readable, remaining
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.paths import RemoteWorker, find_or_none
 from wsync.transport import TransportBackend
@@ -193,7 +193,7 @@ def invite_all(scheme: WeightSyncScheme) -> None:
 def _read_invitation(pipe: Connection, model_id: str, timeout: float | None) -> tuple[int, Address]:
     """Return this worker's index and the sender's address, as the sender has sent them through ``pipe``."""
     try:
-        ready = bool(wait_readable([pipe.fileno()], deadline_in(timeout)))
+        ready = readable([pipe.fileno()], deadline_in(timeout))
         message = pipe.recv_bytes() if ready else b""
     except (EOFError, OSError) as error:
         raise NotConnected(f"'{model_id}': the sender has closed this pipe, or died ({error})") from error

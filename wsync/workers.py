@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from wsync.control.listen import Listener, Visitor
+from wsync.control.listen import Contact, Listener
 from wsync.control.loop import ControlLoop, control_loop
 from wsync.control.processes import Processes, watched
 from wsync.control.session import LATE, Medium, WorkerSession, checksum_of, wait_for
@@ -115,23 +115,24 @@ class Workers(Outlet):
 
     # --- the control thread: a worker's life ---
 
-    async def _welcome(self, visitor: Visitor) -> None:
+    async def _welcome(self, contact: Contact) -> None:
         """Accept a worker, and run its session until it ends."""
-        worker = visitor.hello.worker
+        worker = contact.hello.worker
         if not 0 <= worker < self._num_workers:
-            return await visitor.refuse(
+            return await contact.refuse(
                 f"index {worker} is out of range: there are workers 0 to {self._num_workers - 1}"
             )
         if worker in self._members:
-            return await visitor.refuse(f"index {worker} is taken by a worker that is connected")
-        task, member, fds = asyncio.current_task(), Member(visitor.pid), ()
+            return await contact.refuse(f"index {worker} is taken by a worker that is connected")
+        task, member, fds = asyncio.current_task(), Member(contact.pid), ()
         self._tasks.add(task)
         try:
-            if self._arena is not None and visitor.hello.native and member.pidfd >= 0:
+            if self._arena is not None and contact.hello.native and member.pidfd >= 0:
                 member.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                 member.block = self._arena.open_block(member.wake, member.pidfd, worker)
                 fds = (*self._arena.fds, self._arena.signal, member.wake)
-            link = await visitor.accept(fds)
+            await contact.accept(fds)
+            link = await contact.link()
             member.session = WorkerSession(
                 worker,
                 link,
@@ -436,8 +437,8 @@ class Workers(Outlet):
         if len(blocks) == len(members):
             return *max(times, key=sum, default=(0.0, 0.0)), 0
         sessions = [one.session for one in members if one.block < 0]
-        times += [(one.wait, one.apply) for one in sessions]
-        sent = 0 if blocks else max(one.sent_bytes * (one.received >= version) for one in sessions)
+        times += [(one.reported.wait, one.reported.apply) for one in sessions]
+        sent = 0 if blocks else max(one.sent_bytes * (one.reported.received >= version) for one in sessions)
         return *max(times, key=sum), sent
 
     def disconnect(self, worker: int, cause: str) -> None:

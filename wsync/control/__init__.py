@@ -5,8 +5,9 @@ Public, for collectors and for backends that bring processes together in their o
 """
 
 from wsync.control.auth import Address, shared_key
-from wsync.control.channel import Channel, ChannelListener, Frame, connect_channel, readable
+from wsync.control.channel import Channel, ChannelListener, Frame, connect_channel
 from wsync.control.listen import listen_on
+from wsync.deadlines import readable
 
 __all__ = [
     "Address",

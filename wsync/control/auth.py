@@ -17,17 +17,17 @@ import os
 import secrets
 import stat
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from wsync.errors import NotConnected
 
-PROTOCOL = 100
+PROTOCOL = 101
 """Of all messages: two ends have to be of one revision."""
-NONCE_SIZE = 16
-MAX_HELLO = 2048
+NONCE_SIZE, PROOF_SIZE, MAX_HELLO = 16, 32, 2048
 AUTHKEY = "WSYNC_AUTHKEY"
 
 
@@ -37,7 +37,7 @@ class Address:
 
     Attributes:
         host: an IP address or host name, by which workers on other machines reach it; empty for this machine only.
-        port: its TCP port; 0 for none.
+        port: of TCP; 0 for none.
         unix: the abstract name of its Unix socket, for workers on this machine; empty for none.
         key: secret. Empty in an address for a public place: the processes that read it there share a key.
     """
@@ -54,15 +54,13 @@ class Address:
 
     def dump(self, *, public: bool = False) -> str:
         """Return the address as text; with the key, unless ``public``."""
-        key = "" if public else self.key.hex()
-        return msgspec.json.encode([self.host, self.port, self.unix, key]).decode()
+        return msgspec.json.encode(replace(self, key=b"") if public else self).decode()
 
     @classmethod
     def load(cls, text: str | bytes) -> Address:
         """Parse the output of ``dump``; ValueError if ``text`` is something else."""
         try:
-            host, port, unix, key = msgspec.json.decode(text, type=tuple[str, int, str, str])
-            return cls(host, port, unix, bytes.fromhex(key))
+            return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, ValueError) as error:
             raise ValueError("this is not the address of a sender") from error
 
@@ -71,45 +69,46 @@ class Hello(msgspec.Struct, frozen=True):
     """What a worker says of itself.
 
     Attributes:
-        protocol: ``PROTOCOL``.
         purpose: what the connection is for: ``"weights"``, or a collector's name for its own.
         name: of the model, or of the collector.
         worker: the worker's index.
-        nonce: random bytes.
-        pid: its process id.
         native: whether it has the compiled extension, without which it cannot use the arena.
         payload: for connections of a collector.
     """
 
-    protocol: int
     purpose: str
     name: str
     worker: int
-    nonce: bytes
-    pid: int
     native: bool = False
     payload: bytes = b""
+    protocol: int = PROTOCOL
+    nonce: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(NONCE_SIZE))
+
+
+class Handshake(NamedTuple):
+    """What both ends of a first contact know.
+
+    Attributes:
+        said: the encoded ``Hello``, and the public part of the address.
+    """
+
+    key: bytes
+    challenge: bytes
+    said: bytes
+
+    def mac(self, role: str, more: bytes = b"") -> bytes:
+        """Return the MAC by which ``role`` (``"worker"`` or ``"trainer"``) proves that it has the key."""
+        return hmac.digest(self.key, b"wsync " + role.encode() + b"\0" + self.challenge + self.said + more, "sha256")
+
+    def frame_keys(self, end: str) -> tuple[bytes, bytes]:
+        """Return the keys of the frames that ``end`` sends, and receives."""
+        keys = [self.mac(f"frames of the {role}") for role in ("trainer", "worker")]
+        return (keys[0], keys[1]) if end == "trainer" else (keys[1], keys[0])
 
 
 def new_key() -> bytes:
     """Return a random key."""
     return secrets.token_bytes(32)
-
-
-def new_nonce() -> bytes:
-    """Return random bytes for one handshake."""
-    return secrets.token_bytes(NONCE_SIZE)
-
-
-def mac_of(key: bytes, role: str, challenge: bytes, hello: bytes) -> bytes:
-    """Return the MAC by which ``role`` (``"worker"`` or ``"trainer"``) proves that it has the key: 32 bytes."""
-    return hmac.digest(key, b"wsync " + role.encode() + b"\0" + challenge + hello, "sha256")
-
-
-def frame_keys(key: bytes, end: str, challenge: bytes, hello: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of the frames that ``end`` sends, and receives."""
-    keys = [mac_of(key, f"frames of the {role}", challenge, hello) for role in ("trainer", "worker")]
-    return (keys[0], keys[1]) if end == "trainer" else (keys[1], keys[0])
 
 
 def shared_key() -> bytes:
@@ -118,8 +117,7 @@ def shared_key() -> bytes:
     Raises:
         NotConnected: ``WSYNC_AUTHKEY`` is not set, and the file cannot be made or read, or others can read it.
     """
-    given = os.environ.get(AUTHKEY)
-    if given:
+    if given := os.environ.get(AUTHKEY):
         return hashlib.sha256(given.encode()).digest()
     remedy = f"set {AUTHKEY} to the same secret in all processes instead"
     try:

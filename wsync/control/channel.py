@@ -9,18 +9,16 @@ from __future__ import annotations
 import hmac
 import os
 import queue
-import select
 import socket
 import struct
-import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from wsync.control.auth import Address, Hello, new_key
-from wsync.control.listen import Listener, Visitor, dial_socket, peer_pid
+from wsync.control.listen import Contact, Listener, dial
 from wsync.control.loop import ControlLoop, control_loop
 from wsync.control.wire import MAC_SIZE, frame_mac
+from wsync.deadlines import readable
 
 _HEAD = struct.Struct(f"<Q{MAC_SIZE}s")
 _BODY = struct.Struct("<ii")
@@ -43,16 +41,16 @@ class Channel:
         process: a descriptor that is readable when the other end's process has ended; -1 if it is elsewhere.
     """
 
-    def __init__(self, sock: socket.socket, keys: tuple[bytes, bytes]) -> None:
-        sock.setblocking(True)
-        self._socket, self._opener = sock, os.getpid()
-        self.local = sock.family == socket.AF_UNIX
-        self._send_key, self._receive_key = keys
+    def __init__(self, contact: Contact) -> None:
+        self._socket, self._opener = contact.sock, os.getpid()
+        self._socket.setblocking(True)
+        self.local = self._socket.family == socket.AF_UNIX
+        self._send_key, self._receive_key = contact.frame_keys()
         self._sent = self._received = 0
         self.process = -1
         with suppress(OSError):
-            if pid := peer_pid(sock):
-                self.process = os.pidfd_open(pid)
+            if contact.pid:
+                self.process = os.pidfd_open(contact.pid)
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when ``receive`` has something to return."""
@@ -63,27 +61,18 @@ class Channel:
         self._socket.settimeout(seconds)
 
     def send(self, frame: Frame) -> None:
-        """Send a frame; return when the kernel has it.
-
-        Raises:
-            ConnectionError: the other end is gone.
-        """
+        """Send a frame; return when the kernel has it. ConnectionError: the other end is gone."""
         self._sent += 1
         head, payload = _BODY.pack(frame.kind, frame.number), memoryview(frame.payload).cast("B")
         mac = frame_mac(self._send_key, self._sent, head, payload)
         try:
             self._socket.sendall(_HEAD.pack(len(payload), mac) + head)
-            if payload:
-                self._socket.sendall(payload)
+            self._socket.sendall(payload)
         except OSError as error:
             raise ConnectionError(f"the other end is gone: {error}") from error
 
     def receive(self) -> Frame:
-        """Wait for a frame, and return it.
-
-        Raises:
-            ConnectionError: the other end is gone, or what came is not from it.
-        """
+        """Wait for a frame, and return it. ConnectionError: the other end is gone, or what came is not from it."""
         size, mac = _HEAD.unpack(self._read(_HEAD.size))
         if size > _LARGEST:
             raise ConnectionError(f"the other end has announced {size} bytes: too many")
@@ -119,18 +108,15 @@ class Channel:
 
 
 class ChannelListener:
-    """Accepts channels.
+    """Accepts channels at its ``address``, which has the key.
 
     Args:
         purpose, name: what a connection is for; both ends name the same.
-        host, port: of a TCP socket; without a host only processes on this machine can connect.
+        host, port: as in ``listen_on``; without a host only processes on this machine can connect.
         key: the secret that both ends must have; a random one by default.
 
-    Attributes:
-        address: where it listens, with the key.
-
     Raises:
-        NotConnected: it cannot listen there, or that would be on every interface.
+        NotConnected: as ``listen_on``.
     """
 
     def __init__(
@@ -143,10 +129,13 @@ class ChannelListener:
         self._loop.post(self._listener.start, self._welcome)
         self.address = self._listener.address
 
-    async def _welcome(self, visitor: Visitor) -> None:
-        sock, keys = await visitor.accept_socket()
-        self._arrived.put((Channel(sock, keys), visitor.hello))
+    async def _welcome(self, contact: Contact) -> None:
+        await contact.accept()
+        self._arrived.put((Channel(contact), contact.hello))
         os.eventfd_write(self._event, 1)
+
+    async def _close(self) -> None:
+        self._listener.close()
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when ``accept`` has something to return."""
@@ -164,11 +153,7 @@ class ChannelListener:
         loop, self._loop = self._loop, None
         if loop is None or loop.inherited:
             return
-
-        async def close() -> None:
-            self._listener.close()
-
-        loop.call(close())
+        loop.call(self._close())
         loop.release()
         while not self._arrived.empty():
             self._arrived.get()[0].close()
@@ -178,15 +163,9 @@ class ChannelListener:
 def connect_channel(
     address: Address, purpose: str, worker: int, deadline: float | None, *, name: str = "", payload: bytes = b""
 ) -> Channel:
-    """Connect to a ``ChannelListener``.
+    """Connect to a ``ChannelListener`` with the same purpose and name, until a deadline on ``time.monotonic``'s clock.
 
-    Args:
-        address: of the listener.
-        purpose: as there.
-        worker: this end's index; may be -1.
-        deadline: on ``time.monotonic``'s clock; None for none.
-        name: as there.
-        payload: up to about a kilobyte that ``accept`` returns in the ``Hello``.
+    Its ``accept`` returns this end's index ``worker``, and up to about a kilobyte of ``payload``, in the ``Hello``.
 
     Raises:
         NotConnected: nothing listens there (any more), or this end was refused.
@@ -194,16 +173,6 @@ def connect_channel(
     """
     loop = control_loop().acquire()
     try:
-        sock, keys, _ = loop.call(dial_socket(address, purpose, name, worker, deadline, payload=payload))
+        return Channel(loop.call(dial(address, Hello(purpose, name, worker, payload=payload), deadline)))
     finally:
         loop.release()
-    return Channel(sock, keys)
-
-
-def readable(descriptors: Sequence[int], deadline: float | None) -> bool:
-    """Wait until one of the descriptors is readable; return False at the deadline, on ``time.monotonic``'s clock."""
-    poller = select.poll()
-    for descriptor in descriptors:
-        poller.register(descriptor, select.POLLIN)
-    left = None if deadline is None else min(max(0.0, deadline - time.monotonic()), 1e6) * 1e3
-    return bool(poller.poll(left))

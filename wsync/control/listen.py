@@ -7,7 +7,6 @@ if it has not done so after five seconds, or after one second, if it is the olde
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
 import os
 import secrets
@@ -16,77 +15,80 @@ import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from wsync.control.auth import MAX_HELLO, NONCE_SIZE, PROTOCOL, Address, Hello, frame_keys, mac_of, new_nonce
+from wsync.control.auth import MAX_HELLO, NONCE_SIZE, PROOF_SIZE, PROTOCOL, Address, Handshake, Hello
 from wsync.control.wire import Link, SocketStream
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
 
-_MAC = 32
 _HEAD = struct.Struct("<H")
 _PATIENCE, _GRACE, _MAX_STRANGERS = 5.0, 1.0, 64
+_PAUSE = 0.1  # seconds without ``accept``, when there is no room for one more
 _REFUSED, _ACCEPTED = b"\0", b"\1"
 _MAX_FDS = 8
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _SILENCE = 10  # seconds after which a TCP connection to a machine that does not answer is ended
 
 
 @dataclass
-class Visitor:
-    """An authenticated connection that was not accepted or refused yet.
+class Contact:
+    """One end of a connection whose other end has proved that it has the key.
 
     Attributes:
-        hello: what the worker says of itself.
-        pid: its process, as the kernel reports it; 0 if it is on another machine.
+        end: which one: ``"trainer"``, where the worker waits to be accepted, or ``"worker"``, which was.
+        pid: the process of the other end, as the kernel reports it; 0 if it is on another machine.
+        fds: descriptors that the trainer has passed to the worker.
     """
 
+    sock: socket.socket
     hello: Hello
+    end: str
     pid: int
-    _socket: socket.socket
-    _key: bytes
-    _challenge: bytes
-    _body: bytes
+    _handshake: Handshake = field(repr=False)  # with the key
+    fds: Sequence[int] = ()
 
-    async def accept(self, fds: Sequence[int] = ()) -> Link:
-        """Accept it, and give it descriptors (only by a Unix socket)."""
-        sock, keys = await self.accept_socket(fds)
-        return Link(await _stream_over(sock), "trainer", keys)
-
-    async def accept_socket(self, fds: Sequence[int] = ()) -> tuple[socket.socket, tuple[bytes, bytes]]:
-        """Accept it; return the socket, and the keys of the frames that are sent, and received."""
-        proof = _ACCEPTED + mac_of(self._key, "trainer", self._challenge, self._body)
+    async def accept(self, fds: Sequence[int] = ()) -> None:
+        """Trainer: accept the worker, and give it descriptors (only by a Unix socket)."""
+        proof = _ACCEPTED + self._handshake.mac("trainer")
         if fds:
-            socket.send_fds(self._socket, [proof], list(fds))
+            socket.send_fds(self.sock, [proof], list(fds))
         else:
-            await asyncio.get_running_loop().sock_sendall(self._socket, proof)
-        return self._socket, frame_keys(self._key, "trainer", self._challenge, self._body)
+            await asyncio.get_running_loop().sock_sendall(self.sock, proof)
 
     async def refuse(self, why: str) -> None:
-        """Tell the worker why it is not accepted."""
+        """Trainer: tell the worker why it is not accepted."""
         text = why.encode()[:4096]
-        proof = mac_of(self._key, "trainer", self._challenge, self._body + text)
+        answer = _REFUSED + self._handshake.mac("trainer", text) + _HEAD.pack(len(text)) + text
         with suppress(OSError):
-            await asyncio.get_running_loop().sock_sendall(self._socket, _REFUSED + proof + _HEAD.pack(len(text)) + text)
-        self._socket.close()
+            await asyncio.get_running_loop().sock_sendall(self.sock, answer)
+        self.sock.close()
 
-    def drop(self) -> None:
-        """Close the connection without a word."""
-        self._socket.close()
+    def frame_keys(self) -> tuple[bytes, bytes]:
+        """Return the keys of the frames that are sent, and received."""
+        return self._handshake.frame_keys(self.end)
+
+    async def link(self) -> Link:
+        """Return the connection for messages."""
+        loop = asyncio.get_running_loop()
+        if self.sock.family == socket.AF_UNIX:
+            _, stream = await loop.create_unix_connection(SocketStream, sock=self.sock)
+        else:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE * 1000)
+            _, stream = await loop.create_connection(SocketStream, sock=self.sock)
+        return Link(stream, self.end, self.frame_keys())
 
 
 def listen_on(host: str, port: int = 0) -> socket.socket:
-    """Return a TCP socket that listens on one address of this machine.
-
-    Args:
-        host: an address of this machine, by which workers reach it; not a wildcard such as 0.0.0.0.
-        port: 0 for any free one.
+    """Return a TCP socket that listens on one address of this machine, at a port, or (0) any free one.
 
     Raises:
-        NotConnected: this machine has no such address, it is a wildcard, or the port is taken.
+        NotConnected: this machine has no such address, it is a wildcard such as 0.0.0.0, or the port is taken.
     """
     if not host:
         raise NotConnected("host is empty: it has to be an address of this machine, by which workers reach it")
@@ -95,13 +97,7 @@ def listen_on(host: str, port: int = 0) -> socket.socket:
         family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if place[0] in ("0.0.0.0", "::"):
             raise NotConnected(f"host={host} is every interface: name one address of this machine instead")
-        with ExitStack() as opened:
-            sock = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(place)
-            sock.listen(socket.SOMAXCONN)
-            opened.pop_all()
-            return sock
+        return socket.create_server(place, family=family, backlog=socket.SOMAXCONN)
     except OSError as error:
         raise NotConnected(f"cannot listen on {where}, which has to be an address of this machine: {error}") from error
 
@@ -112,16 +108,17 @@ class Listener:
     Args:
         key: the secret.
         purpose, name: what a ``Hello`` has to name.
-        host, port: of the TCP socket; no host for none.
+        host, port: as in ``listen_on``; no host for no TCP socket.
 
     Raises:
-        NotConnected: see ``listen_on``.
+        NotConnected: as ``listen_on``.
     """
 
     def __init__(self, key: bytes, purpose: str, name: str, host: str | None = None, port: int = 0) -> None:
         self._purpose, self._name = purpose, name
         self._sockets: list[socket.socket] = []
-        self._strangers: dict[asyncio.Task[None], tuple[socket.socket, float]] = {}  # with the times of their arrival
+        self._strangers: dict[socket.socket, tuple[asyncio.Task[None], float]] = {}  # with the times of their arrival
+        self._welcome: Callable[[Contact], Awaitable[None]]
         self._opener = os.getpid()
         if host is not None:
             self._sockets.append(listen_on(host, port))
@@ -133,85 +130,76 @@ class Listener:
         self._sockets.append(local)
         self.address = Address(host or "", port if host else 0, unix, key)
 
-    def start(self, welcome: Callable[[Visitor], Awaitable[None]]) -> None:
+    def start(self, welcome: Callable[[Contact], Awaitable[None]]) -> None:
         """Begin to accept; those that have come before wait in the kernel. Called in the control thread, also again.
 
         ``welcome`` is called in a task for each worker.
         """
-        loop = asyncio.get_running_loop()
+        self._welcome = welcome
         for sock in self._sockets:
             sock.setblocking(False)
-            loop.add_reader(sock, self._on_connection, sock, welcome)
+            self._watch(sock)
 
-    def _on_connection(self, listening: socket.socket, welcome: Callable[[Visitor], Awaitable[None]]) -> None:
-        if len(self._strangers) == _MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            if time.monotonic() < self._strangers[oldest][1] + _GRACE:
-                return self._accept_later(listening, welcome)
-            oldest.cancel()
+    def _watch(self, listening: socket.socket) -> None:
+        if listening.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listening, self._on_connection, listening)
+
+    def _on_connection(self, listening: socket.socket) -> None:
+        oldest = next(iter(self._strangers)) if len(self._strangers) == _MAX_STRANGERS else None
         try:
+            if oldest is not None and time.monotonic() < self._strangers[oldest][1] + _GRACE:
+                raise BlockingIOError("too many strangers")
             sock, _ = listening.accept()
-        except OSError as error:
-            if error.errno in _EXHAUSTED:
-                self._accept_later(listening, welcome)
+        except OSError:  # or no descriptor is left, or it has gone: the kernel keeps those that connect for a moment
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listening)
+            loop.call_later(_PAUSE, self._watch, listening)
             return
+        if oldest is not None:
+            self._strangers[oldest][0].cancel()
         sock.setblocking(False)
-        task = asyncio.ensure_future(self._greet(sock, welcome))
-        self._strangers[task] = sock, time.monotonic()
-        task.add_done_callback(lambda task: self._strangers.pop(task, None))
+        self._strangers[sock] = asyncio.ensure_future(self._greet(sock)), time.monotonic()
 
-    def _accept_later(self, listening: socket.socket, welcome: Callable[[Visitor], Awaitable[None]]) -> None:
-        """Leave those that connect to the kernel for a moment."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(listening)
-
-        def go_on() -> None:
-            if listening.fileno() >= 0:
-                loop.add_reader(listening, self._on_connection, listening, welcome)
-
-        loop.call_later(0.1, go_on)
-
-    async def _greet(self, sock: socket.socket, welcome: Callable[[Visitor], Awaitable[None]]) -> None:
+    async def _greet(self, sock: socket.socket) -> None:
         try:
             async with asyncio.timeout(_PATIENCE):
-                visitor = await self._authenticate(sock)
+                contact = await self._authenticate(sock)
         except BaseException as error:
             sock.close()
-            if isinstance(error, (OSError, TimeoutError, ValueError, msgspec.MsgspecError)):
+            if isinstance(error, (OSError, ValueError, msgspec.MsgspecError)):
                 return  # a stranger, or a worker that has gone
             raise
-        if (task := asyncio.current_task()) is not None:
-            self._strangers.pop(task, None)
-        del task  # else it and its frame keep each other, and what the connection has
+        finally:
+            self._strangers.pop(sock, None)
         try:
-            await welcome(visitor)
-        except (OSError, ConnectionError):  # it has gone meanwhile
-            visitor.drop()
+            await self._welcome(contact)
+        except OSError:  # it has gone meanwhile
+            sock.close()
 
-    async def _authenticate(self, sock: socket.socket) -> Visitor:
-        loop, challenge = asyncio.get_running_loop(), new_nonce()
+    async def _authenticate(self, sock: socket.socket) -> Contact:
+        loop, challenge, address = asyncio.get_running_loop(), secrets.token_bytes(NONCE_SIZE), self.address
         await loop.sock_sendall(sock, challenge)
-        head = await _receive(sock, _HEAD.size + _MAC)
+        head = await _receive(sock, _HEAD.size + PROOF_SIZE)
         (size,) = _HEAD.unpack_from(head)
         if size > MAX_HELLO:
             raise ValueError("not a worker")
         body = await _receive(sock, size)
-        public = self.address.public
-        if not hmac.compare_digest(head[_HEAD.size :], mac_of(self.address.key, "worker", challenge, body + public)):
+        handshake = Handshake(address.key, challenge, body + address.public)
+        if not hmac.compare_digest(head[_HEAD.size :], handshake.mac("worker")):
             raise ValueError("wrong key")
         hello = msgspec.msgpack.decode(body, type=Hello)
-        visitor = Visitor(hello, peer_pid(sock), sock, self.address.key, challenge, body + public)
+        contact = Contact(sock, hello, "trainer", peer_pid(sock), handshake)
         ours = (PROTOCOL, self._purpose, self._name)
         theirs = (hello.protocol, hello.purpose, hello.name)
         if theirs != ours:
-            await visitor.refuse(f"this end is for {ours}, that worker asks for {theirs} (protocol, purpose, name)")
+            await contact.refuse(f"this end is for {ours}, that worker asks for {theirs} (protocol, purpose, name)")
             raise ValueError("another name")
-        return visitor
+        return contact
 
     def close(self) -> None:
         """Stop listening, in the control thread. Idempotent."""
         loop = asyncio.get_running_loop()
-        for task, (sock, _) in self._strangers.items():
+        for sock, (task, _) in self._strangers.items():
             task.cancel()
             sock.close()
         for sock in self._sockets:
@@ -224,71 +212,41 @@ class Listener:
         self._sockets.clear()
 
 
-async def dial(
-    address: Address, purpose: str, name: str, worker: int, deadline: float | None, *, native: bool = False
-) -> tuple[Link, int, list[int]]:
+async def dial(address: Address, hello: Hello, deadline: float | None) -> Contact:
     """Connect to a listener, and wait until it accepts this worker.
-
-    Returns:
-        The connection, the process id of the other end (0 on another machine), and descriptors that it has passed.
-
-    Raises:
-        NotConnected, SyncTimeout: as ``dial_socket``.
-    """
-    sock, keys, fds = await dial_socket(address, purpose, name, worker, deadline, native=native)
-    pid = peer_pid(sock)
-    return Link(await _stream_over(sock), "worker", keys), pid, fds
-
-
-async def dial_socket(
-    address: Address,
-    purpose: str,
-    name: str,
-    worker: int,
-    deadline: float | None,
-    *,
-    native: bool = False,
-    payload: bytes = b"",
-) -> tuple[socket.socket, tuple[bytes, bytes], list[int]]:
-    """Connect to a listener, and wait until it accepts this worker.
-
-    Returns:
-        The socket, the keys of the frames that are sent and received, and descriptors that the other end has passed.
 
     Raises:
         NotConnected: no sender is there (any more), or it has refused this worker.
         SyncTimeout: no answer by the deadline.
     """
-    where = f" at {address.host} port {address.port}" if address.host else ""
-    loop, public = asyncio.get_running_loop(), address.public
+    who, where = f"worker {hello.worker}", f" at {address.host} port {address.port}" if address.host else ""
+    body, text = msgspec.msgpack.encode(hello), b""
     with ExitStack() as opened:
         try:
             async with asyncio.timeout(remaining(deadline)):
                 sock = await _open(address, opened)
-                challenge = await _receive(sock, NONCE_SIZE)
-                hello = Hello(PROTOCOL, purpose, name, worker, new_nonce(), os.getpid(), native, payload)
-                body = msgspec.msgpack.encode(hello)
-                mac = mac_of(address.key, "worker", challenge, body + public)
-                await loop.sock_sendall(sock, _HEAD.pack(len(body)) + mac + body)
-                status, fds = await _receive_with_fds(sock, 1 + _MAC)
-                refused, text = status[:1] == _REFUSED, b""
+                handshake = Handshake(address.key, await _receive(sock, NONCE_SIZE), body + address.public)
+                first = _HEAD.pack(len(body)) + handshake.mac("worker") + body
+                await asyncio.get_running_loop().sock_sendall(sock, first)
+                status, fds = await _receive_with_fds(sock, 1 + PROOF_SIZE)
+                refused = status[:1] == _REFUSED
                 if refused:
                     (size,) = _HEAD.unpack(await _receive(sock, _HEAD.size))
                     text = await _receive(sock, size)
         except TimeoutError:
             raise SyncTimeout(
-                f"worker {worker}: the sender{where} did not answer in time: does it call connect() or readmit()?"
+                f"{who}: the sender{where} did not answer in time: does it call connect() or readmit()?"
             ) from None
         except OSError as error:
             raise NotConnected(
-                f"worker {worker}: the sender{where} is gone, has been shut down, or cannot be reached ({error})"
+                f"{who}: the sender{where} is gone, has been shut down, or cannot be reached ({error})"
             ) from error
-        if not hmac.compare_digest(status[1:], mac_of(address.key, "trainer", challenge, body + public + text)):
-            raise NotConnected(f"worker {worker}: what listens{where} does not have the sender's key")
+        if not hmac.compare_digest(status[1:], handshake.mac("trainer", text)):
+            raise NotConnected(f"{who}: what listens{where} does not have the sender's key")
         if refused:
-            raise NotConnected(f"worker {worker}: the sender has rejected it: {text.decode(errors='replace')}")
+            raise NotConnected(f"{who}: the sender has rejected it: {text.decode(errors='replace')}")
         opened.pop_all()  # its user closes it
-        return sock, frame_keys(address.key, "worker", challenge, body + public), fds
+        return Contact(sock, hello, "worker", peer_pid(sock), handshake, fds)
 
 
 async def _open(address: Address, opened: ExitStack) -> socket.socket:
@@ -311,19 +269,6 @@ async def _connected(family: socket.AddressFamily, place: Any, opened: ExitStack
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, place)
     return sock
-
-
-async def _stream_over(sock: socket.socket) -> SocketStream:
-    loop = asyncio.get_running_loop()
-    if sock.family == socket.AF_UNIX:
-        _, stream = await loop.create_unix_connection(SocketStream, sock=sock)
-        return stream
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE * 1000)
-    _, stream = await loop.create_connection(SocketStream, sock=sock)
-    return stream
 
 
 async def _receive(sock: socket.socket, size: int) -> bytes:

@@ -15,7 +15,6 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -30,7 +29,6 @@ except ModuleNotFoundError:  # an extra: the loop of the standard library takes 
 
 P = ParamSpec("P")
 T = TypeVar("T")
-THREAD_NAME = "wsync-control"
 
 
 class ControlLoop:
@@ -54,7 +52,7 @@ class ControlLoop:
             self._users += 1
             if self._loop is None:
                 self._loop = new_event_loop()
-                self._thread = threading.Thread(target=self._run, args=[self._loop], name=THREAD_NAME, daemon=True)
+                self._thread = threading.Thread(target=self._run, args=[self._loop], name="wsync-control", daemon=True)
                 self._thread.start()
         return self
 
@@ -85,11 +83,7 @@ class ControlLoop:
         loop.close()
 
     def require_own(self) -> None:
-        """Check that this process is no forked child of the one that made this object.
-
-        Raises:
-            NotConnected: it is.
-        """
+        """Raise NotConnected in a forked child of the process that made this object."""
         if self.inherited:
             raise forked_child_error()
 
@@ -99,11 +93,9 @@ class ControlLoop:
         return self._thread is threading.current_thread()
 
     def call(self, coroutine: Coroutine[Any, Any, T], deadline: float | None = None) -> T:
-        """Run a coroutine in the control thread, and wait for its result.
+        """Run a coroutine in the control thread, and wait for its result until a deadline.
 
-        Args:
-            coroutine: has deadlines of its own; it goes on if an exception, such as Ctrl-C, ends the wait.
-            deadline: when to stop waiting.
+        The coroutine goes on if the deadline, or an exception such as Ctrl-C, ends the wait.
 
         Raises:
             TimeoutError: at the deadline.
@@ -112,40 +104,26 @@ class ControlLoop:
         if self.here:
             coroutine.close()
             raise RuntimeError("a blocking call in the control thread: call it from a thread of your own")
-        answers = queue.SimpleQueue[tuple[T | None, BaseException | None]]()  # its wait is in C: no lock to be left
-        self.post(self._begin, coroutine, answers)
+        answers = queue.SimpleQueue[tuple[BaseException | None, asyncio.Task[T]]]()  # waits in C: no lock to be left
+
+        def begin() -> None:
+            asyncio.ensure_future(coroutine).add_done_callback(end)
+
+        def end(task: asyncio.Task[T]) -> None:
+            ended = NotConnected("this end was shut down by another thread") if task.cancelled() else task.exception()
+            answers.put((ended, task))
+
+        self.post(begin)
         try:
-            result, error = answers.get(timeout=remaining(deadline))
+            error, task = answers.get(timeout=remaining(deadline))
         except queue.Empty:
             raise TimeoutError from None
         if error is not None:
             raise error
-        return result  # pyright: ignore[reportReturnType]
-
-    def _begin(self, coroutine: Coroutine[Any, Any, T], answers: queue.SimpleQueue[Any]) -> None:
-        task = asyncio.ensure_future(coroutine)
-        task.add_done_callback(partial(self._end, answers))
-
-    @staticmethod
-    def _end(answers: queue.SimpleQueue[Any], task: asyncio.Task[Any]) -> None:
-        if task.cancelled():
-            answers.put((None, NotConnected("this end was shut down by another thread")))
-        else:
-            error = task.exception()
-            answers.put((None, error) if error is not None else (task.result(), None))
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the control thread without waiting."""
-        self.require_own()
-        assert self._loop is not None, "acquire() comes first"
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return task.result()
 
     def post(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call a function in the control thread, soon. Called by any thread.
-
-        Raises:
-            NotConnected: in a forked child; or the thread has ended.
-        """
+        """Call a function in the control thread, soon. NotConnected: in a forked child; or the thread has ended."""
         self.require_own()
         if self._loop is None:
             raise NotConnected("this end was shut down")
@@ -155,9 +133,7 @@ class ControlLoop:
 class BlockingCalls:
     """A thread that makes calls that block, one after the other, for the control thread, which awaits their results.
 
-    Args:
-        name: of the thread, after ``wsync-``. It starts with the first call, and ends after the one that follows
-            ``end``; a call that never returns keeps it, but not the process.
+    It starts with the first call. A call that never returns keeps it, but not the process.
     """
 
     def __init__(self, name: str) -> None:

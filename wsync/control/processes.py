@@ -1,4 +1,4 @@
-"""The processes of workers that a sender waits for: how each is watched, and how it has ended."""
+"""The processes of workers that a sender waits for: how each is watched, and what is said when it has ended."""
 
 from __future__ import annotations
 
@@ -17,18 +17,15 @@ Process = BaseProcess | subprocess.Popen[Any] | IO[Any] | int
 ended (``Process.sentinel``, a pidfd), as an integer or as an object with ``fileno()``."""
 Processes = Sequence[Process] | Mapping[int, Process]
 """Those of all workers, in the order of their indices; or ``{worker_idx: process}`` of some."""
-_EXIT_CODE_TIMEOUT = 1.0  # seconds to wait for the exit code of a process that has ended: some milliseconds are usual
+_EXIT_CODE_TIMEOUT = 1.0  # seconds to wait for the exit code of a process that has ended: milliseconds are usual
 
 
 @contextmanager
 def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int, int]]:
     """Yield ``{worker: descriptor}``: each descriptor is readable when the worker's process has ended.
 
-    If the block raises ``WorkerDied``, it is raised again with the exit codes, where known.
-
-    Args:
-        processes: those to watch; None for none.
-        num_workers: how many workers there are.
+    If the block raises ``WorkerDied``, it is raised again with the exit codes of processes that were not given by a
+    sentinel.
 
     Raises:
         TypeError: one is neither a process nor a sentinel.
@@ -41,11 +38,11 @@ def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int,
         try:
             yield sentinels
         except WorkerDied as error:
-            dead = [worker for worker in sorted(error.workers) if worker in known]
-            if not dead:
+            described = {worker: _end_of(known.get(worker)) for worker in sorted(error.workers)}
+            ends = [f"worker {worker} ({end})" for worker, end in described.items() if end]
+            if not ends:
                 raise
-            ends = ", ".join(f"worker {one} ({_describe_end(known[one], sentinels[one])})" for one in dead)
-            raise WorkerDied(f"{error}: {ends}", error.workers, error.version, error.failed) from error
+            raise WorkerDied(f"{error}: {', '.join(ends)}", error.workers, error.version, error.failed) from error
 
 
 def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Process]:
@@ -67,23 +64,24 @@ def _descriptor_of(worker: int, process: Process, opened: ExitStack) -> int:
     if isinstance(process, BaseProcess | subprocess.Popen):
         if process.pid is None:
             raise ValueError(f"the process of worker {worker} has not been started: call its start() before connect()")
+        ended = process.exitcode if isinstance(process, BaseProcess) else process.poll()
         # Not Process.sentinel: that is a pipe, which a child of the worker may keep open after the worker has ended.
         try:
-            descriptor = (
-                os.eventfd(1, os.EFD_CLOEXEC) if _exit_code(process) is not None else os.pidfd_open(process.pid)
-            )
-        except ProcessLookupError:  # it has ended meanwhile
+            if ended is not None:  # its id may be that of another process now
+                raise ProcessLookupError
+            descriptor = os.pidfd_open(process.pid)
+        except ProcessLookupError:
             descriptor = os.eventfd(1, os.EFD_CLOEXEC)  # readable at once
         opened.callback(os.close, descriptor)
         return descriptor
-    descriptor = process if isinstance(process, int) else getattr(process, "fileno", lambda: None)()
-    if not isinstance(descriptor, int):
+    try:
+        descriptor = process if isinstance(process, int) else process.fileno()
+        os.fstat(descriptor)
+    except (AttributeError, TypeError) as error:
         raise TypeError(
             f"the process of worker {worker} is a multiprocessing.Process, a subprocess.Popen or a sentinel, "
             f"not {process!r}"
-        )
-    try:
-        os.fstat(descriptor)
+        ) from error
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"worker {worker}: {process} is not the descriptor of an open pipe, socket, eventfd or pidfd; for a "
@@ -92,26 +90,20 @@ def _descriptor_of(worker: int, process: Process, opened: ExitStack) -> int:
     return descriptor
 
 
-def _exit_code(process: BaseProcess | subprocess.Popen[Any]) -> int | None:
-    return process.exitcode if isinstance(process, BaseProcess) else process.poll()
-
-
-def _describe_end(process: Process, sentinel: int) -> str:
-    """Return how a process that has ended did so, as far as that is known here."""
-    if not isinstance(process, BaseProcess | subprocess.Popen):
-        code = None
-        with suppress(OSError):  # not a child of this process, or it has been waited for, or this is no pidfd
-            status = os.waitid(os.P_PIDFD, sentinel, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if status is not None:
-                code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-        name = f"descriptor {sentinel}"
-    else:
+def _end_of(process: Process | None) -> str:
+    """Return how a process that has ended did so; nothing for a sentinel."""
+    if isinstance(process, BaseProcess):
+        process.join(_EXIT_CODE_TIMEOUT)
+        code = process.exitcode
+    elif isinstance(process, subprocess.Popen):
         with suppress(subprocess.TimeoutExpired):
-            process.join(_EXIT_CODE_TIMEOUT) if isinstance(process, BaseProcess) else process.wait(_EXIT_CODE_TIMEOUT)
-        name, code = f"process {process.pid}", _exit_code(process)
+            process.wait(_EXIT_CODE_TIMEOUT)
+        code = process.returncode
+    else:
+        return ""
     if code is None:
-        return f"{name} has ended"
+        return f"process {process.pid} has ended"
     if code >= 0:
-        return f"{name} ended with exit code {code}"
+        return f"process {process.pid} ended with exit code {code}"
     names = {one.value: one.name for one in signal.Signals}  # a real-time signal has none
-    return f"{name} was ended by {names.get(-code, f'signal {-code}')}"
+    return f"process {process.pid} was ended by {names.get(-code, f'signal {-code}')}"

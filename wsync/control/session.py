@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ import xxhash
 
 from wsync.control.wire import (
     MAX_TEXT,
+    Changes,
     Decide,
     Fetch,
     Fits,
@@ -49,19 +50,15 @@ if TYPE_CHECKING:
 
 _KEPT_REFUSALS = 1000
 _FAREWELL = 1.0  # seconds for this end to say that it has shut down
-_CLOSING = 4.0  # seconds for a medium to end what it does, once its connection has ended
 
 
 class Medium:
-    """Carries the weights of one connection; used by the control thread. The base class: by the connection itself.
+    """Carries the weights of one connection; used by the control thread. The base class: by the connection itself."""
 
-    Attributes:
-        checks: whether weights carry a checksum also on one machine.
-        waits_for_close: on the sender, whether ``send`` is in code that only ``close`` ends.
-    """
-
-    checks: bool = False
-    waits_for_close: bool = False
+    checks = False
+    """Whether weights carry a checksum also on one machine."""
+    waits_for_close = False
+    """On the sender: whether ``send`` is in code that only ``close`` ends."""
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
         """Trainer: send the offer by ``link``, then whole weights or a difference; return when the memory is free.
@@ -90,15 +87,19 @@ class Medium:
         """Make ``send`` and ``receive`` raise, at once. Idempotent."""
 
     async def wait_closed(self) -> None:
-        """Wait until the threads that carry something have ended, after ``close``."""
+        """Wait until the threads that carry something have ended, after ``close``; a few seconds at most."""
 
 
-async def _close(medium: Medium) -> None:
-    """Close a medium, and wait until it has ended what it does."""
-    medium.close()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_CLOSING):
-            await medium.wait_closed()
+async def _run_until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> BaseException | None:
+    """Run the tasks of one end until one has ended; return what that has raised, when all have ended."""
+    tasks = [asyncio.ensure_future(one) for one in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next((error for task in done if (error := task.exception()) is not None), None)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 def checksum_of(memory: memoryview | bytes, extra: bytes) -> int:
@@ -115,8 +116,6 @@ class WorkerSession:
     """The trainer's end of one connection: what its worker has, and what waits to be sent. ``run`` is its life.
 
     Args:
-        worker: the worker's index.
-        link: the connection.
         medium: carries weights to a worker that does not take them from the arena.
         remote: whether the worker is on another machine.
         on_request: whether updates are sent only when the worker asks.
@@ -125,14 +124,11 @@ class WorkerSession:
         on_change: called after each answer, and at the end.
 
     Attributes:
-        received, ready, installed: the newest version of which the worker has said so.
-        wait, apply: seconds that the newest installation took.
+        reported: what the worker has said that it has.
         sent_bytes: what the newest update took.
-        refusals: why a version was refused, by version.
-        failed: the newest version that was refused and has taken the place of older ones.
         fits: the answer to the last layout; None while there is none.
         cause: why the connection has ended; None while it has not.
-        checks: whether updates carry a checksum, which the worker checks.
+        checks: whether updates carry a checksum.
     """
 
     def __init__(
@@ -147,31 +143,29 @@ class WorkerSession:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker = worker
-        self.received = self.ready = self.installed = 0
-        self.wait = self.apply = 0.0
+        self.reported = State(0)
         self.sent_bytes = 0
-        self.refusals: dict[int, str] = {}
-        self.failed = 0
         self.fits: str | None = None
         self.cause: str | None = None
         self.checks = remote or medium.checks
         self._link, self._medium, self._difference = link, medium, difference
         self._on_request, self._on_change = on_request, on_change
+        self._refusals: dict[int, str] = {}  # why, by version
+        self._failed = 0  # the newest version that was refused and has taken the place of older ones
         self._messages: deque[Message] = deque()
         self._waiting: deque[Update] = deque()  # they have not begun to travel
         self._newest: Update | None = None  # what the worker may ask for
         self._asked = self._answered = 0  # the newest request, and the newest that was answered
         self._fetched = 0  # the newest version that was sent on request
         self._base: Update | None = None  # what the worker has received whole
-        self._wake = asyncio.Event()
-        self._changes: set[asyncio.Event] = set()
+        self._changes = Changes()
 
     # --- what is to be sent ---
 
     def post(self, message: Message) -> None:
         """Send a message, before the updates that wait."""
         self._messages.append(message)
-        self._wake.set()
+        self._changes.tell()
 
     def offer(self, update: Update) -> None:
         """Send an update. It takes the place of those that have not begun to travel, unless it may be aborted."""
@@ -184,7 +178,7 @@ class WorkerSession:
         if not update.undecided:
             self._waiting.clear()
         self._waiting.append(update)
-        self._wake.set()
+        self._changes.tell()
 
     def _announce(self) -> None:
         """Say which version is the newest; send it, if the worker has asked and was not sent it yet."""
@@ -199,9 +193,9 @@ class WorkerSession:
 
     def decide(self, version: int, *, commit: bool) -> None:
         """Commit or abort an undecided update that was offered."""
-        waiting = [update for update in self._waiting if update.version == version]
-        if waiting and not commit:
-            self._waiting.remove(waiting[0])
+        waiting = next((update for update in self._waiting if update.version == version), None)
+        if waiting is not None and not commit:
+            self._waiting.remove(waiting)
         else:
             self.post(Decide(version, commit))
 
@@ -209,32 +203,17 @@ class WorkerSession:
 
     def state(self, version: int, stage: Stage, has: int = 0) -> bool | Cause:
         """Return whether the worker has a version; or why it will not have it. ``has``: what the arena tells."""
-        if version in self.refusals:
-            return Cause("failed", self.refusals[version])
-        if max(has, getattr(self, stage)) >= version:
+        if version in self._refusals:
+            return Cause("failed", self._refusals[version])
+        if max(has, getattr(self.reported, stage)) >= version:
             return True
-        if self.failed > version:
-            return Cause("failed", self.refusals.get(self.failed, "it has refused a newer one"))
+        if self._failed > version:
+            return Cause("failed", self._refusals.get(self._failed, "it has refused a newer one"))
         return False if self.cause is None else Cause("died", self.cause)
 
-    def watch(self, event: asyncio.Event) -> None:
-        """Set ``event`` at each change, until ``unwatch``."""
-        self._changes.add(event)
-
-    def unwatch(self, event: asyncio.Event) -> None:
-        """Undo ``watch``."""
-        self._changes.discard(event)
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until a condition holds, which only a change of this session can bring about."""
-        changed = asyncio.Event()
-        self.watch(changed)
-        try:
-            while not condition():
-                changed.clear()
-                await changed.wait()
-        finally:
-            self.unwatch(changed)
+    async def settled(self, version: int, stage: Stage) -> None:
+        """Wait until ``state`` is no longer False."""
+        await self._changes.until(lambda: self.state(version, stage))
 
     async def ask(self, message: NewLayout) -> None:
         """Send a layout, and wait for the answer."""
@@ -243,20 +222,19 @@ class WorkerSession:
         await self.answered()
 
     async def answered(self) -> None:
-        """Wait for the answer to the last layout, or the end."""
-        await self.until(lambda: self.fits is not None or self.cause is not None)
+        """Wait for the answer to the last layout, or for the end."""
+        await self._changes.until(lambda: self.fits is not None or self.cause is not None)
 
     def _changed(self) -> None:
         self._on_change()
-        for event in self._changes:
-            event.set()
+        self._changes.tell()
 
     def _refuse(self, version: int, error: str, *, last: bool) -> None:
-        if len(self.refusals) >= _KEPT_REFUSALS:
-            del self.refusals[next(iter(self.refusals))]
-        self.refusals[version] = error[:MAX_TEXT]
+        if len(self._refusals) >= _KEPT_REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
+        self._refusals[version] = error[:MAX_TEXT]
         if last:
-            self.failed = max(self.failed, version)
+            self._failed = max(self._failed, version)
         if self._base is not None and self._base.version == version:
             self._base = None
 
@@ -264,26 +242,19 @@ class WorkerSession:
 
     async def run(self) -> None:
         """Send and read until the connection ends."""
-        tasks = [asyncio.ensure_future(one) for one in (self._read(), self._write())]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            error = next((task.exception() for task in done), None)
+            error = await _run_until_one_ends(self._read(), self._write())
             if error is not None and not isinstance(error, ConnectionError):
                 raise error
             self.end(f"its process has ended, or its connection: {error}")
         finally:
             self.end("this session was cancelled")
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            await _close(self._medium)
+            await self._medium.wait_closed()
 
-    def end_if_stuck(self) -> bool:
-        """At a deadline: end the connection if only that ends a call of the medium; return whether it is so."""
-        stuck = self._medium.waits_for_close
-        if stuck:
+    def end_if_stuck(self) -> None:
+        """At a deadline: end the connection if only that ends a call of the medium."""
+        if self._medium.waits_for_close:
             self.end("its transport had not sent the update before the deadline")
-        return stuck
 
     def end(self, cause: str) -> None:
         """End the connection; the first cause counts."""
@@ -304,13 +275,11 @@ class WorkerSession:
 
     async def _write(self) -> None:
         while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._messages:
+            await self._changes.until(lambda: self._messages or self._waiting)
+            if self._messages:
                 await self._link.send(self._messages.popleft())
-            if self._waiting:
+            else:
                 await self._deliver(self._waiting.popleft())
-                self._wake.set()
 
     async def _deliver(self, update: Update) -> None:
         """Send one update, and wait until it has been received; newer ones take each other's place meanwhile."""
@@ -333,16 +302,15 @@ class WorkerSession:
             self._refuse(update.version, text, last=not update.undecided)
             self._changed()
             return
-        await self.until(lambda: self.state(update.version, "received"))
-        if update.version not in self.refusals:
+        await self.settled(update.version, "received")
+        if update.version not in self._refusals:
             self._base = update if self._difference is not None else None
 
     async def _read(self) -> None:
         while True:
             match await self._link.receive():
-                case State(received, ready, installed, wait, apply):
-                    self.received, self.ready, self.installed = received, ready, installed
-                    self.wait, self.apply = max(0.0, wait), max(0.0, apply)
+                case State() as state:
+                    self.reported = state
                 case Refused(version, error, last):
                     self._refuse(version, error, last=last)
                 case Fits(error):
@@ -364,30 +332,18 @@ async def wait_for(
     sessions: Mapping[int, WorkerSession], version: int, stage: Stage, deadline: float | None
 ) -> dict[int, Cause]:
     """Wait until the workers have a version; return why, by worker, those lack it that do not have it."""
-    changed, pending, causes = asyncio.Event(), dict(sessions), dict[int, Cause]()
-    for session in sessions.values():
-        session.watch(changed)
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(remaining(deadline)):
-            while True:
-                changed.clear()
-                for worker, session in list(pending.items()):
-                    state = session.state(version, stage)
-                    if state is not False:
-                        del pending[worker]
-                        if isinstance(state, Cause):
-                            causes[worker] = state
-                if not pending:
-                    return causes
-                await changed.wait()
-    except TimeoutError:
-        for worker, session in pending.items():
-            stuck = deadline != NOW and session.end_if_stuck()
-            causes[worker] = Cause("died", session.cause or "") if stuck else LATE
-        return causes
-    finally:
-        for session in sessions.values():
-            session.unwatch(changed)
+            for session in sessions.values():
+                await session.settled(version, stage)
+    causes = {}
+    for worker, session in sessions.items():
+        if not session.state(version, stage) and deadline != NOW:
+            session.end_if_stuck()
+        state = session.state(version, stage)
+        if state is not True:
+            causes[worker] = state or LATE
+    return causes
 
 
 LATE = Cause("late", "did not answer before the deadline")
@@ -405,26 +361,23 @@ def choose(models: Iterable[Receiver]) -> dict[Receiver, Update]:
     models = list(models)
     waiting = {model: list(found) for model in models if (found := model.candidates())}
     while True:
-        then = {m.sender: (waiting[m][-1].version if m in waiting else m.version) for m in models}
-        for model, updates in waiting.items():
-            requires = updates[-1].requires
-            late = next((s for s, v in requires.items() if s in then and then[s] < v and s != model.sender), None)
-            if late is not None:
-                updates.pop()
-                if not updates:
-                    del waiting[model]
-                break
-        else:
+        then = {model.sender: (waiting[model][-1] if model in waiting else model).version for model in models}
+        early = next((one for one in waiting if _lacks_any(then, waiting[one][-1].requires)), None)
+        if early is None:
             return {model: updates[-1] for model, updates in waiting.items()}
+        waiting[early].pop()
+        if not waiting[early]:
+            del waiting[early]
+
+
+def _lacks_any(versions: Mapping[str, int], requires: Mapping[str, int]) -> bool:
+    return any(versions.get(sender, version) < version for sender, version in requires.items())
 
 
 class SessionInbox(Inbox):
     """The worker's end of one connection. ``run`` is its life, in the control thread.
 
     Args:
-        link: the connection.
-        medium: carries weights.
-        owner: the receiver.
         call_soon: calls a function in the control thread; called by any thread.
         apply_difference: ``(base, difference, into)``: fills ``into``; None: the sender sends whole weights.
         slots: returns the update in a slot of the arena; None without an arena.
@@ -451,9 +404,10 @@ class SessionInbox(Inbox):
         self._refusals: deque[Refused] = deque()
         self._times = (0.0, 0.0)
         self._wake = asyncio.Event()  # there is something to report
-        self._asked = 0  # the number of the last request
-        self._fetching: dict[int, asyncio.Future[int]] = {}  # by request: gets the version that is the newest one
-        self._arrived, self._arrival = 0, asyncio.Event()  # the newest version that is here, or will not be
+        self._asked = self._answered = 0  # the newest request, and the newest that was answered
+        self._coming = 0  # the version that was named in that answer
+        self._arrived = 0  # the newest version that is here, or will not be
+        self._changes = Changes()  # of these, and the end
         self._finished = self._ended = False
 
     # --- called inside the gate, or by any thread ---
@@ -468,9 +422,9 @@ class SessionInbox(Inbox):
             self._times = (wait, apply)
             self._report_soon()
 
-    def refuse(self, update: Update, error: str) -> None:
-        """Tell the sender why an update was not installed."""
-        self._refusals.append(Refused(update.version, error[-MAX_TEXT:], last=True))
+    def refuse(self, update: Update, error: str, *, last: bool = True) -> None:
+        """Tell the sender why an update is not installed; ``last`` as in ``Refused``."""
+        self._refusals.append(Refused(update.version, error[-MAX_TEXT:], last))
         self._report_soon()
 
     def _report_soon(self) -> None:
@@ -479,36 +433,30 @@ class SessionInbox(Inbox):
 
     def settled(self, update: Update, error: str) -> None:
         """Forget what is staged up to an update that was installed; or that one, if it has failed."""
+        while not error and self._staged and self._staged[0].version <= update.version:
+            self._staged.popleft()
         if error:
             with suppress(ValueError):
                 self._staged.remove(update)
-        while not error and self._staged and self._staged[0].version <= update.version:
-            self._staged.popleft()
 
     # --- its life ---
 
     async def run(self) -> None:
         """Read, handle and answer until the connection ends."""
-        tasks = [asyncio.ensure_future(one) for one in (self._handle_all(), self._take(), self._report())]
         cause = "this end was shut down"
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            error = next((error for task in done if (error := task.exception()) is not None), None)
+            error = await _run_until_one_ends(self._handle_all(), self._take(), self._report())
             cause = str(self._link.cause or error or "the sender has shut down")
             if error is not None and not isinstance(error, ConnectionError):
                 cause = f"{type(error).__name__}: {error}"
         finally:
             self._ended = True
-            for task in tasks:
-                task.cancel()
             self._medium.close()
             self._link.close(ConnectionError(cause))
             self._prepared.clear()
-            self._answer_fetches(0, self._asked)
-            self._arrival.set()
+            self._changes.tell()
             self._owner.ended(cause, finished=self._finished)
-            await asyncio.wait(tasks)
-            await _close(self._medium)
+            await self._medium.wait_closed()
 
     async def say_goodbye(self) -> None:
         """Tell the sender that this worker has shut down in order, and end the connection."""
@@ -519,24 +467,12 @@ class SessionInbox(Inbox):
 
     async def request(self) -> None:
         """Ask for the newest version; return when it, or the first, is staged or refused, or the connection ended."""
-        self._asked += 1
-        self._fetching[self._asked] = answer = asyncio.get_running_loop().create_future()
+        self._asked = number = self._asked + 1
         with suppress(ConnectionError):
-            await self._link.send(Fetch(self._asked))
-            newest = await answer
-            while self._arrived < newest and not self._ended:
-                self._arrival.clear()
-                await self._arrival.wait()
-
-    def _answer_fetches(self, version: int, answered: int) -> None:
-        for number in [number for number in self._fetching if number <= answered]:
-            answer = self._fetching.pop(number)
-            if not answer.done():
-                answer.set_result(version)
-
-    def _note_arrival(self, version: int) -> None:
-        self._arrived = max(self._arrived, version)
-        self._arrival.set()
+            await self._link.send(Fetch(number))
+            await self._changes.until(lambda: self._answered >= number or self._ended)
+            coming = self._coming
+            await self._changes.until(lambda: self._arrived >= coming or self._ended)
 
     async def _take(self) -> None:
         """Read; what is for the medium reaches it also while an update is received through it."""
@@ -570,7 +506,9 @@ class SessionInbox(Inbox):
                         self._owner.settle()
                 case Newest(version, answered), _:
                     self.newest = max(self.newest, version)
-                    self._answer_fetches(version, answered)
+                    if answered > self._answered:
+                        self._answered, self._coming = answered, version
+                        self._changes.tell()
                 case NewLayout(layout, try_only), _:
                     error = await self._owner.use_layout(layout, try_only=try_only)
                     await self._link.send(Fits(error[-MAX_TEXT:]))
@@ -617,15 +555,16 @@ class SessionInbox(Inbox):
             self._owner.missed(offer.version, error)
         else:
             self._stage(update)
-        self._note_arrival(offer.version)
+        self._arrived = max(self._arrived, offer.version)
+        self._changes.tell()
 
     async def _prepare(self, update: Update) -> None:
         error = update.damage or await self._owner.check(update)
         if error:
-            self._refusals.append(Refused(update.version, error[-MAX_TEXT:], last=False))
-        else:
-            self._prepared[update.version] = update
-            self._received = update.version
+            self.refuse(update, error, last=False)
+            return
+        self._prepared[update.version] = update
+        self._received = update.version
         self._wake.set()
 
     def _stage(self, update: Update) -> None:

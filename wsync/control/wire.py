@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -32,11 +33,11 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Settings(Message, frozen=True, tag=True):
-    """The first message to an accepted worker: how this connection is used.
+    """The first message to an accepted worker, which answers with ``Fits``: how this connection is used.
 
     Attributes:
         sender: identifies the sender, for ``requires``.
-        layout: of the weights; empty if no weights have defined it yet. The worker answers with ``Fits``.
+        layout: empty if no weights have defined it yet.
         on_request: whether the worker fetches versions (``initiator="receiver"``).
         first: the version that ``connect`` of the worker waits for; 0 for none.
         arena: how many blocks of words the arena has, and which one is this connection's; None without an arena.
@@ -59,17 +60,11 @@ class NewLayout(Message, frozen=True, tag=True):
 
 
 class Offer(Message, frozen=True, tag=True):
-    """An update. Its ``size`` bytes follow, or come through the medium.
+    """An ``Update``. Its ``size`` bytes follow, or come through the medium.
 
     Attributes:
-        version: its number.
-        size: bytes that are carried; fewer than the layout has, if it is a difference.
-        checksum: of the whole weights and ``extra``; 0 for none.
-        extra: pickled extra state.
-        requires: as in ``Update``.
-        undecided: as in ``Update``.
         base: the version to which a difference is applied; 0 for whole weights.
-        medium: whether it is carried by the connection's medium, and not by this connection.
+        medium: whether the connection's medium carries it.
         slot: in the arena, where it lies, if it is an undecided one that is not carried at all; else -1.
     """
 
@@ -115,10 +110,9 @@ class Fits(Message, frozen=True, tag=True):
 
 
 class State(Message, frozen=True, tag=True):
-    """What the worker has: see ``wsync.control.session``. Versions only rise.
+    """What the worker has: the newest version that is ``received``, ``ready`` or ``installed`` there.
 
     Attributes:
-        received, ready, installed: the newest version of which this can be said.
         wait, apply: seconds from the arrival of the installed version until the gate was free, and of the installation.
     """
 
@@ -132,8 +126,7 @@ class State(Message, frozen=True, tag=True):
 class Refused(Message, frozen=True, tag=True):
     """Why a version did not arrive, does not fit or could not be installed. The model keeps the version that it has.
 
-    Attributes:
-        last: whether an older version that is not installed never will be, as this one has taken its place.
+    ``last``: it has taken the place of older ones, which are not installed any more.
     """
 
     version: int
@@ -160,23 +153,35 @@ class Side(Message, frozen=True, tag=True):
     data: bytes
 
 
-FromTrainer = Settings | NewLayout | Offer | Sent | Decide | Newest | Goodbye | Side
-FromWorker = Fits | State | Refused | Fetch | Goodbye | Side
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {
-    "worker": msgspec.msgpack.Decoder(FromTrainer),  # by the end that reads
-    "trainer": msgspec.msgpack.Decoder(FromWorker),
+_decoders = {  # by the end that reads
+    "worker": msgspec.msgpack.Decoder(Settings | NewLayout | Offer | Sent | Decide | Newest | Goodbye | Side),
+    "trainer": msgspec.msgpack.Decoder(Fits | State | Refused | Fetch | Goodbye | Side),
 }
 
 
-class Stream(Protocol):
-    """A connection's bytes. Used by the control thread alone.
+class Changes:
+    """Wakes the coroutines of one end that wait for a condition: each looks again."""
 
-    Attributes:
-        host: this end's address, by which the other end reaches it.
-    """
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def tell(self) -> None:
+        """Something has changed."""
+        self._event.set()
+        self._event.clear()  # those that wait now are woken all the same
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition holds."""
+        while not condition():
+            await self._event.wait()
+
+
+class Stream(Protocol):
+    """A connection's bytes. Used by the control thread alone."""
 
     host: str
+    """This end's address, by which the other end reaches it."""
 
     async def read(self, size: int) -> bytes:
         """Return exactly ``size`` bytes; ConnectionError if the connection has ended."""
@@ -193,14 +198,14 @@ class Stream(Protocol):
 
 
 class Link:
-    """An authenticated connection, at either end.
+    """An authenticated connection.
 
     Args:
-        stream: its bytes.
-        end: ``"trainer"`` or ``"worker"``.
+        end: ``"trainer"`` or ``"worker"``: this one.
         keys: for the MACs of the frames that are sent, and received.
 
     Attributes:
+        host: as of the stream.
         cause: why it has ended; None while it has not.
     """
 
@@ -211,12 +216,8 @@ class Link:
         self._send_key, self._receive_key = keys
         self._sent = self._received = 0
         self._writing = asyncio.Lock()
+        self.host = stream.host
         self.cause: Exception | None = None
-
-    @property
-    def host(self) -> str:
-        """This end's address, by which the other end reaches it."""
-        return self._stream.host
 
     async def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
         """Send a message, and the bytes that follow it; return when their memory may be reused."""
@@ -227,11 +228,7 @@ class Link:
             await self._stream.write(len(body).to_bytes(4, "little") + mac + body, payload)
 
     async def receive(self) -> Any:
-        """Return the next message.
-
-        Raises:
-            ConnectionError: the connection has ended, or what came is not a message of the other end.
-        """
+        """Return the next message. ConnectionError: the connection has ended, or what came is no message."""
         head = await self._stream.read(4 + MAC_SIZE)
         length = int.from_bytes(head[:4], "little")
         if length > self._limit:
@@ -265,19 +262,14 @@ def frame_mac(key: bytes, number: int, *parts: bytes | bytearray | memoryview) -
 
 
 class SocketStream(asyncio.BufferedProtocol):
-    """A ``Stream`` over a socket: a payload is read from the kernel into its place, and written without a copy.
-
-    Args:
-        connected: called with this stream, once it is connected.
-    """
+    """A ``Stream`` over a socket: a payload is read from the kernel into its place, and written without a copy."""
 
     def __init__(self) -> None:
         self.host = "127.0.0.1"
         self._head = bytearray(2 * _PAUSE)
         self._have = 0  # bytes in `_head` that were not read
         self._target: memoryview | None = None  # what `read_into` fills
-        self._changed: asyncio.Future[None] | None = None
-        self._room: asyncio.Future[None] | None = None
+        self._changes = Changes()
         self._error: ConnectionError | None = None
         self._paused = self._full = False
 
@@ -293,18 +285,17 @@ class SocketStream(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._error = self._error or ConnectionError(f"the connection has ended ({exc or 'closed by the other end'})")
-        self._wake()
+        self._changes.tell()
 
     def eof_received(self) -> bool:
-        """The other end has closed: this end does, too."""
-        return False
+        return False  # the other end has closed: this end does, too
 
     def pause_writing(self) -> None:
         self._full = True
 
     def resume_writing(self) -> None:
         self._full = False
-        self._wake()
+        self._changes.tell()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._target is not None:
@@ -323,13 +314,7 @@ class SocketStream(asyncio.BufferedProtocol):
             if self._have >= _PAUSE and not self._paused:
                 self._transport.pause_reading()
                 self._paused = True
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-
-    def _wake(self) -> None:
-        for future in (self._changed, self._room):
-            if future is not None and not future.done():
-                future.set_result(None)
+        self._changes.tell()
 
     # --- Stream ---
 
@@ -338,22 +323,19 @@ class SocketStream(asyncio.BufferedProtocol):
             data = bytearray(size)
             await self.read_into(memoryview(data))
             return bytes(data)
-        while self._have < size:
-            await self._change()
+        await self._until(lambda: self._have >= size)
         data = bytes(self._head[:size])
         self._drop(size)
         return data
 
     async def read_into(self, memory: memoryview) -> None:
-        """Fill ``memory``: first with what has arrived already."""
         ready = min(len(memory), self._have)
         memory[:ready] = self._head[:ready]
         self._drop(ready)
         if ready < len(memory):
             self._target = memory[ready:]
             try:
-                while self._target is not None:
-                    await self._change()
+                await self._until(lambda: self._target is None)
             finally:
                 self._target = None
 
@@ -364,29 +346,24 @@ class SocketStream(asyncio.BufferedProtocol):
             self._paused = False
             self._transport.resume_reading()
 
-    async def _change(self) -> None:
-        if self._error is not None:
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds; ConnectionError: it does not, and the connection has ended."""
+        await self._changes.until(lambda: condition() or self._error is not None)
+        if self._error is not None and not condition():
             raise self._error
-        self._changed = asyncio.get_running_loop().create_future()
-        await self._changed
 
     async def write(self, head: bytes, payload: memoryview | bytes = b"") -> None:
-        """Write both; return when the kernel has them."""
         if self._error is not None:
             raise self._error
         if payload:
             self._transport.writelines([head, payload])
         else:
             self._transport.write(head)
-        while self._full:
-            self._room = asyncio.get_running_loop().create_future()
-            await self._room
-            if self._error is not None:
-                raise self._error
+        await self._until(lambda: not self._full)
 
     def close(self) -> None:
         """End the connection, after what was written."""
         self._error = self._error or ConnectionError("the connection was closed at this end")
         with suppress(AttributeError):  # it was never connected
             self._transport.close()
-        self._wake()
+        self._changes.tell()

@@ -255,7 +255,7 @@ class Engines(Outlet):
             return
         self._closed = True
         if self._loop.here:  # the finalizer of a scheme: it cannot wait
-            self._loop.start(self._end_all())
+            self._loop.post(asyncio.ensure_future, self._end_all())
         else:
             with suppress(TimeoutError):
                 self._loop.call(self._end_all(), deadline_in(2 * _RESUME_TIMEOUT))

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroupGloo
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.control.wire import Link, Offer, Side
-from wsync.deadlines import as_timedelta, as_timeout, deadline_in, remaining, time_until
+from wsync.deadlines import as_timeout, deadline_in, earlier, remaining, time_until
 from wsync.media import BlockingMedium
 from wsync.weights.layout import Buffer
 
@@ -39,7 +39,7 @@ _MAX_KEYS = 100
 _DEVICES = 100  # of gloo, made to find the socket on which the last one listens
 _PORT, _PROOF, _READY = "wsync port ", "wsync proof ", "wsync ready "  # keys in the store, with a rank
 _PROOF_SIZE, _PROOF_TAG = 32, 1
-_PROOF_TIMEOUT = as_timedelta(5.0)  # milliseconds are enough
+_PROOF_TIMEOUT = 5.0  # seconds; milliseconds are enough
 _SO_ATTACH_FILTER = 26  # of Linux
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"  # a watchdog would end this whole process when the other one has died
 _making = threading.Lock()  # while a gloo device is made, and while the setting above is in the environment
@@ -162,7 +162,7 @@ class GroupMedium(BlockingMedium):
     def _finish(self, flat: Tensor) -> None:
         transfer, self._transfer = self._transfer, None
         try:
-            transfer.wait(as_timedelta(None))  # gloo gives the group up when a wait times out
+            transfer.wait(time_until(None))  # gloo gives the group up when a wait times out
         finally:
             del transfer  # the traceback of an error would keep it, and the port open
         if flat.is_cuda:  # there the wait is one of this thread's stream
@@ -271,7 +271,7 @@ def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float |
     given = torch.frombuffer(bytearray(store.get(_PROOF + str(other))), dtype=torch.uint8)
     shown = torch.zeros(_PROOF_SIZE, dtype=torch.uint8)
     transfers = [group.send([given], other, _PROOF_TAG), group.recv([shown], other, _PROOF_TAG)]
-    limit = min(time_until(deadline), _PROOF_TIMEOUT)
+    limit = time_until(earlier(deadline, deadline_in(_PROOF_TIMEOUT)))
     try:
         for transfer in transfers:
             transfer.wait(limit)
@@ -295,7 +295,7 @@ def _nccl_group(store: TorchStore, rank: int, device: torch.device, deadline: fl
     from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
 
     options: Any = ProcessGroupNCCL.Options()
-    options._timeout = as_timedelta(None)  # deadlines are those of the scheme
+    options._timeout = time_until(None)  # deadlines are those of the scheme
     with torch.cuda.device(device):
         with _making:
             before = os.environ.get(_NO_WATCHDOG)

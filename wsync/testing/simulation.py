@@ -190,16 +190,19 @@ def make_outlet() -> Workers:
 async def welcome(outlet: Workers, index: int, there: Stream) -> None:
     """Have the outlet accept a worker, by the trainer's end of its connection."""
 
-    async def accept(fds: Sequence[int] = ()) -> Link:
+    async def accept(fds: Sequence[int] = ()) -> None:
+        pass
+
+    async def link() -> Link:
         return Link(there, "trainer", KEYS)
 
     async def refuse(why: str) -> None:
         there.close()
 
     hello = SimpleNamespace(worker=index, native=False)
-    visitor: Any = SimpleNamespace(hello=hello, pid=0, accept=accept, refuse=refuse, gone=asyncio.Event().wait)
+    contact: Any = SimpleNamespace(hello=hello, pid=0, accept=accept, link=link, refuse=refuse)
     with suppress(ConnectionError):
-        await outlet._welcome(visitor)
+        await outlet._welcome(contact)
 
 
 class Model:
@@ -377,9 +380,8 @@ class World:
         causes = await workers.wait_for(sessions, version, stage, deadline_in(TIMEOUT))
         took = self.loop.time() - began
         assert took <= TIMEOUT + 1e-6, f"a call took {took} s"
-        for index, cause in causes.items():
-            in_time = cause.kind != "late" or sessions[index].cause is None
-            assert in_time, f"worker {index}: its connection ended, and the trainer waited for the deadline"
+        in_time = took < TIMEOUT or any(session.state(version, stage) is False for session in sessions.values())
+        assert in_time, "all connections have answered or ended, and the trainer waited for the deadline"
         return causes
 
     async def send(self, name: str) -> None:
