@@ -110,8 +110,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         super().init_on_sender(model_id, context, **given)
         registered = self._registered.get(model_id)
         if registered is not None and not self.per_worker_weights:
-            own = RegisteredWeights(snapshot(registered).tensors)
-            self.sender.on_published = lambda update: own.repoint(update.buffer)
+            self.sender.on_published = RegisteredWeights(snapshot(registered).tensors).repoint
 
     def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
         registered = self._registered.get(model_id)
