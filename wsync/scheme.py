@@ -60,9 +60,8 @@ class WeightSyncScheme:
             writes to its parameters, e.g. trains: it would corrupt the shared copy.
         send_transform: a function, or a list (``wsync.transforms``), that ``send`` applies to weights, in its thread.
         receive_transform: the same, before they are installed; picklable. Called inside the gate.
-        initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: it only makes the version
-            available, and a worker installs the newest when it calls ``pull``. ``connect`` installs the first weights
-            with either value.
+        initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: a worker installs the newest
+            one when it calls ``pull``. ``connect`` installs the first weights with either value.
         max_staleness: with ``initiator="receiver"``: a worker that is more than this many versions behind fetches the
             newest before its next forward; None for no limit.
 
@@ -71,12 +70,14 @@ class WeightSyncScheme:
         send_transform, receive_transform: as given; may be assigned before init.
         metrics: what each update has cost.
         model_id, context, model: what this end was initialised with; None before that.
+        worker_idx: this worker's index; None on the sender.
     """
 
     __signature__: ClassVar[inspect.Signature]
     model_id: str | None = None
     context: Any = None
     model: Any = None
+    worker_idx: int | None = None
     name: ClassVar[str] = ""
     """The backend's name in reports; by default the class's name."""
     collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
@@ -121,10 +122,9 @@ class WeightSyncScheme:
         self.initiator: Literal["sender", "receiver"] = initiator
         self.max_staleness = max_staleness
         self.metrics = SyncMetrics(self.name or type(self).__name__)
-        self._index: int | None = None  # this worker's
         self._sentinels: dict[int, Any] = {}  # of a collector's worker processes
         self._address: Any = None  # of the sender; travels in the pickle
-        self._sender_model_id: str | None = None  # the model that the sender at this address sends
+        self._sender_model_id: str | None = None  # the model that is sent from there
         self._listening: Address | None = None  # on the sender: what `announce` publishes
         self._pipes: list[Any] = []  # of the older API, by worker: see ``wsync.legacy``
         self._connecting: Future[None] | None = None  # of the older API, in a worker
@@ -136,7 +136,7 @@ class WeightSyncScheme:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, models and connections; for workers, no ``send_transform``."""
-        own = ("_sender", "_receiver", "model_id", "context", "model", "_index", "_listening", "_connecting")
+        own = ("_sender", "_receiver", "model_id", "context", "model", "worker_idx", "_listening", "_connecting")
         metrics = SyncMetrics(self.metrics.scheme)
         state = {**self.__dict__, **dict.fromkeys(own), "_sentinels": {}, "_pipes": [], "metrics": metrics}
         return state if self._sender_model_id is None else {**state, "send_transform": None}
@@ -144,9 +144,9 @@ class WeightSyncScheme:
     # --- what a backend overrides ---
 
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
-        """Return a new transport to (or in) worker ``worker_idx``. A backend of one's own overrides it.
+        """Return a new transport to (or in) worker ``worker_idx``; called once per connection, at either end.
 
-        Called once per connection, at either end. Here it returns the scheme's own way to a worker, or (None) to all.
+        A backend of one's own overrides it. Here it is the scheme's own way to a worker, or (None) to all.
         """
         return legacy.transport_to(self, worker_idx)
 
@@ -232,7 +232,7 @@ class WeightSyncScheme:
             devices: one per worker; only their number is used.
             device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker, on any device.
                 Called for each worker of an update, by the thread that sends it.
-            num_workers: by default the number of the other arguments that have one per worker; else 1.
+            num_workers: by default that of the other arguments that have one per worker; else 1.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
             pipes: of the older API, one to each worker, which is sent the sender's address.
 
@@ -254,8 +254,7 @@ class WeightSyncScheme:
         if params_map is not None and sorted(per_worker(params_map) or ()) != [*range(count)]:
             raise ValueError(f"params_map is {{worker_idx: …}} for workers 0 to {count - 1}, not for {[*params_map]}")
         source = self.make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
-        outlet = self.make_outlet(model_id, count)
-        self._begin_sending(model_id, outlet, source, count)
+        self._begin_sending(model_id, self.make_outlet(model_id, count), source, count)
         self._sender_model_id, self.context, self.model = model_id, context, model
         self._sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         self._pipes = pipes
@@ -326,7 +325,7 @@ class WeightSyncScheme:
         receiver = self._make_receiver(model_id, model, pass_on, load)
         receiver.connection = self.make_connection(model_id, receiver)
         self._receiver, self.model_id, self.context, self.model = receiver, model_id, context, model
-        self._index = worker_idx
+        self.worker_idx = worker_idx
 
     def _make_receiver(
         self, model_id: str, model: Any, pass_on: Callable[[], object] | None = None, load: Load | None = None
@@ -396,11 +395,10 @@ class WeightSyncScheme:
         elif self._receiver is not None:
             if weights is not None or processes is not None:
                 raise ValueError("connect() takes no weights= and no processes= on the receiver")
-            index = self._index if worker_idx is None else worker_idx
-            if index is None:
+            self.worker_idx = self.worker_idx if worker_idx is None else worker_idx
+            if self.worker_idx is None:
                 raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
-            self._index = index
-            self._receiver.connect(index, self.timeout)
+            self._receiver.connect(self.worker_idx, self.timeout)
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect(), also after shutdown()")
 
@@ -531,8 +529,9 @@ class WeightSyncScheme:
         if self._receiver is not None:
             self._receiver.close()
             legacy.end_connecting(self)
-        self._sender = self._receiver = self.model_id = self.context = self.model = self._listening = None
-        self._index, self._pipes = None, []
+        self._sender = self._receiver = self._listening = None
+        self.model_id = self.context = self.model = self.worker_idx = None
+        self._pipes = []
 
     # --- the older API: see ``wsync.legacy`` ---
 
@@ -574,7 +573,7 @@ class WeightSyncScheme:
 
     @property
     def _inherited(self) -> bool:
-        """Whether this process is a forked child of the one that has initialised the scheme."""
+        """Whether this is a forked child of the process that has initialised the scheme."""
         end = self._sender or self._receiver
         return end is not None and end.inherited
 
@@ -600,11 +599,9 @@ class WeightSyncScheme:
         return self._receiver
 
     def _wrong_end(self, call: str, needed: str) -> NotConnected:
-        if self.model_id is not None:
-            return NotConnected(
-                f"{call}() can only be called on the {needed}; this scheme is initialised on the other end"
-            )
-        return NotConnected(f"{call}() needs init_on_{needed}() first; after shutdown(), initialise the scheme again")
+        if self.model_id is None:
+            return NotConnected(f"{call}() needs init_on_{needed}() first, also after shutdown()")
+        return NotConnected(f"{call}() can only be called on the {needed}; this scheme is initialised on the other end")
 
     @property
     def timeout(self) -> float | None:
@@ -623,11 +620,6 @@ class WeightSyncScheme:
     def is_sender(self) -> bool:
         """Whether this end is the sender's. False before init, and in a child forked from the sender's process."""
         return self._sender is not None and not self._inherited
-
-    @property
-    def worker_idx(self) -> int | None:
-        """This worker's index; None on the sender."""
-        return None if self._sender is not None else self._index
 
     @property
     def num_workers(self) -> int:
@@ -658,11 +650,10 @@ class WeightSyncScheme:
     @property
     def weights(self) -> Any:
         """This end's weights, live, in the strategy's format; None if there are none yet."""
-        if self._sender is not None:
-            source = self._sender.source.weights
-            return None if source is None else extracted(source, self.strategy)
-        receiver = self._receiver
-        return None if receiver is None else process_gate().call_model(self.model, receiver.weights, (), {})
+        if self._receiver is not None and self._sender is None:
+            return process_gate().call_model(self.model, self._receiver.weights, (), {})
+        source = None if self._sender is None else self._sender.source.weights
+        return None if source is None else extracted(source, self.strategy)
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:

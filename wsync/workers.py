@@ -48,7 +48,7 @@ class Member:
         pidfd: of its process; -1 if that is on another machine.
         block: its words in the arena; -1 if it does not use the arena.
         wake: the eventfd that wakes it, for the arena; else -1.
-        fresh: whether it has connected outside ``connect`` and ``readmit``, and neither was called since.
+        fresh: whether no ``connect`` and no ``readmit`` has found it yet.
     """
 
     session: WorkerSession
@@ -64,13 +64,12 @@ class Workers(Outlet):
 
     Args:
         listener: where they connect.
-        num_workers: how many there are.
-        make_medium: makes a connection's medium, for workers that do not use the arena; given the worker's index.
+        make_medium: makes the medium of a worker that does not use the arena; given its index.
         arena: whether workers on this machine use the arena.
         on_request: whether workers fetch updates.
-        delta: makes differences of weights in main memory, for workers that do not use the arena; None for whole ones.
+        delta: makes differences of weights in main memory, for workers that do not use the arena.
         device: where weights are packed.
-        loop: for the simulator; this process's control loop otherwise.
+        loop: for the simulator; by default this process's.
     """
 
     def __init__(
@@ -92,8 +91,7 @@ class Workers(Outlet):
         self._on_request = on_request
         in_main_memory = torch.device(device).type == "cpu"
         self._difference = partial(_difference, delta, {}) if delta is not None and in_main_memory else None
-        self._blocks = 2 * num_workers + _SPARE_BLOCKS  # of the arena
-        self._arena = SenderArena(self._blocks) if arena and native is not None else None
+        self._arena = SenderArena(2 * num_workers + _SPARE_BLOCKS) if arena and native is not None else None
         self._serial, self._serial_of = 0, dict[str, int]()  # stands for what updates require; grows with it
         if arena and native is None:
             _log.warning("weights go through sockets, more slowly than through shared memory: %s", why_not)
@@ -109,7 +107,7 @@ class Workers(Outlet):
         self._rejected: dict[int, str] = {}  # workers whose models do not fit, since `connect` was called
         self._news = asyncio.Event()  # a worker has connected, was rejected, or has ended
         self._leftovers: set[Member] = set()  # disconnected ones whose processes live on
-        self._tasks: set[asyncio.Task[Any] | None] = set()  # one for each worker
+        self._tasks: set[Any] = set()  # one for each worker
         self._closed = False
         self._loop = (loop or control_loop()).acquire()
 
@@ -148,7 +146,7 @@ class Workers(Outlet):
             del task  # else it and this frame keep each other, and with them the memory of the arena
 
     def _note_change(self, member: Member) -> None:
-        """A session has an answer, or has ended: a worker that has ended is absent before anything else is told."""
+        """A session has an answer, or has ended: its worker is absent before anything else is told."""
         if member.session.cause is not None:
             self._remove(member)
         if member.block >= 0 and self._arena is not None:
@@ -163,7 +161,7 @@ class Workers(Outlet):
                 layout.encode() if layout is not None else b"",
                 self._on_request,
                 newest.version if newest is not None else 0,
-                None if self._arena is None or member.block < 0 else (self._blocks, member.block),
+                None if self._arena is None or member.block < 0 else (self._arena.blocks, member.block),
                 self._difference is not None,
             )
         )
@@ -177,7 +175,6 @@ class Workers(Outlet):
         finally:
             session.end("the sender has shut down")
             running.cancel()
-            self._remove(member)
             if member.pidfd >= 0:
                 loop.remove_reader(member.pidfd)
             with suppress(asyncio.CancelledError):
@@ -204,7 +201,7 @@ class Workers(Outlet):
             if not taken:
                 newest = self._newest[worker]
                 if newest is not None:
-                    self._give(newest, {worker: member}, acknowledge=not self._on_request)
+                    self._give(newest, {worker: member}, not self._on_request)
                     if newest.version in self._given:
                         self._given[newest.version] = {**self._given[newest.version], worker: member}
                 self._set_members({**self._members, worker: member})
@@ -256,30 +253,28 @@ class Workers(Outlet):
 
     def readmit(self, worker: int, process: Any, deadline: float | None) -> None:
         with watched(None if process is None else {worker: process}, self._num_workers) as sentinels:
-            self._loop.call(self._replace(worker, sentinels, deadline))
+            member = self._members.get(worker)
+            if member is not None and not member.fresh:
+                self._loop.call(self._end(member, "it was disconnected by disconnect() or readmit()"))
+            self._loop.call(self._meet([worker], sentinels, deadline))
         newest = self._newest[worker]
         if newest is not None and not self._on_request:
-            self._given[newest.version] = self._members
             causes = self.wait([worker], newest.version, "installed", deadline)
-            self._given.pop(newest.version, None)
-            if causes:
-                raise_causes(causes, "version {} could not be given to the replacement", newest.version)
-
-    async def _replace(self, worker: int, sentinels: Mapping[int, int], deadline: float | None) -> None:
-        member = self._members.get(worker)
-        if member is not None and not member.fresh:
-            member.session.end("it was disconnected by disconnect() or readmit()")
-        await self._meet([worker], sentinels, deadline)
+            raise_causes(causes, "version {} could not be given to the replacement", newest.version)
 
     async def _meet(self, workers: Iterable[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Wait until workers are connected; what ``sentinels`` watch ends the wait."""
         loop, dead = asyncio.get_running_loop(), set[int]()
+
+        def note_death(worker: int, fd: int) -> None:
+            dead.add(worker)
+            loop.remove_reader(fd)
+            self._news.set()
+
         self._listener.start(self._welcome)
         self._rejected.clear()
         for worker, fd in sentinels.items():
-            loop.add_reader(
-                fd, lambda worker=worker, fd=fd: (dead.add(worker), loop.remove_reader(fd), self._news.set())
-            )
+            loop.add_reader(fd, note_death, worker, fd)
         missing = list(workers)
         try:
             async with asyncio.timeout(remaining(deadline)):
@@ -292,12 +287,9 @@ class Workers(Outlet):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
-            causes = dict.fromkeys(missing, "did not connect in time")
-            raise SyncTimeout(
-                f"worker(s) {join_indices(missing)} did not connect in time (connected: "
-                f"{join_indices(self._members) or 'none'})",
-                causes,
-            ) from None
+            late, connected = "did not connect in time", join_indices(self._members) or "none"
+            message = f"worker(s) {join_indices(missing)} {late} (connected: {connected})"
+            raise SyncTimeout(message, dict.fromkeys(missing, late)) from None
         finally:
             for fd in sentinels.values():
                 loop.remove_reader(fd)
@@ -311,8 +303,8 @@ class Workers(Outlet):
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
         """Ask all workers; if it fits everywhere, have all of them use it."""
-        causes = self._loop.call(self._ask(layout, deadline, try_only=True))
-        return causes or self._loop.call(self._ask(layout, deadline, try_only=False))
+        ask = partial(self._ask, layout, deadline)
+        return self._loop.call(ask(try_only=True)) or self._loop.call(ask(try_only=False))
 
     async def _ask(self, layout: Layout, deadline: float | None, *, try_only: bool) -> Mapping[int, Cause]:
         sessions = {worker: member.session for worker, member in self._members.items()}
@@ -342,7 +334,7 @@ class Workers(Outlet):
                 given = self._choose(workers)
                 for worker in workers:
                     self._newest[worker] = update
-            alive = self._give(update, given)
+            alive = self._give(update, given, update.acknowledge)
             if alive and not update.acknowledge and given is self._members and self._all_blocks:
                 return True
             self._note_given(update.version, given)
@@ -359,32 +351,32 @@ class Workers(Outlet):
             del self._given[next(iter(self._given))]
         self._given[version] = {**before, **members} if before else members
 
-    def _give(self, update: Update, members: Mapping[int, Member], *, acknowledge: bool | None = None) -> bool:
+    def _give(self, update: Update, members: Mapping[int, Member], acknowledge: bool) -> bool:
         """Hand an update to members: a word for those that use the arena, an offer to the sessions of the others.
 
         Returns False if a process was found to have ended.
         """
-        arena, alive = self._arena, True
+        arena = self._arena
         blocks, others = self._all_blocks, ()
         if not blocks or members is not self._members:
             blocks = tuple(one.block for one in members.values() if one.block >= 0)
             others = [one.session for one in members.values() if one.block < 0]
         if others:
             self._add_checksum(update, others)
-        if arena is not None and blocks:
-            if update.extra or update.requires:
-                self._store_header(update)
-            acknowledge = update.acknowledge if acknowledge is None else acknowledge
-            alive = arena.publish(blocks, update.version, update.buffer.slot, acknowledge)
-        for session in others:
-            self._loop.post(session.offer, update)
-        return alive
-
-    def _store_header(self, update: Update) -> None:
-        if self._arena is not None:
+            for session in others:
+                self._loop.post(session.offer, update)
+        if arena is None or not blocks:
+            return True
+        if update.extra or update.requires:
             if update.requires != self._serial_of:
                 self._serial, self._serial_of = self._serial + 1, dict(update.requires)
-            self._arena.store_header(update, self._serial if update.requires else 0)
+            arena.store_header(update, self._serial if update.requires else 0)
+        if not update.undecided:
+            return arena.publish(blocks, update.version, update.buffer.slot, acknowledge)
+        for member in members.values():
+            if member.block >= 0:
+                self._loop.post(member.session.post, Offer(update.version, 0, slot=update.buffer.slot))
+        return True
 
     def _add_checksum(self, update: Update, sessions: Iterable[WorkerSession]) -> None:
         """Add a checksum where weights cross a network, or a medium wants one; not if they are on a GPU."""
@@ -398,12 +390,10 @@ class Workers(Outlet):
         if blocks and arena is not None and arena.wait(blocks, version, remaining(deadline)):
             self._given.pop(version, None)
             return {}
-        causes: dict[int, Cause] = {}
-        by_words = {w: given[w] for w in workers if w in given and given[w].block >= 0} if stage != "received" else {}
-        others = {w: given[w].session for w in workers if w in given and w not in by_words}
-        for worker in workers:
-            if worker not in given:
-                causes[worker] = Cause("died", self._causes.get(worker, "it has ended"))
+        present = {worker: given[worker] for worker in workers if worker in given}
+        causes = {w: Cause("died", self._causes.get(w, "it has ended")) for w in workers if w not in present}
+        by_words = {w: one for w, one in present.items() if one.block >= 0 and stage != "received"}
+        others = {w: one.session for w, one in present.items() if w not in by_words}
         if by_words:
             causes |= self._wait_for_words(by_words, version, stage, deadline)
         if others:
@@ -432,13 +422,11 @@ class Workers(Outlet):
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         members = [self._members[worker] for worker in workers if worker in self._members]
         blocks = [one.block for one in members if one.block >= 0]
-        times = self._arena.times(blocks) if self._arena is not None and blocks else []
-        if len(blocks) == len(members):
-            return *max(times, key=sum, default=(0.0, 0.0)), 0
         sessions = [one.session for one in members if one.block < 0]
+        times = self._arena.times(blocks) if self._arena is not None else []
         times += [(one.wait, one.apply) for one in sessions]
-        sent = 0 if blocks else max(one.sent_bytes * (one.received >= version) for one in sessions)
-        return *max(times, key=sum), sent
+        sent = max(one.sent_bytes * (one.received >= version) for one in sessions) if sessions and not blocks else 0
+        return *max(times, key=sum, default=(0.0, 0.0)), sent
 
     def disconnect(self, worker: int, cause: str) -> None:
         member = self._members.get(worker)
@@ -453,19 +441,12 @@ class Workers(Outlet):
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
         given = self._choose(workers)
         self._note_given(update.version, given)
-        self._add_checksum(update, [one.session for one in given.values() if one.block < 0])
-        if update.extra or update.requires:
-            self._store_header(update)
-        for member in given.values():
-            if member.block >= 0:
-                self._loop.post(member.session.post, Offer(update.version, 0, slot=update.buffer.slot))
-            else:
-                self._loop.post(member.session.offer, update)
+        self._give(update, given, update.acknowledge)
 
     def announce_commit(self, update: Update, workers: Sequence[int]) -> None:
         blocks = [one.block for one in self._choose(workers).values() if one.block >= 0]
         if self._arena is not None and blocks:
-            self._arena.set_pending(tuple(blocks), update.version, update.buffer.slot)
+            self._arena.set_pending(blocks, update.version, update.buffer.slot)
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
         with self._lock:
@@ -474,7 +455,8 @@ class Workers(Outlet):
                 self._newest[worker] = update
             present = self._choose(workers)
             self._note_given(update.version, present)
-            self._give(update, {w: one for w, one in present.items() if one.block >= 0 or prepared.get(w) is not one})
+            lacking = {w: one for w, one in present.items() if one.block >= 0 or prepared.get(w) is not one}
+            self._give(update, lacking, update.acknowledge)
         for member in prepared.values():
             self._loop.post(member.session.decide, update.version, commit=True)
 
@@ -508,7 +490,7 @@ class Workers(Outlet):
         if graceful and self._members:
             farewells = [asyncio.ensure_future(one.session.finish()) for one in self._members.values()]
             await asyncio.wait(farewells, timeout=_FAREWELL)
-        tasks = [task for task in self._tasks if task is not None]
+        tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -547,21 +529,17 @@ def raise_causes(
     """
     if not causes:
         return
+    texts = {worker: cause.text for worker, cause in sorted(causes.items())}
     by_line: dict[str, list[int]] = {}
-    for worker, cause in sorted(causes.items()):
-        by_line.setdefault(cause.text.strip().rpartition("\n")[2].strip(), []).append(worker)
+    for worker, text in texts.items():
+        by_line.setdefault(text.strip().rpartition("\n")[2].strip(), []).append(worker)
     lines = [f"worker{'s' * (len(some) > 1)} {join_indices(some)}: {line}" for line, some in by_line.items()]
-    message = f"{what.format(version)} on " + "\n".join(lines)
     if have is not None:
-        message += f"\nworkers that have it: {join_indices(have) or 'none'}"
-    for worker, cause in sorted(causes.items()):
-        if "\n" in cause.text.strip():
-            message += f"\nworker {worker}: {cause.text.strip()}"
+        lines.append(f"workers that have it: {join_indices(have) or 'none'}")
+    lines += [f"worker {worker}: {text.strip()}" for worker, text in texts.items() if "\n" in text.strip()]
     kinds = {cause.kind for cause in causes.values()}
     kind = WorkerDied if "died" in kinds else WorkerFailed if "failed" in kinds else SyncTimeout
     if kind is SyncTimeout:
-        message += (
-            "\nA silent worker stays connected. To replace it: disconnect(index), kill it, readmit(index, process)"
-        )
-    texts = {worker: cause.text for worker, cause in causes.items()}
-    raise kind(message, texts, version, [w for w, cause in causes.items() if cause.kind == "failed"])
+        lines.append("A silent worker stays connected. To replace it: disconnect(index), kill it, readmit(index, …)")
+    message = f"{what.format(version)} on " + "\n".join(lines)
+    raise kind(message, texts, version, [worker for worker, cause in causes.items() if cause.kind == "failed"])
