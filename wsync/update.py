@@ -22,7 +22,7 @@ class Update(msgspec.Struct, eq=False):
     """One version of one model's weights. Immutable once it is published.
 
     Attributes:
-        version: counts up by one with each update of a model; the first is 1.
+        version: counts up by one with each update of a model, from 1.
         buffer: the packed weights, at this end. Its memory is not reused while the update exists.
         extra: the pickled ``extra_state`` of the model's modules; empty where there is none.
         checksum: of the buffer and ``extra``; 0 if the update carries none.
@@ -76,7 +76,7 @@ class SyncReport(msgspec.Struct, eq=False):
     version: int
     bytes: int
     seconds: float
-    _costs: tuple[float, ...]  # seconds of extract, pack, transfer, wait, apply
+    _costs: tuple[float, ...]  # seconds of each of PHASES but the last
     _workers: Sequence[int]
 
     @property
@@ -86,10 +86,7 @@ class SyncReport(msgspec.Struct, eq=False):
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of ``extract``, ``pack``, ``transfer``, ``wait``, ``apply``, ``acknowledge``; ``seconds`` in all.
-
-        ``wait`` and ``apply`` are those of the slowest worker.
-        """
+        """The seconds of each of ``PHASES``, ``seconds`` in all; ``wait`` and ``apply`` are the slowest worker's."""
         left = self.seconds
         result: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         for phase, cost in zip(PHASES, self._costs, strict=False):
@@ -109,8 +106,8 @@ class SyncReport(msgspec.Struct, eq=False):
 class Outlet(Protocol):
     """What a sender publishes to: workers, files, engines, or a model in this process.
 
-    Called under the sender's lock by the thread that calls the scheme; ``close`` by any thread. An implementation
-    derives from it: a method with a body here is for what the outlet does not have.
+    Called under the sender's lock by the thread that calls the scheme; ``disconnect`` and ``close`` by any thread. An
+    implementation derives from it: a method with a body here is for what the outlet does not have.
     """
 
     name: str
@@ -133,9 +130,9 @@ class Outlet(Protocol):
         """Define what a buffer contains. Called once, before the first ``reserve``."""
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        """Ask the workers, which have connected before there was a layout, to use it; return why some cannot.
+        """Ask workers that have connected before there was a layout to use it; return why some cannot: then none does.
 
-        If one cannot, none uses it, and ``set_layout`` is not called.
+        ``set_layout`` follows if all can.
         """
         return {}
 
@@ -150,7 +147,7 @@ class Outlet(Protocol):
         """
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
-        """Wait until ``workers`` have the version; return why those that do not have it lack it."""
+        """Wait until ``workers`` have the version; return why those lack it that do not have it."""
         return {}
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
@@ -200,8 +197,7 @@ class Connection(Protocol):
 class Inbox:
     """What a receiver polls: of a connection, a store, or a sender in the same process. This one is always empty.
 
-    An implementation derives from it: a method with a body here is for what the inbox does not have. All methods are
-    called inside the gate, but for ``answer`` and ``set_wakeups``, which any thread calls.
+    All methods are called inside the gate, but for ``answer`` and ``set_wakeups``, which any thread calls.
 
     Attributes:
         binds: whether a model may be bound to the memory of an update.
