@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ class Sent:
         stage: what the call waits for.
         began, deadline: of the call.
         costs: seconds of extracting, packing and publishing.
+        alike: whether all workers are sent the same weights.
     """
 
     version: int
@@ -47,6 +48,7 @@ class Sent:
     began: float
     deadline: float | None
     costs: tuple[float, float, float]
+    alike: bool = True
 
 
 Updates = list[tuple[Sequence[int], Update]]
@@ -237,7 +239,7 @@ class Sender:
         at = time.monotonic()
         for group, update in updates:
             self.outlet.publish(update, group)
-        self._note(updates, workers)
+        self._note(sent, updates)
         sent.workers = self._expected(workers)
         sent.costs = (*sent.costs[:2], time.monotonic() - at)
         return sent
@@ -253,29 +255,29 @@ class Sender:
     ) -> tuple[Sent, Updates]:
         """Check and pack the next version; ``rest`` completes weights that are a part of the model."""
         began, deadline, packing = time.monotonic(), deadline_in(self.timeout), 0.0
-        layout = self._agreed_layout(weights, deadline)
-        packed: list[tuple[Sequence[int], Buffer, bytes]] = []
+        layout, parts = self._agreed_layout(weights, deadline), 0
+        packed: list[tuple[Sequence[int], Buffer, bytes, Mapping[str, int]]] = []
         for part in self.source.parts(weights, workers, layout, rest):
-            for group, extra in self._by_extra(part.workers, part.extra):
+            parts += 1
+            for group, extra, requires in self._grouped(part.workers, part.extra):
                 buffer = self.outlet.reserve(deadline)
                 at = time.monotonic()
                 buffer.pack(part.tensors)
                 packing += time.monotonic() - at
-                packed.append((group, buffer, extra))
+                packed.append((group, buffer, extra, requires))
             del part  # before the next one is made
         self._loop.require_own()  # a function of the user's may have forked, and this may be the child
         if workers is self._everyone and rest is None:
             self.source.learn(weights, layout)
-        acknowledge = acknowledge or any(extra for _, _, extra in packed)  # `set_extra_state` may raise
+        acknowledge = acknowledge or any(extra for _, _, extra, _ in packed)  # `set_extra_state` may raise
         self.version = version = self.version + 1
         updates = [
-            (some, Update(version, buffer, extra, 0, requires, acknowledge, undecided))
-            for group, buffer, extra in packed
-            for some, requires in self._by_requires(group)
+            (group, Update(version, buffer, extra, 0, requires, acknowledge, undecided))
+            for group, buffer, extra, requires in packed
         ]
-        costs = (time.monotonic() - began - packing, packing, 0.0)
-        stage = _stage(acknowledge)
-        return Sent(version, self._expected(workers), layout.nbytes, stage, began, deadline, costs), updates
+        costs, stage = (time.monotonic() - began - packing, packing, 0.0), _stage(acknowledge)
+        alike, expected = parts == 1 and len(workers) == self.num_workers, self._expected(workers)
+        return Sent(version, expected, layout.nbytes, stage, began, deadline, costs, alike), updates
 
     def _agreed_layout(self, weights: object, deadline: float | None) -> Layout:
         """Return the layout, which the first weights define if they fit all workers."""
@@ -288,31 +290,29 @@ class Sender:
             self.layout = layout
         return self.layout
 
-    def _by_extra(
+    def _grouped(
         self, workers: Sequence[int], extra: Mapping[str, Any] | None
-    ) -> Sequence[tuple[Sequence[int], bytes]]:
-        """Return the extra states to send, each with its workers; without one, each worker is sent what it has."""
-        if extra is not None or not self._extra:
-            return [(workers, dump_extra(extra))]
-        return _grouped(workers, lambda worker: self._extra.get(worker, b""))
+    ) -> Iterable[tuple[Sequence[int], bytes, Mapping[str, int]]]:
+        """Return groups of workers, each with the extra state and the requirements that go with its weights.
 
-    def _by_requires(self, workers: Sequence[int]) -> Sequence[tuple[Sequence[int], Mapping[str, int]]]:
-        """Return what an update requires, each with its workers: they differ after a transaction with some of them."""
-        if self._alike:
-            return [(workers, self._requires[0])]
-        groups = _grouped(workers, lambda worker: tuple(sorted(self._requires[worker].items())))
-        return [(some, dict(requires)) for some, requires in groups]
+        Without new extra state each worker is sent what it has. What it requires is its own after a transaction with
+        some workers.
+        """
+        groups: dict[Any, list[int]] = {}
+        new = dump_extra(extra)
+        for worker in workers:
+            own = self._extra.get(worker, b"") if extra is None else new
+            groups.setdefault((own, *sorted(self._requires[worker].items())), []).append(worker)
+        return [(some, own, dict(requires)) for (own, *requires), some in groups.items()]
 
-    def _note(self, updates: Updates, workers: Sequence[int]) -> None:
-        update = updates[0][1]
-        self.sent_version = update.version
-        for group, own in updates:
-            if own.extra or self._extra:
-                self._extra.update(dict.fromkeys(group, own.extra))
-        alike = all(own.buffer is update.buffer for _, own in updates) and len(workers) == self.num_workers
-        self._newest = update.buffer if alike else None
-        if alike and self.on_published is not None:
-            self.on_published(update.buffer)
+    def _note(self, sent: Sent, updates: Updates) -> None:
+        self.sent_version = sent.version
+        for group, update in updates:
+            if update.extra or self._extra:
+                self._extra.update(dict.fromkeys(group, update.extra))
+        self._newest = updates[0][1].buffer if sent.alike else None
+        if self._newest is not None and self.on_published is not None:
+            self.on_published(self._newest)
 
     def _rest_of_model(self, worker_ids: Any) -> Sequence[Tensor]:
         if worker_ids is not None or self._newest is None:
@@ -469,7 +469,7 @@ class Sender:
             for worker in group:
                 self._requires[worker] = update.requires
         self._alike = all(own == self._requires[0] for own in self._requires)
-        self._note(updates, workers)
+        self._note(sent, updates)
         self._kept.append(sent)
         yield {}
         yield self._finish(sent)
@@ -510,14 +510,3 @@ def one_worker(worker: object, num_workers: int) -> int:
     if len(named) != 1:
         raise ValueError(f"worker is one worker's index, not {worker!r}")
     return named[0]
-
-
-G = TypeVar("G", bound=Hashable)
-
-
-def _grouped(workers: Sequence[int], key: Callable[[int], G]) -> list[tuple[Sequence[int], G]]:
-    """Return the workers that have the same key, with the key."""
-    groups: dict[G, list[int]] = {}
-    for worker in workers:
-        groups.setdefault(key(worker), []).append(worker)
-    return [(some, one) for one, some in groups.items()]
