@@ -700,11 +700,6 @@ def _pass_on_of(context: object, model_id: str, model: object, strategy: WeightS
         return lambda: cascade(model_id)
     if update is None:
         return None
-    if model is None:
-        raise ValueError(
-            f"{type(context).__name__}.update_policy_weights_() needs the weights of '{model_id}', and with load= "
-            "alone there is no model to copy them from: give model= too, or a context with cascade_weights()"
-        )
 
     def copy() -> Any:
         return deepcopy(strategy.extract_weights(model))

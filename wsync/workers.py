@@ -117,9 +117,8 @@ class Workers(Outlet):
         """Accept a worker, and run its session until it ends."""
         worker = visitor.hello.worker
         if not 0 <= worker < self._num_workers:
-            return await visitor.refuse(
-                f"index {worker} is out of range: there are workers 0 to {self._num_workers - 1}"
-            )
+            last = self._num_workers - 1
+            return await visitor.refuse(f"index {worker} is out of range: there are workers 0 to {last}")
         if worker in self._members:
             return await visitor.refuse(f"index {worker} is taken by a worker that is connected")
         task, member, fds = asyncio.current_task(), Member(visitor.pid), ()
@@ -155,16 +154,10 @@ class Workers(Outlet):
     async def _attend(self, member: Member) -> None:
         session, loop = member.session, asyncio.get_running_loop()
         newest, layout = self._newest[session.worker], self._layout
-        session.post(
-            Settings(
-                self.name,
-                layout.encode() if layout is not None else b"",
-                self._on_request,
-                newest.version if newest is not None else 0,
-                None if self._arena is None or member.block < 0 else (self._arena.blocks, member.block),
-                self._difference is not None,
-            )
-        )
+        encoded = b"" if layout is None else layout.encode()
+        first = 0 if newest is None else newest.version
+        arena = None if self._arena is None or member.block < 0 else (self._arena.blocks, member.block)
+        session.post(Settings(self.name, encoded, self._on_request, first, arena, self._difference is not None))
         if member.pidfd >= 0:
             loop.add_reader(member.pidfd, session.end, "its process has died")
         running = asyncio.ensure_future(session.run())
@@ -183,10 +176,9 @@ class Workers(Outlet):
     async def _fits(self, session: WorkerSession, layout: Layout | None) -> bool:
         """Wait for the worker's answer to the layout; return whether its model fits."""
         await session.answered()
-        while not session.fits and session.cause is None and layout is not self._layout:  # it was defined meanwhile
-            layout = self._layout
-            assert layout is not None
-            await session.ask(NewLayout(layout.encode(), try_only=False))
+        if not session.fits and session.cause is None and layout is not self._layout:  # it was defined meanwhile
+            assert self._layout is not None
+            await session.ask(NewLayout(self._layout.encode(), try_only=False))
         if session.fits:
             self._rejected[session.worker] = session.fits
             session.end("its model does not fit the weights")
@@ -279,8 +271,8 @@ class Workers(Outlet):
         try:
             async with asyncio.timeout(remaining(deadline)):
                 while missing := [worker for worker in workers if worker not in self._members]:
-                    if rejected := {w: text for w, text in self._rejected.items() if w in workers}:
-                        raise_causes({w: Cause("failed", text) for w, text in rejected.items()}, "weights do not fit")
+                    rejected = {w: Cause("failed", text) for w, text in self._rejected.items() if w in workers}
+                    raise_causes(rejected, "weights do not fit")
                     if died := dead.intersection(missing):
                         causes = dict.fromkeys(sorted(died), "its process has ended before it has connected")
                         raise WorkerDied(f"worker(s) {join_indices(died)} ended before they had connected", causes)
