@@ -78,22 +78,15 @@ class WeightSyncScheme:
     context: Any = None
     model: Any = None
     worker_idx: int | None = None
-    name: ClassVar[str] = ""
-    """The backend's name in reports; by default the class's name."""
-    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
-    """Values of ``collector=`` in ``train.py`` that work with this scheme, the default first; empty if none does."""
-    sends_weights: ClassVar[bool] = True
-    """Whether anything is sent; false for the backend ``none`` alone."""
-    sender_driven: ClassVar[bool] = False
-    """Whether ``connect`` of the sender also sets up the receivers, which are Ray actors of its ``context``."""
-    delivers_at_connect: ClassVar[bool] = True
-    """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
-    transport_class: ClassVar[type[SchemeTransport]] = SchemeTransport
-    """The class of ``sender_transports``, ``shared_transport`` and ``receiver_transport``."""
-    arena: bool = False
-    """Whether workers on the sender's machine take weights from the arena (``shm/arena.py``)."""
-    binds: ClassVar[bool] = False
-    """Whether models of workers that use the arena are bound to its slots; otherwise the weights are copied out."""
+    # What a backend sets:
+    name: ClassVar[str] = ""  # in reports; by default the class's name
+    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")  # of `train.py`, the default first
+    sends_weights: ClassVar[bool] = True  # false for the backend `none` alone
+    sender_driven: ClassVar[bool] = False  # `connect` of the sender sets up the receivers, too: actors of its `context`
+    delivers_at_connect: ClassVar[bool] = True  # else the first `send` delivers the first weights
+    transport_class: ClassVar[type[SchemeTransport]] = SchemeTransport  # of `sender_transports` and the like
+    arena: bool = False  # workers on the sender's machine take weights from the arena (`shm/arena.py`)
+    binds: ClassVar[bool] = False  # models of these workers are bound to its slots; else the weights are copied out
 
     def __init__(
         self,
@@ -151,7 +144,7 @@ class WeightSyncScheme:
         return legacy.transport_to(self, worker_idx)
 
     def create_rendezvous(self) -> Rendezvous:
-        """Return how workers find the sender: here by the address in the pickled scheme, on one machine."""
+        """Return how workers find the sender: here by the address in the pickled scheme."""
         return Rendezvous()
 
     def make_medium(self, worker_idx: int) -> Medium:
@@ -189,12 +182,12 @@ class WeightSyncScheme:
         return Source(weights, self.strategy, device_map_fn=device_map_fn, transform=transform, **options)
 
     def implied_worker_counts(self) -> Mapping[str, int]:
-        """Return the number of workers that an option of the backend implies, by its name, e.g. ``{"urls": 2}``."""
+        """Return the number of workers that an option implies, by its name: ``{"urls": 2}``."""
         return {}
 
     @property
     def acknowledges(self) -> bool:
-        """Whether a finished ``send`` means that every worker has acknowledged the update."""
+        """Whether a finished ``send`` means that every worker has installed the update."""
         return self.initiator == "sender"
 
     @property
@@ -345,8 +338,9 @@ class WeightSyncScheme:
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process: an update is installed before ``send`` returns.
 
-        The weights of ``source`` are installed in ``model`` at once, and ``send()`` reads it again. LayoutMismatch: it
-        does not fit the model. RuntimeError: the scheme is initialised.
+        The weights of ``source`` are installed in ``model`` at once, and ``send()`` reads it again.
+
+        LayoutMismatch: it does not fit the model. RuntimeError: the scheme is initialised.
         """
         self._require_uninitialised()
         receiver = self._make_receiver(model_id, model)
@@ -381,8 +375,7 @@ class WeightSyncScheme:
             SyncTimeout: a worker did not connect or install the first weights in time; or the sender did not answer.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch, WeightSyncError: the weights do not fit a model, it raised an error, or the memory is full.
-            TypeError, ValueError: a wrong argument.
-            RuntimeError: on a receiver that is connected already, or inside the gate.
+            TypeError, ValueError, RuntimeError: a wrong argument; a receiver is connected already, or inside the gate.
         """
         self._require_not_forked()
         if self._sender is not None:
@@ -409,7 +402,7 @@ class WeightSyncScheme:
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: wait for the process that takes the place of a worker, and until it has the newest update.
 
-        It may connect at any time once the former worker has ended; one that is connected still is disconnected.
+        It may connect at any time after the end of the former worker, which is disconnected if it is connected still.
         ``timeout``: seconds, None for the scheme's. It raises as ``connect`` does.
         """
         self._as_sender("readmit").readmit(worker_idx, process, timeout)
@@ -451,8 +444,8 @@ class WeightSyncScheme:
     def wait_async(self) -> SyncReport | None:
         """Wait until all that was sent without waiting is installed; return the newest report, None if there is none.
 
-        It raises one error, as ``send``: for the oldest update that has failed, with every worker that lacks it or a
-        later one.
+        It raises as ``send``: one error, for the oldest update that failed, with every worker that lacks it or a later
+        one.
         """
         return self._as_sender("wait_async").wait()
 
@@ -473,8 +466,7 @@ class WeightSyncScheme:
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
-        It waits at most ``timeout`` seconds for that version. The wait for a running forward, or for a store, is not
-        limited.
+        ``timeout``: seconds to wait for that version. The wait for a running forward, or for a store, is not limited.
 
         Raises:
             NotConnected: before ``connect``; or the connection is lost, and the last version was returned already.
@@ -634,7 +626,7 @@ class WeightSyncScheme:
 
     @property
     def sent_version(self) -> int:
-        """On a sender the newest version that workers were given, 0 before the first; on a receiver ``version``."""
+        """On a sender the newest version that workers were given; on a receiver ``version``."""
         return self.version if self._sender is None else self._sender.sent_version
 
     @property
@@ -657,12 +649,12 @@ class WeightSyncScheme:
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
-        """On the sender, ``{worker_idx: transport}``; a transport's ``send_weights`` calls ``send`` for its worker."""
+        """On the sender, ``{worker_idx: transport}``, whose ``send_weights`` sends to that worker."""
         return {worker: self.transport_class(self, [worker]) for worker in range(self.num_workers)}
 
     @property
     def shared_transport(self) -> TransportBackend | None:
-        """On the sender, one transport to all workers: see ``sender_transports``; None on a receiver."""
+        """On the sender, one transport to all workers; None on a receiver."""
         return self.transport_class(self) if self.num_workers else None
 
     @property

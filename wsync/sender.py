@@ -30,25 +30,16 @@ from wsync.workers import raise_causes
 
 @dataclass(slots=True)
 class Sent:
-    """What was published and not waited for yet.
-
-    Attributes:
-        workers: that have to have it.
-        nbytes: the size of one copy.
-        stage: what the call waits for.
-        began, deadline: of the call.
-        costs: seconds of extracting, packing and publishing.
-        alike: whether all workers are sent the same weights.
-    """
+    """What was published and not waited for yet."""
 
     version: int
-    workers: Sequence[int]
-    nbytes: int
-    stage: Stage
-    began: float
+    workers: Sequence[int]  # that have to have it
+    nbytes: int  # of one copy
+    stage: Stage  # what the call waits for
+    began: float  # the call
     deadline: float | None
-    costs: tuple[float, float, float]
-    alike: bool = True
+    costs: tuple[float, float, float]  # seconds of extracting, packing and publishing
+    alike: bool = True  # all workers are sent the same weights
 
 
 Updates = list[tuple[Sequence[int], Update]]
@@ -61,21 +52,12 @@ class Sender:
     Args:
         outlet: what it publishes to.
         source: where weights come from when a call is given none.
-        num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         acknowledges: whether a finished ``send`` means that the workers have installed the update; else that every
             forward that starts later uses it.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
         waits: whether ``send`` waits for workers at all (not where they fetch, nor with a store).
         record: called with the report of each finished update except that of ``connect``.
-
-    Attributes:
-        name: identifies this sender in what updates require of one another.
-        version: the newest number used: sent, skipped by ``continue_from``, or failed. 0 before the first.
-        sent_version: the newest version that workers were given; 0 before the first.
-        layout: of the weights; None before the first.
-        connected: whether ``connect`` has found all workers; false after ``close``.
-        on_published: called with the weights that all workers were given, after each update; for registered weights.
     """
 
     def __init__(
@@ -85,18 +67,19 @@ class Sender:
         num_workers: int,
         timeout: float | None,
         *,
-        acknowledges: bool = True,
-        delivers_at_connect: bool = True,
-        waits: bool = True,
-        record: Callable[[SyncReport], None] = lambda _: None,
+        acknowledges: bool,
+        delivers_at_connect: bool,
+        waits: bool,
+        record: Callable[[SyncReport], None],
     ) -> None:
         self.outlet, self.source = outlet, source
         self.num_workers, self.timeout = num_workers, timeout
-        self.name = outlet.name
-        self.version = self.sent_version = 0
-        self.layout: Layout | None = None
-        self.connected = False
-        self.on_published: Callable[[Buffer], None] | None = None
+        self.name = outlet.name  # identifies this sender in what updates require of one another
+        self.version = 0  # the newest number used: sent, skipped by `continue_from`, or failed
+        self.sent_version = 0  # the newest version that workers were given
+        self.layout: Layout | None = None  # of the weights
+        self.connected = False  # `connect` has found all workers
+        self.on_published: Callable[[Buffer], None] | None = None  # after each update of all workers
         self._acknowledges, self._delivers_at_connect, self._waits = acknowledges, delivers_at_connect, waits
         self._record = record
         self._everyone: Sequence[int] = range(num_workers)
@@ -317,9 +300,8 @@ class Sender:
     def _rest_of_model(self, worker_ids: Any) -> Sequence[Tensor]:
         if worker_ids is not None or self._newest is None:
             raise ValueError(
-                "a partial update goes to all workers, and completes the weights that all of them were sent; those "
-                "are not known before the first update, or after one that went to some workers only: send the whole "
-                "model to all workers first"
+                "a partial update goes to all workers, and completes the weights that all of them were sent by the "
+                "last update: send the whole model to all workers first"
             )
         return self._newest.views
 

@@ -19,28 +19,18 @@ Stage = Literal["received", "ready", "installed"]
 
 
 class Update(msgspec.Struct, eq=False):
-    """One version of one model's weights. Immutable once it is published.
+    """One version of one model's weights. Immutable once it is published."""
 
-    Attributes:
-        version: counts up by one with each update of a model, from 1.
-        buffer: the packed weights, at this end. Its memory is not reused while the update exists.
-        extra: the pickled ``extra_state`` of the model's modules; empty where there is none.
-        checksum: of the buffer and ``extra``; 0 if the update carries none.
-        requires: ``{sender: version}``: a worker that has a model of that sender installs this update only together
-            with that version of it, or a newer one. Every later update of this model requires it as well.
-        acknowledge: whether the sender awaits an answer.
-        undecided: whether it is part of a transaction that may still be aborted.
-        damage: in a worker: why it must not be installed; else empty.
-    """
-
-    version: int
-    buffer: Buffer
-    extra: bytes = b""
-    checksum: int = 0
+    version: int  # from 1; counts up by one with each update of a model
+    buffer: Buffer  # the packed weights, at this end; its memory is not reused while the update exists
+    extra: bytes = b""  # the pickled `extra_state` of the model's modules
+    checksum: int = 0  # of the buffer and `extra`; 0 for none
     requires: Mapping[str, int] = {}
-    acknowledge: bool = True
-    undecided: bool = False
-    damage: str = ""
+    """``{sender: version}``: a worker that has a model of that sender installs this update only together with that
+    version of it, or a newer one. Every later update of this model requires it as well."""
+    acknowledge: bool = True  # whether the sender awaits an answer
+    undecided: bool = False  # whether it is part of a transaction that may still be aborted
+    damage: str = ""  # in a worker: why it must not be installed
 
     @property
     def views(self) -> Sequence[Tensor]:
@@ -52,16 +42,13 @@ class Update(msgspec.Struct, eq=False):
 
 
 class Cause(NamedTuple):
-    """Why a worker lacks an update.
-
-    Attributes:
-        kind: ``died``: the process or its connection has ended; ``failed``: it refused the update, or could not be sent
-            it; ``late``: no answer came before the deadline.
-        text: for people; the remote traceback of a worker that failed.
-    """
+    """Why a worker lacks an update."""
 
     kind: Literal["died", "failed", "late"]
+    """The process or its connection has ended; it refused the update, or could not be sent it; or no answer came before
+    the deadline."""
     text: str
+    """For people; the remote traceback of a worker that failed."""
 
 
 class SyncReport(msgspec.Struct, eq=False):
@@ -110,14 +97,9 @@ class Outlet(Protocol):
     implementation derives from it: a method with a body here is for what the outlet does not have.
     """
 
-    name: str
-    """Identifies the sender, in what updates require of one another."""
-
-    workers: Sequence[int] = ()
-    """The workers that are present, in order. Another object whenever that has changed."""
-
-    transactional: bool = False
-    """Whether an update can be prepared first, and committed or aborted later."""
+    name: str  # identifies the sender, in what updates require of one another
+    workers: Sequence[int] = ()  # that are present, in order; another object whenever that has changed
+    transactional: bool = False  # whether an update can be prepared first, and committed or aborted later
 
     def causes(self) -> Mapping[int, str]:
         """Why a worker that was connected is absent, by worker."""

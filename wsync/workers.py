@@ -41,29 +41,21 @@ _FAREWELL = 5.0  # seconds in which workers are told that the sender has shut do
 
 
 class Member:
-    """A worker that is connected.
+    """A worker that is connected."""
 
-    Attributes:
-        session: its connection; set once it is accepted.
-        pidfd: of its process; -1 if that is on another machine.
-        block: its words in the arena; -1 if it does not use the arena.
-        wake: the eventfd that wakes it, for the arena; else -1.
-        fresh: whether no ``connect`` and no ``readmit`` has found it yet.
-    """
-
-    session: WorkerSession
+    session: WorkerSession  # its connection; set once it is accepted
 
     def __init__(self, pid: int) -> None:
-        self.pidfd = _pidfd(pid)
-        self.block = self.wake = -1
-        self.fresh = True
+        self.pidfd = _pidfd(pid)  # of its process; -1 if that is on another machine
+        self.block = -1  # its words in the arena, if it uses that
+        self.wake = -1  # the eventfd that wakes it there
+        self.fresh = True  # no `connect` and no `readmit` has found it yet
 
 
 class Workers(Outlet):
-    """The workers of one sender.
+    """The workers of one sender, which connect to ``listener``.
 
     Args:
-        listener: where they connect.
         make_medium: makes the medium of a worker that does not use the arena; given its index.
         arena: whether workers on this machine use the arena.
         on_request: whether workers fetch updates.
@@ -84,11 +76,9 @@ class Workers(Outlet):
         device: torch.device | str = "cpu",
         loop: ControlLoop | None = None,
     ) -> None:
-        self.transactional = not on_request
-        self._listener, self._make_medium = listener, make_medium
-        self.name = secrets.token_hex(8)
-        self._num_workers = num_workers
-        self._on_request = on_request
+        self.name, self.transactional = secrets.token_hex(8), not on_request
+        self._listener, self._num_workers = listener, num_workers
+        self._make_medium, self._on_request = make_medium, on_request
         in_main_memory = torch.device(device).type == "cpu"
         self._difference = partial(_difference, delta, {}) if delta is not None and in_main_memory else None
         self._arena = SenderArena(2 * num_workers + _SPARE_BLOCKS) if arena and native is not None else None
