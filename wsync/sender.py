@@ -42,6 +42,7 @@ class Sent:
     alike: bool = True  # all workers are sent the same weights
 
 
+_STAGES: tuple[Stage, Stage] = ("ready", "installed")  # what a call waits for, without and with acknowledgements
 Updates = list[tuple[Sequence[int], Update]]
 """One version: the update of each group of workers."""
 
@@ -213,7 +214,7 @@ class Sender:
             return SyncReport(version, layout.nbytes, now - began, costs, workers)
         if not workers:
             raise self._no_worker()
-        return Sent(version, workers, layout.nbytes, _stage(acknowledge), began, deadline, costs)
+        return Sent(version, workers, layout.nbytes, _STAGES[acknowledge], began, deadline, costs)
 
     def _publish(
         self, weights: object, workers: Sequence[int], rest: Sequence[Tensor] | None = None, *, acknowledge: bool
@@ -258,9 +259,9 @@ class Sender:
             (group, Update(version, buffer, extra, 0, requires, acknowledge, undecided))
             for group, buffer, extra, requires in packed
         ]
-        costs, stage = (time.monotonic() - began - packing, packing, 0.0), _stage(acknowledge)
+        costs = (time.monotonic() - began - packing, packing, 0.0)
         alike, expected = parts == 1 and len(workers) == self.num_workers, self._expected(workers)
-        return Sent(version, expected, layout.nbytes, stage, began, deadline, costs, alike), updates
+        return Sent(version, expected, layout.nbytes, _STAGES[acknowledge], began, deadline, costs, alike), updates
 
     def _agreed_layout(self, weights: object, deadline: float | None) -> Layout:
         """Return the layout, which the first weights define if they fit all workers."""
@@ -440,8 +441,7 @@ class Sender:
         finally:
             if not decided:
                 self._name(self.outlet.wait(sent.workers, sent.version, "received", NOW))
-                for group, update in updates:
-                    self.outlet.abort(update.version, group)
+                self.outlet.abort(sent.version)
         for group, update in updates:
             self.outlet.announce_commit(update, group)
         yield {}
@@ -463,10 +463,6 @@ class Sender:
         self.connected = False
         self.outlet.close(graceful=graceful)
         self._newest = None  # its memory
-
-
-def _stage(acknowledge: bool) -> Stage:
-    return "installed" if acknowledge else "ready"
 
 
 def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]:

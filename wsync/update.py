@@ -151,7 +151,7 @@ class Outlet(Protocol):
     def commit(self, update: Update, workers: Sequence[int]) -> None:
         """Make the prepared update the newest one, for these workers and those that take the place of absent ones."""
 
-    def abort(self, version: int, workers: Sequence[int]) -> None:
+    def abort(self, version: int) -> None:
         """Drop what was prepared."""
 
     def published(self) -> list[Buffer]:

@@ -136,8 +136,13 @@ class Workers(Outlet):
 
     def _note_change(self, member: Member) -> None:
         """A session has an answer, or has ended: its worker is absent before anything else is told."""
-        if member.session.cause is not None:
-            self._remove(member)
+        worker, cause = member.session.worker, member.session.cause
+        if cause is not None:
+            if self._members.get(worker) is member:
+                with self._lock:
+                    self._set_members({w: one for w, one in self._members.items() if one is not member})
+                    self._causes = {**self._causes, worker: cause}
+            self._news.set()
         if member.block >= 0 and self._arena is not None:
             self._arena.attention(member.block)
 
@@ -152,7 +157,14 @@ class Workers(Outlet):
             loop.add_reader(member.pidfd, session.end, "its process has died")
         running = asyncio.ensure_future(session.run())
         try:
-            if await self._fits(session, layout):
+            await session.answered()
+            if not session.fits and session.cause is None and layout is not self._layout:  # it was defined meanwhile
+                assert self._layout is not None
+                await session.ask(NewLayout(self._layout.encode(), try_only=False))
+            if session.fits:
+                self._rejected[session.worker] = session.fits
+                session.end("its model does not fit the weights")
+            elif session.cause is None:
                 self._add(member)
             await running
         finally:
@@ -163,33 +175,19 @@ class Workers(Outlet):
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
 
-    async def _fits(self, session: WorkerSession, layout: Layout | None) -> bool:
-        """Wait for the worker's answer to the layout; return whether its model fits."""
-        await session.answered()
-        if not session.fits and session.cause is None and layout is not self._layout:  # it was defined meanwhile
-            assert self._layout is not None
-            await session.ask(NewLayout(self._layout.encode(), try_only=False))
-        if session.fits:
-            self._rejected[session.worker] = session.fits
-            session.end("its model does not fit the weights")
-            self._news.set()
-        return not session.fits and session.cause is None
-
     def _add(self, member: Member) -> None:
         """From now on the worker is given updates; now the newest one of its index."""
         worker = member.session.worker
+        if worker in self._members:
+            return member.session.end(f"another connection has taken index {worker}")
         with self._lock:
-            taken = worker in self._members
-            if not taken:
-                newest = self._newest[worker]
-                if newest is not None:
-                    self._give(newest, {worker: member}, not self._on_request)
-                    if newest.version in self._given:
-                        self._given[newest.version] = {**self._given[newest.version], worker: member}
-                self._set_members({**self._members, worker: member})
-                self._causes = {w: cause for w, cause in self._causes.items() if w != worker}
-        if taken:
-            member.session.end(f"another connection has taken index {worker}")
+            newest = self._newest[worker]
+            if newest is not None:
+                self._give(newest, {worker: member}, not self._on_request)
+                if newest.version in self._given:
+                    self._given[newest.version] = {**self._given[newest.version], worker: member}
+            self._set_members({**self._members, worker: member})
+            self._causes = {w: cause for w, cause in self._causes.items() if w != worker}
         self._news.set()
 
     def _set_members(self, members: Mapping[int, Member]) -> None:
@@ -197,14 +195,6 @@ class Workers(Outlet):
         self.workers = tuple(self._members)
         blocks = tuple(member.block for member in members.values())
         self._all_blocks = blocks if len(blocks) == self._num_workers and min(blocks) >= 0 else ()
-
-    def _remove(self, member: Member) -> None:
-        worker = member.session.worker
-        with self._lock:
-            if self._members.get(worker) is member:
-                self._set_members({w: one for w, one in self._members.items() if one is not member})
-                self._causes = {**self._causes, worker: member.session.cause or "it has ended"}
-        self._news.set()
 
     def _release_when_dead(self, member: Member) -> None:
         """A process that was disconnected may still read its slot: its words are its own until it ends."""
@@ -416,7 +406,7 @@ class Workers(Outlet):
             self._loop.call(self._end(member, cause))
 
     async def _end(self, member: Member, cause: str) -> None:
-        member.session.end(cause)  # tells `_note_change`
+        member.session.end(cause)
 
     # --- transactions ---
 
@@ -442,7 +432,7 @@ class Workers(Outlet):
         for member in prepared.values():
             self._loop.post(member.session.decide, update.version, commit=True)
 
-    def abort(self, version: int, workers: Sequence[int]) -> None:
+    def abort(self, version: int) -> None:
         for member in self._given.pop(version, {}).values():
             self._loop.post(member.session.decide, version, commit=False)
 
