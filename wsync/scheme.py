@@ -693,7 +693,8 @@ def _pass_on_of(context: object, model_id: str, model: object, strategy: WeightS
     if update is None:
         return None
 
-    def copy() -> Any:
-        return deepcopy(strategy.extract_weights(model))
+    def pass_on() -> None:
+        copy = process_gate().call_model(model, lambda: deepcopy(strategy.extract_weights(model)), (), {})
+        update(weights=copy, model_id=model_id)
 
-    return lambda: update(weights=process_gate().call_model(model, copy, (), {}), model_id=model_id)
+    return pass_on

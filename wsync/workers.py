@@ -490,7 +490,7 @@ def _pidfd(pid: int) -> int:
 
 def raise_causes(
     causes: Mapping[int, Cause],
-    what: str = "version {} is missing",
+    what: str,
     version: int | None = None,
     have: Sequence[int] | None = None,
 ) -> None:

@@ -57,7 +57,12 @@ class RayWeightSyncScheme(GroupScheme):
         return Rendezvous(get_node_ip_address())
 
     def init_on_sender(
-        self, model_id: str = "policy", context: Any = None, *, actors: Sequence[Any] | None = None, **given: Any
+        self,
+        model_id: str = "policy",
+        context: Any = None,
+        *,
+        actors: Sequence[ActorHandle] | None = None,
+        **given: Any,
     ) -> None:
         """``actors``, also of the context, are those that the sender has join. NotConnected: Ray is not initialised."""
         self._require_uninitialised()
