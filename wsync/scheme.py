@@ -71,6 +71,8 @@ class WeightSyncScheme:
         metrics: what each update has cost.
         model_id, context, model: what this end was initialised with; None before that.
         worker_idx: this worker's index; None on the sender.
+        name, collectors: of the backend: its name in reports; the values of ``collector=`` in ``train.py`` that work
+            with it, the default first.
     """
 
     __signature__: ClassVar[inspect.Signature]
@@ -78,7 +80,7 @@ class WeightSyncScheme:
     context: Any = None
     model: Any = None
     worker_idx: int | None = None
-    # What a backend sets:
+    # What a backend sets.
     name: ClassVar[str] = ""  # in reports; by default the class's name
     collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")  # of `train.py`, the default first
     sends_weights: ClassVar[bool] = True  # false for the backend `none` alone
