@@ -33,8 +33,8 @@ def register_configs(defaults: Mapping[str, Any] | None = None, folders: Sequenc
     """Add every backend to Hydra's ConfigStore: those that are registered, and YAML files of the group ``weight_sync``.
 
     ``weight_sync/base_<name>`` is a registered backend, and so is ``weight_sync/<name>`` where no file has that name;
-    ``weight_sync/schema/<name>`` is the scheme of a file; ``collector/for/<name>`` is the collector that a scheme names
-    first. A file without ``_target_`` is about the backend in its defaults list, or the one of its own name.
+    ``weight_sync/schema/<name>`` is the scheme of a file, which is that of the backend in its defaults list, or of its
+    own name, if it has no ``_target_``; ``collector/for/<name>`` is the collector that a scheme names first.
 
     ``defaults`` replace those of schemes with such an option, ``{"timeout": "${timeout}"}``; ``folders`` are Hydra's,
     in its order. ValueError: the store has another config of one of these names.
@@ -51,7 +51,10 @@ def register_configs(defaults: Mapping[str, Any] | None = None, folders: Sequenc
         if target is not None:
             store_once("weight_sync/schema", name, config_of(target, overriding))
     for name, target in {**targets, **files}.items():
-        store_once("collector/for", name, {"defaults": [f"/collector/{_default_collector(target)}@_here_"]})
+        scheme = _imported(target)
+        known = isinstance(scheme, type) and issubclass(scheme, WeightSyncScheme)
+        collector = next(iter(scheme.collectors if known else ()), WeightSyncScheme.collectors[0])
+        store_once("collector/for", name, {"defaults": [f"/collector/{collector}@_here_"]})
 
 
 def _target_of(path: Path, targets: Mapping[str, str]) -> str | None:
@@ -76,19 +79,12 @@ def _imported(target: str | None) -> Any:
         return None
 
 
-def _default_collector(target: str | None) -> str:
-    scheme = _imported(target)
-    known = isinstance(scheme, type) and issubclass(scheme, WeightSyncScheme)
-    return next(iter(scheme.collectors if known else ()), WeightSyncScheme.collectors[0])
-
-
 @cache  # two configs of one scheme have to be of one type to be merged
 def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
     """Return the config of the class or function ``target``: a dataclass with ``_target_`` and one field per argument.
 
-    A ``Literal`` of strings is a ``str``; what OmegaConf has no type for is ``Any``. Where it cannot be imported, or
-    accepts any option, the config is a dictionary, to which options can be added. ``defaults``: as in
-    ``register_configs``.
+    A ``Literal`` of strings is a ``str``; what OmegaConf has no type for is ``Any``. If it cannot be imported, or takes
+    any option, the config is a dictionary, to which options can be added. ``defaults``: as in ``register_configs``.
     """
     scheme = _imported(target)
     if not callable(scheme):

@@ -27,9 +27,8 @@ _BACKENDS = {
 def register_backend(name: str, scheme: str) -> None:
     """Add a backend. Registering the same one again is harmless.
 
-    ``scheme`` is the import string of a class, ``"mypackage.module:MyScheme"``; ``name`` is for
-    ``WeightSyncScheme.from_backend``. ``weight_sync=<name>`` of ``train.py``, which starts earlier, needs an entry
-    point ``wsync.backends`` or a YAML file instead.
+    ``scheme`` is the import string of a class, ``"mypackage.module:MyScheme"``; ``name`` is for ``from_backend``.
+    ``weight_sync=<name>`` of ``train.py`` needs an entry point ``wsync.backends`` or a YAML file instead.
 
     ValueError: the name belongs to another backend, or ``scheme`` is no import string.
     """

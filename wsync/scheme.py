@@ -60,9 +60,8 @@ class WeightSyncScheme:
             writes to its parameters, e.g. trains: it would corrupt the shared copy.
         send_transform: a function, or a list (``wsync.transforms``), that ``send`` applies to weights, in its thread.
         receive_transform: the same, before they are installed; picklable. Called inside the gate.
-        initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: it only makes the version
-            available, and a worker installs the newest when it calls ``pull``. ``connect`` installs the first weights
-            with either value.
+        initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: a worker installs the newest
+            one when it calls ``pull``. ``connect`` installs the first weights with either value.
         max_staleness: with ``initiator="receiver"``: a worker that is more than this many versions behind fetches the
             newest before its next forward; None for no limit.
 
@@ -71,28 +70,25 @@ class WeightSyncScheme:
         send_transform, receive_transform: as given; may be assigned before init.
         metrics: what each update has cost.
         model_id, context, model: what this end was initialised with; None before that.
+        worker_idx: this worker's index; None on the sender.
+        name, collectors: of the backend: its name in reports; the values of ``collector=`` in ``train.py`` that work
+            with it, the default first.
     """
 
     __signature__: ClassVar[inspect.Signature]
     model_id: str | None = None
     context: Any = None
     model: Any = None
-    name: ClassVar[str] = ""
-    """The backend's name in reports; by default the class's name."""
-    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
-    """Values of ``collector=`` in ``train.py`` that work with this scheme, the default first; empty if none does."""
-    sends_weights: ClassVar[bool] = True
-    """Whether anything is sent; false for the backend ``none`` alone."""
-    sender_driven: ClassVar[bool] = False
-    """Whether ``connect`` of the sender also sets up the receivers, which are Ray actors of its ``context``."""
-    delivers_at_connect: ClassVar[bool] = True
-    """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
-    transport_class: ClassVar[type[SchemeTransport]] = SchemeTransport
-    """The class of ``sender_transports``, ``shared_transport`` and ``receiver_transport``."""
-    arena: bool = False
-    """Whether workers on the sender's machine take weights from the arena (``shm/arena.py``)."""
-    binds: ClassVar[bool] = False
-    """Whether models of workers that use the arena are bound to its slots; otherwise the weights are copied out."""
+    worker_idx: int | None = None
+    # What a backend sets.
+    name: ClassVar[str] = ""  # in reports; by default the class's name
+    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")  # of `train.py`, the default first
+    sends_weights: ClassVar[bool] = True  # false for the backend `none` alone
+    sender_driven: ClassVar[bool] = False  # `connect` of the sender sets up the receivers, too: actors of its `context`
+    delivers_at_connect: ClassVar[bool] = True  # else the first `send` delivers the first weights
+    transport_class: ClassVar[type[SchemeTransport]] = SchemeTransport  # of `sender_transports` and the like
+    arena: bool = False  # workers on the sender's machine take weights from the arena (`shm/arena.py`)
+    binds: ClassVar[bool] = False  # models of these workers are bound to its slots; else the weights are copied out
 
     def __init__(
         self,
@@ -121,10 +117,9 @@ class WeightSyncScheme:
         self.initiator: Literal["sender", "receiver"] = initiator
         self.max_staleness = max_staleness
         self.metrics = SyncMetrics(self.name or type(self).__name__)
-        self._index: int | None = None  # this worker's
         self._sentinels: dict[int, Any] = {}  # of a collector's worker processes
         self._address: Any = None  # of the sender; travels in the pickle
-        self._sender_model_id: str | None = None  # the model that the sender at this address sends
+        self._sender_model_id: str | None = None  # the model that is sent from there
         self._listening: Address | None = None  # on the sender: what `announce` publishes
         self._pipes: list[Any] = []  # of the older API, by worker: see ``wsync.legacy``
         self._connecting: Future[None] | None = None  # of the older API, in a worker
@@ -136,7 +131,7 @@ class WeightSyncScheme:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, models and connections; for workers, no ``send_transform``."""
-        own = ("_sender", "_receiver", "model_id", "context", "model", "_index", "_listening", "_connecting")
+        own = ("_sender", "_receiver", "model_id", "context", "model", "worker_idx", "_listening", "_connecting")
         metrics = SyncMetrics(self.metrics.scheme)
         state = {**self.__dict__, **dict.fromkeys(own), "_sentinels": {}, "_pipes": [], "metrics": metrics}
         return state if self._sender_model_id is None else {**state, "send_transform": None}
@@ -144,14 +139,14 @@ class WeightSyncScheme:
     # --- what a backend overrides ---
 
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
-        """Return a new transport to (or in) worker ``worker_idx``. A backend of one's own overrides it.
+        """Return a new transport to (or in) worker ``worker_idx``; called once per connection, at either end.
 
-        Called once per connection, at either end. Here it returns the scheme's own way to a worker, or (None) to all.
+        A backend of one's own overrides it. Here it is the scheme's own way to a worker, or (None) to all.
         """
         return legacy.transport_to(self, worker_idx)
 
     def create_rendezvous(self) -> Rendezvous:
-        """Return how workers find the sender: here by the address in the pickled scheme, on one machine."""
+        """Return how workers find the sender: here by the address in the pickled scheme."""
         return Rendezvous()
 
     def make_medium(self, worker_idx: int) -> Medium:
@@ -189,12 +184,12 @@ class WeightSyncScheme:
         return Source(weights, self.strategy, device_map_fn=device_map_fn, transform=transform, **options)
 
     def implied_worker_counts(self) -> Mapping[str, int]:
-        """Return the number of workers that an option of the backend implies, by its name, e.g. ``{"urls": 2}``."""
+        """Return the number of workers that an option implies, by its name: ``{"urls": 2}``."""
         return {}
 
     @property
     def acknowledges(self) -> bool:
-        """Whether a finished ``send`` means that every worker has acknowledged the update."""
+        """Whether a finished ``send`` means that every worker has installed the update."""
         return self.initiator == "sender"
 
     @property
@@ -232,7 +227,7 @@ class WeightSyncScheme:
             devices: one per worker; only their number is used.
             device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker, on any device.
                 Called for each worker of an update, by the thread that sends it.
-            num_workers: by default the number of the other arguments that have one per worker; else 1.
+            num_workers: by default that of the other arguments that have one per worker; else 1.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
             pipes: of the older API, one to each worker, which is sent the sender's address.
 
@@ -254,8 +249,7 @@ class WeightSyncScheme:
         if params_map is not None and sorted(per_worker(params_map) or ()) != [*range(count)]:
             raise ValueError(f"params_map is {{worker_idx: …}} for workers 0 to {count - 1}, not for {[*params_map]}")
         source = self.make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
-        outlet = self.make_outlet(model_id, count)
-        self._begin_sending(model_id, outlet, source, count)
+        self._begin_sending(model_id, self.make_outlet(model_id, count), source, count)
         self._sender_model_id, self.context, self.model = model_id, context, model
         self._sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         self._pipes = pipes
@@ -326,7 +320,7 @@ class WeightSyncScheme:
         receiver = self._make_receiver(model_id, model, pass_on, load)
         receiver.connection = self.make_connection(model_id, receiver)
         self._receiver, self.model_id, self.context, self.model = receiver, model_id, context, model
-        self._index = worker_idx
+        self.worker_idx = worker_idx
 
     def _make_receiver(
         self, model_id: str, model: Any, pass_on: Callable[[], object] | None = None, load: Load | None = None
@@ -346,8 +340,9 @@ class WeightSyncScheme:
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process: an update is installed before ``send`` returns.
 
-        The weights of ``source`` are installed in ``model`` at once, and ``send()`` reads it again. LayoutMismatch: it
-        does not fit the model. RuntimeError: the scheme is initialised.
+        The weights of ``source`` are installed in ``model`` at once, and ``send()`` reads it again.
+
+        LayoutMismatch: it does not fit the model. RuntimeError: the scheme is initialised.
         """
         self._require_uninitialised()
         receiver = self._make_receiver(model_id, model)
@@ -382,8 +377,7 @@ class WeightSyncScheme:
             SyncTimeout: a worker did not connect or install the first weights in time; or the sender did not answer.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch, WeightSyncError: the weights do not fit a model, it raised an error, or the memory is full.
-            TypeError, ValueError: a wrong argument.
-            RuntimeError: on a receiver that is connected already, or inside the gate.
+            TypeError, ValueError, RuntimeError: a wrong argument; a receiver is connected already, or inside the gate.
         """
         self._require_not_forked()
         if self._sender is not None:
@@ -396,11 +390,10 @@ class WeightSyncScheme:
         elif self._receiver is not None:
             if weights is not None or processes is not None:
                 raise ValueError("connect() takes no weights= and no processes= on the receiver")
-            index = self._index if worker_idx is None else worker_idx
-            if index is None:
+            self.worker_idx = self.worker_idx if worker_idx is None else worker_idx
+            if self.worker_idx is None:
                 raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
-            self._index = index
-            self._receiver.connect(index, self.timeout)
+            self._receiver.connect(self.worker_idx, self.timeout)
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect(), also after shutdown()")
 
@@ -411,7 +404,7 @@ class WeightSyncScheme:
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: wait for the process that takes the place of a worker, and until it has the newest update.
 
-        It may connect at any time once the former worker has ended; one that is connected still is disconnected.
+        It may connect at any time after the end of the former worker, which is disconnected if it is connected still.
         ``timeout``: seconds, None for the scheme's. It raises as ``connect`` does.
         """
         self._as_sender("readmit").readmit(worker_idx, process, timeout)
@@ -453,8 +446,8 @@ class WeightSyncScheme:
     def wait_async(self) -> SyncReport | None:
         """Wait until all that was sent without waiting is installed; return the newest report, None if there is none.
 
-        It raises one error, as ``send``: for the oldest update that has failed, with every worker that lacks it or a
-        later one.
+        It raises as ``send``: one error, for the oldest update that failed, with every worker that lacks it or a later
+        one.
         """
         return self._as_sender("wait_async").wait()
 
@@ -475,8 +468,7 @@ class WeightSyncScheme:
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the version that is the newest at the time of the call; return its number.
 
-        It waits at most ``timeout`` seconds for that version. The wait for a running forward, or for a store, is not
-        limited.
+        ``timeout``: seconds to wait for that version. The wait for a running forward, or for a store, is not limited.
 
         Raises:
             NotConnected: before ``connect``; or the connection is lost, and the last version was returned already.
@@ -531,8 +523,9 @@ class WeightSyncScheme:
         if self._receiver is not None:
             self._receiver.close()
             legacy.end_connecting(self)
-        self._sender = self._receiver = self.model_id = self.context = self.model = self._listening = None
-        self._index, self._pipes = None, []
+        self._sender = self._receiver = self._listening = None
+        self.model_id = self.context = self.model = self.worker_idx = None
+        self._pipes = []
 
     # --- the older API: see ``wsync.legacy`` ---
 
@@ -574,7 +567,7 @@ class WeightSyncScheme:
 
     @property
     def _inherited(self) -> bool:
-        """Whether this process is a forked child of the one that has initialised the scheme."""
+        """Whether this is a forked child of the process that has initialised the scheme."""
         end = self._sender or self._receiver
         return end is not None and end.inherited
 
@@ -600,11 +593,9 @@ class WeightSyncScheme:
         return self._receiver
 
     def _wrong_end(self, call: str, needed: str) -> NotConnected:
-        if self.model_id is not None:
-            return NotConnected(
-                f"{call}() can only be called on the {needed}; this scheme is initialised on the other end"
-            )
-        return NotConnected(f"{call}() needs init_on_{needed}() first; after shutdown(), initialise the scheme again")
+        if self.model_id is None:
+            return NotConnected(f"{call}() needs init_on_{needed}() first, also after shutdown()")
+        return NotConnected(f"{call}() can only be called on the {needed}; this scheme is initialised on the other end")
 
     @property
     def timeout(self) -> float | None:
@@ -625,11 +616,6 @@ class WeightSyncScheme:
         return self._sender is not None and not self._inherited
 
     @property
-    def worker_idx(self) -> int | None:
-        """This worker's index; None on the sender."""
-        return None if self._sender is not None else self._index
-
-    @property
     def num_workers(self) -> int:
         """The number of workers; 0 on a receiver, and before init."""
         return 0 if self._sender is None else self._sender.num_workers
@@ -642,7 +628,7 @@ class WeightSyncScheme:
 
     @property
     def sent_version(self) -> int:
-        """On a sender the newest version that workers were given, 0 before the first; on a receiver ``version``."""
+        """On a sender the newest version that workers were given; on a receiver ``version``."""
         return self.version if self._sender is None else self._sender.sent_version
 
     @property
@@ -658,20 +644,19 @@ class WeightSyncScheme:
     @property
     def weights(self) -> Any:
         """This end's weights, live, in the strategy's format; None if there are none yet."""
-        if self._sender is not None:
-            source = self._sender.source.weights
-            return None if source is None else extracted(source, self.strategy)
-        receiver = self._receiver
-        return None if receiver is None else process_gate().call_model(self.model, receiver.weights, (), {})
+        if self._receiver is not None and self._sender is None:
+            return process_gate().call_model(self.model, self._receiver.weights, (), {})
+        source = None if self._sender is None else self._sender.source.weights
+        return None if source is None else extracted(source, self.strategy)
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
-        """On the sender, ``{worker_idx: transport}``; a transport's ``send_weights`` calls ``send`` for its worker."""
+        """On the sender, ``{worker_idx: transport}``, whose ``send_weights`` sends to that worker."""
         return {worker: self.transport_class(self, [worker]) for worker in range(self.num_workers)}
 
     @property
     def shared_transport(self) -> TransportBackend | None:
-        """On the sender, one transport to all workers: see ``sender_transports``; None on a receiver."""
+        """On the sender, one transport to all workers; None on a receiver."""
         return self.transport_class(self) if self.num_workers else None
 
     @property
@@ -709,13 +694,9 @@ def _pass_on_of(context: object, model_id: str, model: object, strategy: WeightS
         return lambda: cascade(model_id)
     if update is None:
         return None
-    if model is None:
-        raise ValueError(
-            f"{type(context).__name__}.update_policy_weights_() needs the weights of '{model_id}', and with load= "
-            "alone there is no model to copy them from: give model= too, or a context with cascade_weights()"
-        )
 
-    def copy() -> Any:
-        return deepcopy(strategy.extract_weights(model))
+    def pass_on() -> None:
+        copy = process_gate().call_model(model, lambda: deepcopy(strategy.extract_weights(model)), (), {})
+        update(weights=copy, model_id=model_id)
 
-    return lambda: update(weights=process_gate().call_model(model, copy, (), {}), model_id=model_id)
+    return pass_on

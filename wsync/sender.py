@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,38 +30,21 @@ from wsync.workers import raise_causes
 
 @dataclass(slots=True)
 class Sent:
-    """What was published and not waited for yet.
-
-    Attributes:
-        version: its number.
-        workers: that have to have it.
-        nbytes: the size of one copy.
-        acknowledge: whether it is installed when the call is finished; else it has to be published only.
-        began, deadline: of the call.
-        costs: seconds of extracting, packing and publishing.
-    """
+    """What was published and not waited for yet."""
 
     version: int
-    workers: Sequence[int]
-    nbytes: int
-    acknowledge: bool
-    began: float
+    workers: Sequence[int]  # that have to have it
+    nbytes: int  # of one copy
+    stage: Stage  # what the call waits for
+    began: float  # the call
     deadline: float | None
-    costs: tuple[float, float, float]
-
-    @property
-    def stage(self) -> Stage:
-        """What the call waits for."""
-        return "installed" if self.acknowledge else "ready"
+    costs: tuple[float, float, float]  # seconds of extracting, packing and publishing
+    alike: bool = True  # all workers are sent the same weights
 
 
-@dataclass(slots=True)
-class Prepared:
-    """A sender's part in a transaction. ``updates`` has each group of workers with its update."""
-
-    sent: Sent
-    targets: Sequence[int]
-    updates: list[tuple[Sequence[int], Update]] = field(default_factory=list)
+_STAGES: tuple[Stage, Stage] = ("ready", "installed")  # what a call waits for, without and with acknowledgements
+Updates = list[tuple[Sequence[int], Update]]
+"""One version: the update of each group of workers."""
 
 
 class Sender:
@@ -70,21 +53,12 @@ class Sender:
     Args:
         outlet: what it publishes to.
         source: where weights come from when a call is given none.
-        num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         acknowledges: whether a finished ``send`` means that the workers have installed the update; else that every
             forward that starts later uses it.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
         waits: whether ``send`` waits for workers at all (not where they fetch, nor with a store).
         record: called with the report of each finished update except that of ``connect``.
-
-    Attributes:
-        name: identifies this sender in what updates require of one another.
-        version: the newest number used: sent, skipped by ``continue_from``, or failed. 0 before the first.
-        sent_version: the newest version that workers were given; 0 before the first.
-        layout: of the weights; None before the first.
-        connected: whether ``connect`` has found all workers; false after ``close``.
-        on_published: called with each published update that all workers were given; for registered weights.
     """
 
     def __init__(
@@ -94,18 +68,19 @@ class Sender:
         num_workers: int,
         timeout: float | None,
         *,
-        acknowledges: bool = True,
-        delivers_at_connect: bool = True,
-        waits: bool = True,
-        record: Callable[[SyncReport], None] = lambda _: None,
+        acknowledges: bool,
+        delivers_at_connect: bool,
+        waits: bool,
+        record: Callable[[SyncReport], None],
     ) -> None:
         self.outlet, self.source = outlet, source
         self.num_workers, self.timeout = num_workers, timeout
-        self.name = outlet.name
-        self.version = self.sent_version = 0
-        self.layout: Layout | None = None
-        self.connected = False
-        self.on_published: Callable[[Update], None] | None = None
+        self.name = outlet.name  # identifies this sender in what updates require of one another
+        self.version = 0  # the newest number used: sent, skipped by `continue_from`, or failed
+        self.sent_version = 0  # the newest version that workers were given
+        self.layout: Layout | None = None  # of the weights
+        self.connected = False  # `connect` has found all workers
+        self.on_published: Callable[[Buffer], None] | None = None  # after each update of all workers
         self._acknowledges, self._delivers_at_connect, self._waits = acknowledges, delivers_at_connect, waits
         self._record = record
         self._everyone: Sequence[int] = range(num_workers)
@@ -141,9 +116,9 @@ class Sender:
             sent, deadline = None, deadline_in(self.timeout)
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
                 # Published before the workers connect: the outlet keeps it for each of them.
-                sent = self._publish(weights, self._everyone, None, acknowledge=True)
+                sent = self._publish(weights, self._everyone, acknowledge=True)
             elif self.source.weights is not None:
-                self._define_layout(None)  # workers check it as they connect; the first send brings weights
+                self._agreed_layout(None, deadline)  # workers check it; the first send brings weights
             self.outlet.connect(processes, deadline)
             self.connected = True
             self._expected(self._everyone)
@@ -194,7 +169,9 @@ class Sender:
                     self._record(sent)
                     return sent
             if sent is None:
-                sent = self._publish_any(weights, worker_ids, partial, acknowledge)
+                workers = self._recipients(worker_ids)
+                rest = self._rest_of_model(worker_ids) if partial else None
+                sent = self._publish(weights, workers, rest, acknowledge=acknowledge)
             if wait and not self._waits:  # workers fetch it when they want it: only deaths are told
                 causes = self.outlet.wait(sent.workers, sent.version, "ready", NOW)
                 self._raise(sent, {worker: cause for worker, cause in causes.items() if cause.kind == "died"})
@@ -229,7 +206,7 @@ class Sender:
         finished = outlet.publish(update, self._everyone)
         self.sent_version, self._newest = version, buffer
         if self.on_published is not None:
-            self.on_published(update)
+            self.on_published(buffer)
         workers = self._expecting if outlet.workers is self._seen else self._expected(self._everyone)
         now = time.monotonic()
         costs = (extracted - began, packed - extracted, now - packed)
@@ -237,104 +214,101 @@ class Sender:
             return SyncReport(version, layout.nbytes, now - began, costs, workers)
         if not workers:
             raise self._no_worker()
-        return Sent(version, workers, layout.nbytes, acknowledge, began, deadline, costs)
-
-    def _publish_any(self, weights: object, worker_ids: Any, partial: bool, acknowledge: bool) -> Sent:
-        if not self.connected:
-            raise NotConnected("not connected yet: call connect() on the sender (and on every worker) before send()")
-        workers = self._recipients(worker_ids)
-        rest = self._rest_of_model(worker_ids) if partial else None
-        sent = self._publish(weights, workers, rest, acknowledge=acknowledge)
-        if worker_ids is None and not partial and self.layout is not None:
-            self.source.learn(weights, self.layout)
-        return sent
+        return Sent(version, workers, layout.nbytes, _STAGES[acknowledge], began, deadline, costs)
 
     def _publish(
-        self, weights: object, workers: Sequence[int], rest: Sequence[Tensor] | None, *, acknowledge: bool
+        self, weights: object, workers: Sequence[int], rest: Sequence[Tensor] | None = None, *, acknowledge: bool
     ) -> Sent:
-        """Check and pack the next version, for several groups of workers if they get different weights, and publish."""
-        began, deadline = time.monotonic(), deadline_in(self.timeout)
-        packed, costs = self._pack(weights, workers, rest, deadline)
-        acknowledge = acknowledge or any(extra for _, _, extra in packed)  # `set_extra_state` may raise
-        self.version = version = self.version + 1
+        sent, updates = self._pack(weights, workers, rest, acknowledge=acknowledge)
         at = time.monotonic()
-        for group, buffer, extra in packed:
-            for some, requires in self._by_requires(group):
-                self.outlet.publish(Update(version, buffer, extra, 0, requires, acknowledge=acknowledge), some)
-        self._note(version, packed, workers)
-        nbytes = packed[0][1].flat.numel()
-        costs = (*costs, time.monotonic() - at)
-        return Sent(version, self._expected(workers), nbytes, acknowledge, began, deadline, costs)
+        for group, update in updates:
+            self.outlet.publish(update, group)
+        self._note(sent, updates)
+        sent.workers = self._expected(workers)
+        sent.costs = (*sent.costs[:2], time.monotonic() - at)
+        return sent
 
     def _pack(
-        self, weights: object, workers: Sequence[int], rest: Sequence[Tensor] | None, deadline: float | None
-    ) -> tuple[list[tuple[Sequence[int], Buffer, bytes]], tuple[float, float]]:
-        """Return each group of workers with its packed weights and extra state, and the seconds that it took."""
-        began, packing = time.monotonic(), 0.0
-        layout = self._agreed_layout(weights, deadline)
-        packed: list[tuple[Sequence[int], Buffer, bytes]] = []
+        self,
+        weights: object,
+        workers: Sequence[int],
+        rest: Sequence[Tensor] | None = None,
+        *,
+        acknowledge: bool = True,
+        undecided: bool = False,
+    ) -> tuple[Sent, Updates]:
+        """Check and pack the next version; ``rest`` completes weights that are a part of the model."""
+        began, deadline, packing = time.monotonic(), deadline_in(self.timeout), 0.0
+        layout, parts = self._agreed_layout(weights, deadline), 0
+        packed: list[tuple[Sequence[int], Buffer, bytes, Mapping[str, int]]] = []
         for part in self.source.parts(weights, workers, layout, rest):
-            for group, extra in self._by_extra(part.workers, part.extra):
+            parts += 1
+            for group, extra, requires in self._grouped(part.workers, part.extra):
                 buffer = self.outlet.reserve(deadline)
                 at = time.monotonic()
                 buffer.pack(part.tensors)
                 packing += time.monotonic() - at
-                packed.append((group, buffer, extra))
+                packed.append((group, buffer, extra, requires))
             del part  # before the next one is made
         self._loop.require_own()  # a function of the user's may have forked, and this may be the child
-        return packed, (time.monotonic() - began - packing, packing)
+        if workers is self._everyone and rest is None:
+            self.source.learn(weights, layout)
+        acknowledge = acknowledge or any(extra for _, _, extra, _ in packed)  # `set_extra_state` may raise
+        self.version = version = self.version + 1
+        updates = [
+            (group, Update(version, buffer, extra, 0, requires, acknowledge, undecided))
+            for group, buffer, extra, requires in packed
+        ]
+        costs = (time.monotonic() - began - packing, packing, 0.0)
+        alike, expected = parts == 1 and len(workers) == self.num_workers, self._expected(workers)
+        return Sent(version, expected, layout.nbytes, _STAGES[acknowledge], began, deadline, costs, alike), updates
 
     def _agreed_layout(self, weights: object, deadline: float | None) -> Layout:
-        if self.layout is None and self.connected:  # the workers have not checked it as they connected
-            layout = Layout.of(self.source.first(weights))
-            causes = self.outlet.check_layout(layout, deadline)
-            raise_causes(causes, "these first weights are applied nowhere, because of a worker")
-        return self._define_layout(weights)
-
-    def _define_layout(self, weights: object) -> Layout:
+        """Return the layout, which the first weights define if they fit all workers."""
         if self.layout is None:
             layout = Layout.of(self.source.first(weights))
+            if self.connected:  # else workers check it as they connect
+                causes = self.outlet.check_layout(layout, deadline)
+                raise_causes(causes, "these first weights are applied nowhere, because of a worker")
             self.outlet.set_layout(layout)
             self.layout = layout
         return self.layout
 
-    def _by_extra(
+    def _grouped(
         self, workers: Sequence[int], extra: Mapping[str, Any] | None
-    ) -> Sequence[tuple[Sequence[int], bytes]]:
-        """Return the extra states to send, each with its workers; without one, each worker is sent what it has."""
-        if extra is not None or not self._extra:
-            return [(workers, dump_extra(extra))]
-        return _grouped(workers, lambda worker: self._extra.get(worker, b""))
+    ) -> Iterable[tuple[Sequence[int], bytes, Mapping[str, int]]]:
+        """Return groups of workers, each with the extra state and the requirements that go with its weights.
 
-    def _by_requires(self, workers: Sequence[int]) -> Sequence[tuple[Sequence[int], Mapping[str, int]]]:
-        """Return what an update requires, each with its workers: they differ after a transaction with some of them."""
-        if self._alike:
-            return [(workers, self._requires[0])]
-        groups = _grouped(workers, lambda worker: tuple(sorted(self._requires[worker].items())))
-        return [(some, dict(requires)) for some, requires in groups]
+        Without new extra state each worker is sent what it has. What it requires is its own after a transaction with
+        some workers.
+        """
+        groups: dict[Any, list[int]] = {}
+        new = dump_extra(extra)
+        for worker in workers:
+            own = self._extra.get(worker, b"") if extra is None else new
+            groups.setdefault((own, *sorted(self._requires[worker].items())), []).append(worker)
+        return [(some, own, dict(requires)) for (own, *requires), some in groups.items()]
 
-    def _note(
-        self, version: int, packed: Sequence[tuple[Sequence[int], Buffer, bytes]], workers: Sequence[int]
-    ) -> None:
-        self.sent_version = version
-        for group, _, extra in packed:
-            if extra or self._extra:
-                self._extra.update(dict.fromkeys(group, extra))
-        alike = len(packed) == 1 and len(workers) == self.num_workers
-        self._newest = packed[0][1] if alike else None
-        if alike and self.on_published is not None:
-            self.on_published(Update(version, packed[0][1]))
+    def _note(self, sent: Sent, updates: Updates) -> None:
+        self.sent_version = sent.version
+        for group, update in updates:
+            if update.extra or self._extra:
+                self._extra.update(dict.fromkeys(group, update.extra))
+        self._newest = updates[0][1].buffer if sent.alike else None
+        if self._newest is not None and self.on_published is not None:
+            self.on_published(self._newest)
 
     def _rest_of_model(self, worker_ids: Any) -> Sequence[Tensor]:
         if worker_ids is not None or self._newest is None:
             raise ValueError(
-                "a partial update goes to all workers, and completes the weights that all of them were sent; those "
-                "are not known before the first update, or after one that went to some workers only: send the whole "
-                "model to all workers first"
+                "a partial update goes to all workers, and completes the weights that all of them were sent by the "
+                "last update: send the whole model to all workers first"
             )
         return self._newest.views
 
     def _recipients(self, worker_ids: Any) -> Sequence[int]:
+        if not self.connected:
+            raise NotConnected("not connected yet: call connect() on the sender (and on every worker) first")
         if worker_ids is None:
             if not self._expected(self._everyone):
                 raise self._no_worker()
@@ -371,16 +345,9 @@ class Sender:
     def wait(self) -> SyncReport | None:
         """Wait for everything that was sent without waiting; return the newest one's report."""
         with self.exclusive():
-            report, deadlines = None, [sent.deadline for sent in self._kept]
+            deadlines = [sent.deadline for sent in self._kept]
             latest = None if None in deadlines else max(deadlines, default=NOW)  # pyright: ignore[reportArgumentType]
-            while self._kept:
-                sent = self._kept[0]
-                causes = self.outlet.wait(sent.workers, sent.version, sent.stage, latest)
-                del self._kept[0]
-                if causes:
-                    self._note_failure(sent, causes)
-                else:
-                    report = self._report(sent, time.monotonic() - sent.began)
+            report = self._collect(deadline=latest)
             self._raise_failed()
             return report
 
@@ -406,31 +373,33 @@ class Sender:
 
     def _report(self, sent: Sent, seconds: float) -> SyncReport:
         wait, apply, nbytes = self.outlet.costs(sent.workers, sent.version)
-        if not sent.acknowledge:  # not installed yet, as far as is known
+        if sent.stage != "installed":
             wait = apply = 0.0
         report = SyncReport(sent.version, nbytes or sent.nbytes, seconds, (*sent.costs, wait, apply), sent.workers)
         self._record(report)
         return report
 
-    def _collect(self, newest: Sent | None = None) -> None:
-        """Finish those before ``newest`` of which all is known, without waiting."""
+    def _collect(self, newest: Sent | None = None, deadline: float | None = NOW) -> SyncReport | None:
+        """Finish what is kept, up to ``newest``; return the last report.
+
+        Errors are left to ``_raise_failed``: each worker is named once, by its first cause. With the deadline ``NOW``,
+        an update that a worker may still answer ends it.
+        """
+        report, waits = None, deadline != NOW
         while self._kept and self._kept[0] is not newest:
             sent = self._kept[0]
-            causes = self.outlet.wait(sent.workers, sent.version, sent.stage, NOW)
-            failed = {worker: cause for worker, cause in causes.items() if cause.kind != "late"}
+            causes = self.outlet.wait(sent.workers, sent.version, sent.stage, deadline)
+            failed = {worker: cause for worker, cause in causes.items() if waits or cause.kind != "late"}
             if failed:
-                self._note_failure(sent, failed)
+                self._failed = self._failed or sent
+                self._causes = {**failed, **self._causes}
                 sent.workers = [worker for worker in sent.workers if worker not in failed]
             if len(failed) < len(causes):
-                return
+                break
             del self._kept[0]
             if not causes:
-                self._report(sent, sum(sent.costs))
-
-    def _note_failure(self, sent: Sent, causes: Mapping[int, Cause]) -> None:
-        """Keep an error for ``_raise_failed``: each worker is named once, by its first cause."""
-        self._failed = self._failed or sent
-        self._causes = {**causes, **self._causes}
+                report = self._report(sent, time.monotonic() - sent.began if waits else sum(sent.costs))
+        return report
 
     def _raise_failed(self, *, sent: bool = True) -> None:
         """Raise one error for all that has failed without being waited for; ``sent``: whether this call has sent."""
@@ -444,69 +413,48 @@ class Sender:
             error.version = error.version if sent else None
             raise
 
-    # --- transactions: see ``transaction.py`` ---
+    # --- transactions ---
 
-    def prepare(self, weights: object, worker_ids: Any) -> Prepared:
-        """Give workers an undecided update, and do not wait. The sender's lock is held until the decision."""
-        outlet = self.outlet
-        if not outlet.transactional:
+    def take_part(self, weights: object, worker_ids: Any, requires: dict[str, int]) -> Generator[Any]:
+        """Send an update as a part of a transaction, in the steps of ``transaction.py``, which holds the lock.
+
+        It yields after each step: packed; on its way to the workers; checked by them, with why some cannot take it;
+        decided; committed; installed, with the report. If it is closed before the decision, it aborts. It adds its
+        version to ``requires``, which all parts share.
+        """
+        if not self.outlet.transactional:
             raise WeightSyncError("models are installed one by one here: workers fetch, or the backend cannot wait")
-        if not self.connected:
-            raise NotConnected("not connected yet: call connect() on the sender (and on every worker) first")
-        began, deadline = time.monotonic(), deadline_in(self.timeout)
-        targets = self._recipients(worker_ids)
-        packed, costs = self._pack(weights, targets, None, deadline)
-        self.version = version = self.version + 1
-        sent = Sent(version, self._expected(targets), packed[0][1].flat.numel(), True, began, deadline, (*costs, 0.0))
-        prepared = Prepared(sent, targets)
-        for group, buffer, extra in packed:
-            for some, requires in self._by_requires(group):
-                update = Update(version, buffer, extra, 0, requires, undecided=True)
-                prepared.updates.append((some, update))
-        return prepared
-
-    def offer(self, prepared: Prepared, requires: Mapping[str, int]) -> None:
-        """Send what was prepared; ``requires``: the versions of all models of the transaction."""
-        for group, update in prepared.updates:
-            update.requires = {**update.requires, **requires}
-            self.outlet.prepare(update, group)
-
-    def check(self, prepared: Prepared) -> Mapping[int, Cause]:
-        """Wait until the workers have checked what was prepared; return why some cannot take it."""
-        sent = prepared.sent
-        causes = self.outlet.wait(sent.workers, sent.version, "received", sent.deadline)
-        self._name(causes)
-        return causes
-
-    def announce_commit(self, prepared: Prepared) -> None:
-        """First half of the commit."""
-        for group, update in prepared.updates:
+        workers = self._recipients(worker_ids)
+        sent, updates = self._pack(weights, workers, undecided=True)
+        requires[self.name] = sent.version
+        yield {}
+        decided = False
+        try:
+            for group, update in updates:
+                update.requires = {**update.requires, **requires}
+                self.outlet.prepare(update, group)
+            yield {}
+            causes = self.outlet.wait(sent.workers, sent.version, "received", sent.deadline)
+            self._name(causes)
+            yield causes
+            decided = True
+        finally:
+            if not decided:
+                self._name(self.outlet.wait(sent.workers, sent.version, "received", NOW))
+                self.outlet.abort(sent.version)
+        for group, update in updates:
             self.outlet.announce_commit(update, group)
-
-    def commit(self, prepared: Prepared) -> None:
-        """Second half of the commit: the update is the newest one."""
-        for group, update in prepared.updates:
+        yield {}
+        for group, update in updates:
             update.undecided = False
             self.outlet.commit(update, group)
-        for group, update in prepared.updates:
             for worker in group:
                 self._requires[worker] = update.requires
-        self._alike = all(requires == self._requires[0] for requires in self._requires)
-        packed = [(group, update.buffer, update.extra) for group, update in prepared.updates]
-        self._note(prepared.sent.version, packed, prepared.targets)
-        self._kept.append(prepared.sent)
-
-    def abort(self, prepared: Prepared) -> None:
-        """Drop what was prepared; expect nothing more of workers that have died meanwhile."""
-        sent = prepared.sent
-        self._name(self.outlet.wait(sent.workers, sent.version, "received", 0.0))
-        for group, update in prepared.updates:
-            self.outlet.abort(update.version, group)
-        prepared.updates = []  # the error that is on its way may be kept, and keeps what it has passed
-
-    def finish(self, prepared: Prepared) -> SyncReport:
-        """Wait until the workers have what was committed."""
-        return self._finish(prepared.sent)
+        self._alike = all(own == self._requires[0] for own in self._requires)
+        self._note(sent, updates)
+        self._kept.append(sent)
+        yield {}
+        yield self._finish(sent)
 
     # --- the end ---
 
@@ -540,14 +488,3 @@ def one_worker(worker: object, num_workers: int) -> int:
     if len(named) != 1:
         raise ValueError(f"worker is one worker's index, not {worker!r}")
     return named[0]
-
-
-G = TypeVar("G", bound=Hashable)
-
-
-def _grouped(workers: Sequence[int], key: Callable[[int], G]) -> list[tuple[Sequence[int], G]]:
-    """Return the workers that have the same key, with the key."""
-    groups: dict[G, list[int]] = {}
-    for worker in workers:
-        groups.setdefault(key(worker), []).append(worker)
-    return [(some, one) for one, some in groups.items()]

@@ -8,12 +8,11 @@ its own model, and a worker that joins later, or whose connection was lost in be
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 from wsync.errors import WorkerError
 from wsync.scheme import WeightSyncScheme
-from wsync.sender import Prepared, Sender
 from wsync.update import SyncReport
 from wsync.workers import raise_causes
 
@@ -42,42 +41,34 @@ def synchronize(
             the message says that it was committed, the other workers have all of them.
     """
     carried = {scheme: weights for scheme, weights in updates.items() if scheme.sends_weights}
-    senders = {str(scheme.model_id): (scheme.sender, weights) for scheme, weights in carried.items()}
+    senders = {str(scheme.model_id): scheme.sender for scheme in carried}
     if len(senders) < len(carried):
         raise ValueError(f"each scheme must have a model_id of its own, not {[s.model_id for s in carried]}")
-    with ExitStack() as stack:  # another thread's send must not come between prepare and commit
-        for sender in sorted((sender for sender, _ in senders.values()), key=id):  # one order, against deadlocks
-            stack.enter_context(sender.exclusive())
-        return _synchronize(senders, worker_ids)
-
-
-def _synchronize(senders: Mapping[str, tuple[Sender, Any]], worker_ids: Any) -> dict[str, SyncReport]:
-    parts: dict[str, tuple[Sender, Prepared]] = {}
-    committed = False
-    try:
-        for model_id, (sender, weights) in senders.items():
-            parts[model_id] = sender, sender.prepare(weights, worker_ids)
-        requires = {sender.name: prepared.sent.version for sender, prepared in parts.values()}
-        for sender, prepared in parts.values():
-            sender.offer(prepared, requires)
-        for model_id, (sender, prepared) in parts.items():
-            raise_causes(sender.check(prepared), f"'{model_id}': the update was applied nowhere, because of a worker")
-        committed = True  # the decision: nothing is waited for between the last answer and it
-        for sender, prepared in parts.values():
-            sender.announce_commit(prepared)
-        for sender, prepared in parts.values():
-            sender.commit(prepared)
-    finally:
-        if not committed:
-            for sender, prepared in parts.values():
-                sender.abort(prepared)
-    reports: dict[str, SyncReport] = {}
+    requires: dict[str, int] = {}  # by sender, the version that is its part
+    reports: dict[str, Any] = {}
     errors: list[WorkerError] = []
-    for model_id, (sender, prepared) in parts.items():
-        try:
-            reports[model_id] = sender.finish(prepared)
-        except WorkerError as error:
-            errors.append(error)
+    with ExitStack() as stack:
+        for sender in sorted(senders.values(), key=id):  # one order, against deadlocks
+            stack.enter_context(sender.exclusive())  # another thread's send must not come between
+        parts = {
+            model_id: stack.enter_context(closing(sender.take_part(weights, worker_ids, requires)))
+            for (model_id, sender), weights in zip(senders.items(), carried.values(), strict=True)
+        }
+        for part in parts.values():
+            next(part)  # it is packed
+        for part in parts.values():
+            next(part)  # it is on its way
+        for model_id, part in parts.items():  # its workers have checked it
+            raise_causes(next(part), f"'{model_id}': the update was applied nowhere, because of a worker")
+        for part in parts.values():  # the decision: nothing is waited for between the last answer and it
+            next(part)
+        for part in parts.values():
+            next(part)  # it is committed
+        for model_id, part in parts.items():
+            try:
+                reports[model_id] = next(part)
+            except WorkerError as error:
+                errors.append(error)
     if errors:
         first = errors[0]
         message = f"it was committed, so the other workers have all of {sorted(parts)}: {first}"

@@ -19,28 +19,18 @@ Stage = Literal["received", "ready", "installed"]
 
 
 class Update(msgspec.Struct, eq=False):
-    """One version of one model's weights. Immutable once it is published.
+    """One version of one model's weights. Immutable once it is published."""
 
-    Attributes:
-        version: counts up by one with each update of a model; the first is 1.
-        buffer: the packed weights, at this end. Its memory is not reused while the update exists.
-        extra: the pickled ``extra_state`` of the model's modules; empty where there is none.
-        checksum: of the buffer and ``extra``; 0 if the update carries none.
-        requires: ``{sender: version}``: a worker that has a model of that sender installs this update only together
-            with that version of it, or a newer one. Every later update of this model requires it as well.
-        acknowledge: whether the sender awaits an answer.
-        undecided: whether it is part of a transaction that may still be aborted.
-        damage: in a worker: why it must not be installed; else empty.
-    """
-
-    version: int
-    buffer: Buffer
-    extra: bytes = b""
-    checksum: int = 0
+    version: int  # from 1; counts up by one with each update of a model
+    buffer: Buffer  # the packed weights, at this end; its memory is not reused while the update exists
+    extra: bytes = b""  # the pickled `extra_state` of the model's modules
+    checksum: int = 0  # of the buffer and `extra`; 0 for none
     requires: Mapping[str, int] = {}
-    acknowledge: bool = True
-    undecided: bool = False
-    damage: str = ""
+    """``{sender: version}``: a worker that has a model of that sender installs this update only together with that
+    version of it, or a newer one. Every later update of this model requires it as well."""
+    acknowledge: bool = True  # whether the sender awaits an answer
+    undecided: bool = False  # whether it is part of a transaction that may still be aborted
+    damage: str = ""  # in a worker: why it must not be installed
 
     @property
     def views(self) -> Sequence[Tensor]:
@@ -52,16 +42,13 @@ class Update(msgspec.Struct, eq=False):
 
 
 class Cause(NamedTuple):
-    """Why a worker lacks an update.
-
-    Attributes:
-        kind: ``died``: the process or its connection has ended; ``failed``: it refused the update, or could not be sent
-            it; ``late``: no answer came before the deadline.
-        text: for people; the remote traceback of a worker that failed.
-    """
+    """Why a worker lacks an update."""
 
     kind: Literal["died", "failed", "late"]
+    """The process or its connection has ended; it refused the update, or could not be sent it; or no answer came before
+    the deadline."""
     text: str
+    """For people; the remote traceback of a worker that failed."""
 
 
 class SyncReport(msgspec.Struct, eq=False):
@@ -76,7 +63,7 @@ class SyncReport(msgspec.Struct, eq=False):
     version: int
     bytes: int
     seconds: float
-    _costs: tuple[float, ...]  # seconds of extract, pack, transfer, wait, apply
+    _costs: tuple[float, ...]  # seconds of each of PHASES but the last
     _workers: Sequence[int]
 
     @property
@@ -86,10 +73,7 @@ class SyncReport(msgspec.Struct, eq=False):
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of ``extract``, ``pack``, ``transfer``, ``wait``, ``apply``, ``acknowledge``; ``seconds`` in all.
-
-        ``wait`` and ``apply`` are those of the slowest worker.
-        """
+        """The seconds of each of ``PHASES``, ``seconds`` in all; ``wait`` and ``apply`` are the slowest worker's."""
         left = self.seconds
         result: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         for phase, cost in zip(PHASES, self._costs, strict=False):
@@ -109,18 +93,13 @@ class SyncReport(msgspec.Struct, eq=False):
 class Outlet(Protocol):
     """What a sender publishes to: workers, files, engines, or a model in this process.
 
-    Called under the sender's lock by the thread that calls the scheme; ``close`` by any thread. An implementation
-    derives from it: a method with a body here is for what the outlet does not have.
+    Called under the sender's lock by the thread that calls the scheme; ``disconnect`` and ``close`` by any thread. An
+    implementation derives from it: a method with a body here is for what the outlet does not have.
     """
 
-    name: str
-    """Identifies the sender, in what updates require of one another."""
-
-    workers: Sequence[int] = ()
-    """The workers that are present, in order. Another object whenever that has changed."""
-
-    transactional: bool = False
-    """Whether an update can be prepared first, and committed or aborted later."""
+    name: str  # identifies the sender, in what updates require of one another
+    workers: Sequence[int] = ()  # that are present, in order; another object whenever that has changed
+    transactional: bool = False  # whether an update can be prepared first, and committed or aborted later
 
     def causes(self) -> Mapping[int, str]:
         """Why a worker that was connected is absent, by worker."""
@@ -133,9 +112,9 @@ class Outlet(Protocol):
         """Define what a buffer contains. Called once, before the first ``reserve``."""
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        """Ask the workers, which have connected before there was a layout, to use it; return why some cannot.
+        """Ask workers that have connected before there was a layout to use it; return why some cannot: then none does.
 
-        If one cannot, none uses it, and ``set_layout`` is not called.
+        ``set_layout`` follows if all can.
         """
         return {}
 
@@ -150,7 +129,7 @@ class Outlet(Protocol):
         """
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
-        """Wait until ``workers`` have the version; return why those that do not have it lack it."""
+        """Wait until ``workers`` have the version; return why those lack it that do not have it."""
         return {}
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
@@ -172,7 +151,7 @@ class Outlet(Protocol):
     def commit(self, update: Update, workers: Sequence[int]) -> None:
         """Make the prepared update the newest one, for these workers and those that take the place of absent ones."""
 
-    def abort(self, version: int, workers: Sequence[int]) -> None:
+    def abort(self, version: int) -> None:
         """Drop what was prepared."""
 
     def published(self) -> list[Buffer]:
@@ -200,8 +179,7 @@ class Connection(Protocol):
 class Inbox:
     """What a receiver polls: of a connection, a store, or a sender in the same process. This one is always empty.
 
-    An implementation derives from it: a method with a body here is for what the inbox does not have. All methods are
-    called inside the gate, but for ``answer`` and ``set_wakeups``, which any thread calls.
+    All methods are called inside the gate, but for ``answer`` and ``set_wakeups``, which any thread calls.
 
     Attributes:
         binds: whether a model may be bound to the memory of an update.

@@ -41,36 +41,27 @@ _FAREWELL = 5.0  # seconds in which workers are told that the sender has shut do
 
 
 class Member:
-    """A worker that is connected.
+    """A worker that is connected."""
 
-    Attributes:
-        session: its connection; set once it is accepted.
-        pidfd: of its process; -1 if that is on another machine.
-        block: its words in the arena; -1 if it does not use the arena.
-        wake: the eventfd that wakes it, for the arena; else -1.
-        fresh: whether it has connected outside ``connect`` and ``readmit``, and neither was called since.
-    """
-
-    session: WorkerSession
+    session: WorkerSession  # its connection; set once it is accepted
 
     def __init__(self, pid: int) -> None:
-        self.pidfd = _pidfd(pid)
-        self.block = self.wake = -1
-        self.fresh = True
+        self.pidfd = _pidfd(pid)  # of its process; -1 if that is on another machine
+        self.block = -1  # its words in the arena, if it uses that
+        self.wake = -1  # the eventfd that wakes it there
+        self.fresh = True  # no `connect` and no `readmit` has found it yet
 
 
 class Workers(Outlet):
-    """The workers of one sender.
+    """The workers of one sender, which connect to ``listener``.
 
     Args:
-        listener: where they connect.
-        num_workers: how many there are.
-        make_medium: makes a connection's medium, for workers that do not use the arena; given the worker's index.
+        make_medium: makes the medium of a worker that does not use the arena; given its index.
         arena: whether workers on this machine use the arena.
         on_request: whether workers fetch updates.
-        delta: makes differences of weights in main memory, for workers that do not use the arena; None for whole ones.
+        delta: makes differences of weights in main memory, for workers that do not use the arena.
         device: where weights are packed.
-        loop: for the simulator; this process's control loop otherwise.
+        loop: for the simulator; by default this process's.
     """
 
     def __init__(
@@ -85,15 +76,12 @@ class Workers(Outlet):
         device: torch.device | str = "cpu",
         loop: ControlLoop | None = None,
     ) -> None:
-        self.transactional = not on_request
-        self._listener, self._make_medium = listener, make_medium
-        self.name = secrets.token_hex(8)
-        self._num_workers = num_workers
-        self._on_request = on_request
+        self.name, self.transactional = secrets.token_hex(8), not on_request
+        self._listener, self._num_workers = listener, num_workers
+        self._make_medium, self._on_request = make_medium, on_request
         in_main_memory = torch.device(device).type == "cpu"
         self._difference = partial(_difference, delta, {}) if delta is not None and in_main_memory else None
-        self._blocks = 2 * num_workers + _SPARE_BLOCKS  # of the arena
-        self._arena = SenderArena(self._blocks) if arena and native is not None else None
+        self._arena = SenderArena(2 * num_workers + _SPARE_BLOCKS) if arena and native is not None else None
         self._serial, self._serial_of = 0, dict[str, int]()  # stands for what updates require; grows with it
         if arena and native is None:
             _log.warning("weights go through sockets, more slowly than through shared memory: %s", why_not)
@@ -109,7 +97,7 @@ class Workers(Outlet):
         self._rejected: dict[int, str] = {}  # workers whose models do not fit, since `connect` was called
         self._news = asyncio.Event()  # a worker has connected, was rejected, or has ended
         self._leftovers: set[Member] = set()  # disconnected ones whose processes live on
-        self._tasks: set[asyncio.Task[Any] | None] = set()  # one for each worker
+        self._tasks: set[Any] = set()  # one for each worker
         self._closed = False
         self._loop = (loop or control_loop()).acquire()
 
@@ -119,9 +107,8 @@ class Workers(Outlet):
         """Accept a worker, and run its session until it ends."""
         worker = contact.hello.worker
         if not 0 <= worker < self._num_workers:
-            return await contact.refuse(
-                f"index {worker} is out of range: there are workers 0 to {self._num_workers - 1}"
-            )
+            last = self._num_workers - 1
+            return await contact.refuse(f"index {worker} is out of range: there are workers 0 to {last}")
         if worker in self._members:
             return await contact.refuse(f"index {worker} is taken by a worker that is connected")
         task, member, fds = asyncio.current_task(), Member(contact.pid), ()
@@ -149,69 +136,59 @@ class Workers(Outlet):
             del task  # else it and this frame keep each other, and with them the memory of the arena
 
     def _note_change(self, member: Member) -> None:
-        """A session has an answer, or has ended: a worker that has ended is absent before anything else is told."""
-        if member.session.cause is not None:
-            self._remove(member)
+        """A session has an answer, or has ended: its worker is absent before anything else is told."""
+        worker, cause = member.session.worker, member.session.cause
+        if cause is not None:
+            if self._members.get(worker) is member:
+                with self._lock:
+                    self._set_members({w: one for w, one in self._members.items() if one is not member})
+                    self._causes = {**self._causes, worker: cause}
+            self._news.set()
         if member.block >= 0 and self._arena is not None:
             self._arena.attention(member.block)
 
     async def _attend(self, member: Member) -> None:
         session, loop = member.session, asyncio.get_running_loop()
         newest, layout = self._newest[session.worker], self._layout
-        session.post(
-            Settings(
-                self.name,
-                layout.encode() if layout is not None else b"",
-                self._on_request,
-                newest.version if newest is not None else 0,
-                None if self._arena is None or member.block < 0 else (self._blocks, member.block),
-                self._difference is not None,
-            )
-        )
+        encoded = b"" if layout is None else layout.encode()
+        first = 0 if newest is None else newest.version
+        arena = None if self._arena is None or member.block < 0 else (self._arena.blocks, member.block)
+        session.post(Settings(self.name, encoded, self._on_request, first, arena, self._difference is not None))
         if member.pidfd >= 0:
             loop.add_reader(member.pidfd, session.end, "its process has died")
         running = asyncio.ensure_future(session.run())
         try:
-            if await self._fits(session, layout):
+            await session.answered()
+            if not session.fits and session.cause is None and layout is not self._layout:  # it was defined meanwhile
+                assert self._layout is not None
+                await session.ask(NewLayout(self._layout.encode(), try_only=False))
+            if session.fits:
+                self._rejected[session.worker] = session.fits
+                session.end("its model does not fit the weights")
+            elif session.cause is None:
                 self._add(member)
             await running
         finally:
             session.end("the sender has shut down")
             running.cancel()
-            self._remove(member)
             if member.pidfd >= 0:
                 loop.remove_reader(member.pidfd)
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
 
-    async def _fits(self, session: WorkerSession, layout: Layout | None) -> bool:
-        """Wait for the worker's answer to the layout; return whether its model fits."""
-        await session.answered()
-        while not session.fits and session.cause is None and layout is not self._layout:  # it was defined meanwhile
-            layout = self._layout
-            assert layout is not None
-            await session.ask(NewLayout(layout.encode(), try_only=False))
-        if session.fits:
-            self._rejected[session.worker] = session.fits
-            session.end("its model does not fit the weights")
-            self._news.set()
-        return not session.fits and session.cause is None
-
     def _add(self, member: Member) -> None:
         """From now on the worker is given updates; now the newest one of its index."""
         worker = member.session.worker
+        if worker in self._members:
+            return member.session.end(f"another connection has taken index {worker}")
         with self._lock:
-            taken = worker in self._members
-            if not taken:
-                newest = self._newest[worker]
-                if newest is not None:
-                    self._give(newest, {worker: member}, acknowledge=not self._on_request)
-                    if newest.version in self._given:
-                        self._given[newest.version] = {**self._given[newest.version], worker: member}
-                self._set_members({**self._members, worker: member})
-                self._causes = {w: cause for w, cause in self._causes.items() if w != worker}
-        if taken:
-            member.session.end(f"another connection has taken index {worker}")
+            newest = self._newest[worker]
+            if newest is not None:
+                self._give(newest, {worker: member}, not self._on_request)
+                if newest.version in self._given:
+                    self._given[newest.version] = {**self._given[newest.version], worker: member}
+            self._set_members({**self._members, worker: member})
+            self._causes = {w: cause for w, cause in self._causes.items() if w != worker}
         self._news.set()
 
     def _set_members(self, members: Mapping[int, Member]) -> None:
@@ -219,14 +196,6 @@ class Workers(Outlet):
         self.workers = tuple(self._members)
         blocks = tuple(member.block for member in members.values())
         self._all_blocks = blocks if len(blocks) == self._num_workers and min(blocks) >= 0 else ()
-
-    def _remove(self, member: Member) -> None:
-        worker = member.session.worker
-        with self._lock:
-            if self._members.get(worker) is member:
-                self._set_members({w: one for w, one in self._members.items() if one is not member})
-                self._causes = {**self._causes, worker: member.session.cause or "it has ended"}
-        self._news.set()
 
     def _release_when_dead(self, member: Member) -> None:
         """A process that was disconnected may still read its slot: its words are its own until it ends."""
@@ -257,48 +226,43 @@ class Workers(Outlet):
 
     def readmit(self, worker: int, process: Any, deadline: float | None) -> None:
         with watched(None if process is None else {worker: process}, self._num_workers) as sentinels:
-            self._loop.call(self._replace(worker, sentinels, deadline))
+            member = self._members.get(worker)
+            if member is not None and not member.fresh:
+                self._loop.call(self._end(member, "it was disconnected by disconnect() or readmit()"))
+            self._loop.call(self._meet([worker], sentinels, deadline))
         newest = self._newest[worker]
         if newest is not None and not self._on_request:
-            self._given[newest.version] = self._members
             causes = self.wait([worker], newest.version, "installed", deadline)
-            self._given.pop(newest.version, None)
-            if causes:
-                raise_causes(causes, "version {} could not be given to the replacement", newest.version)
-
-    async def _replace(self, worker: int, sentinels: Mapping[int, int], deadline: float | None) -> None:
-        member = self._members.get(worker)
-        if member is not None and not member.fresh:
-            member.session.end("it was disconnected by disconnect() or readmit()")
-        await self._meet([worker], sentinels, deadline)
+            raise_causes(causes, "version {} could not be given to the replacement", newest.version)
 
     async def _meet(self, workers: Iterable[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Wait until workers are connected; what ``sentinels`` watch ends the wait."""
         loop, dead = asyncio.get_running_loop(), set[int]()
+
+        def note_death(worker: int, fd: int) -> None:
+            dead.add(worker)
+            loop.remove_reader(fd)
+            self._news.set()
+
         self._listener.start(self._welcome)
         self._rejected.clear()
         for worker, fd in sentinels.items():
-            loop.add_reader(
-                fd, lambda worker=worker, fd=fd: (dead.add(worker), loop.remove_reader(fd), self._news.set())
-            )
+            loop.add_reader(fd, note_death, worker, fd)
         missing = list(workers)
         try:
             async with asyncio.timeout(remaining(deadline)):
                 while missing := [worker for worker in workers if worker not in self._members]:
-                    if rejected := {w: text for w, text in self._rejected.items() if w in workers}:
-                        raise_causes({w: Cause("failed", text) for w, text in rejected.items()}, "weights do not fit")
+                    rejected = {w: Cause("failed", text) for w, text in self._rejected.items() if w in workers}
+                    raise_causes(rejected, "weights do not fit")
                     if died := dead.intersection(missing):
                         causes = dict.fromkeys(sorted(died), "its process has ended before it has connected")
                         raise WorkerDied(f"worker(s) {join_indices(died)} ended before they had connected", causes)
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
-            causes = dict.fromkeys(missing, "did not connect in time")
-            raise SyncTimeout(
-                f"worker(s) {join_indices(missing)} did not connect in time (connected: "
-                f"{join_indices(self._members) or 'none'})",
-                causes,
-            ) from None
+            late, connected = "did not connect in time", join_indices(self._members) or "none"
+            message = f"worker(s) {join_indices(missing)} {late} (connected: {connected})"
+            raise SyncTimeout(message, dict.fromkeys(missing, late)) from None
         finally:
             for fd in sentinels.values():
                 loop.remove_reader(fd)
@@ -312,8 +276,8 @@ class Workers(Outlet):
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
         """Ask all workers; if it fits everywhere, have all of them use it."""
-        causes = self._loop.call(self._ask(layout, deadline, try_only=True))
-        return causes or self._loop.call(self._ask(layout, deadline, try_only=False))
+        ask = partial(self._ask, layout, deadline)
+        return self._loop.call(ask(try_only=True)) or self._loop.call(ask(try_only=False))
 
     async def _ask(self, layout: Layout, deadline: float | None, *, try_only: bool) -> Mapping[int, Cause]:
         sessions = {worker: member.session for worker, member in self._members.items()}
@@ -343,7 +307,7 @@ class Workers(Outlet):
                 given = self._choose(workers)
                 for worker in workers:
                     self._newest[worker] = update
-            alive = self._give(update, given)
+            alive = self._give(update, given, update.acknowledge)
             if alive and not update.acknowledge and given is self._members and self._all_blocks:
                 return True
             self._note_given(update.version, given)
@@ -360,32 +324,32 @@ class Workers(Outlet):
             del self._given[next(iter(self._given))]
         self._given[version] = {**before, **members} if before else members
 
-    def _give(self, update: Update, members: Mapping[int, Member], *, acknowledge: bool | None = None) -> bool:
+    def _give(self, update: Update, members: Mapping[int, Member], acknowledge: bool) -> bool:
         """Hand an update to members: a word for those that use the arena, an offer to the sessions of the others.
 
         Returns False if a process was found to have ended.
         """
-        arena, alive = self._arena, True
+        arena = self._arena
         blocks, others = self._all_blocks, ()
         if not blocks or members is not self._members:
             blocks = tuple(one.block for one in members.values() if one.block >= 0)
             others = [one.session for one in members.values() if one.block < 0]
         if others:
             self._add_checksum(update, others)
-        if arena is not None and blocks:
-            if update.extra or update.requires:
-                self._store_header(update)
-            acknowledge = update.acknowledge if acknowledge is None else acknowledge
-            alive = arena.publish(blocks, update.version, update.buffer.slot, acknowledge)
-        for session in others:
-            self._loop.post(session.offer, update)
-        return alive
-
-    def _store_header(self, update: Update) -> None:
-        if self._arena is not None:
+            for session in others:
+                self._loop.post(session.offer, update)
+        if arena is None or not blocks:
+            return True
+        if update.extra or update.requires:
             if update.requires != self._serial_of:
                 self._serial, self._serial_of = self._serial + 1, dict(update.requires)
-            self._arena.store_header(update, self._serial if update.requires else 0)
+            arena.store_header(update, self._serial if update.requires else 0)
+        if not update.undecided:
+            return arena.publish(blocks, update.version, update.buffer.slot, acknowledge)
+        for member in members.values():
+            if member.block >= 0:
+                self._loop.post(member.session.post, Offer(update.version, 0, slot=update.buffer.slot))
+        return True
 
     def _add_checksum(self, update: Update, sessions: Iterable[WorkerSession]) -> None:
         """Add a checksum where weights cross a network, or a medium wants one; not if they are on a GPU."""
@@ -399,12 +363,10 @@ class Workers(Outlet):
         if blocks and arena is not None and arena.wait(blocks, version, remaining(deadline)):
             self._given.pop(version, None)
             return {}
-        causes: dict[int, Cause] = {}
-        by_words = {w: given[w] for w in workers if w in given and given[w].block >= 0} if stage != "received" else {}
-        others = {w: given[w].session for w in workers if w in given and w not in by_words}
-        for worker in workers:
-            if worker not in given:
-                causes[worker] = Cause("died", self._causes.get(worker, "it has ended"))
+        present = {worker: given[worker] for worker in workers if worker in given}
+        causes = {w: Cause("died", self._causes.get(w, "it has ended")) for w in workers if w not in present}
+        by_words = {w: one for w, one in present.items() if one.block >= 0 and stage != "received"}
+        others = {w: one.session for w, one in present.items() if w not in by_words}
         if by_words:
             causes |= self._wait_for_words(by_words, version, stage, deadline)
         if others:
@@ -433,10 +395,10 @@ class Workers(Outlet):
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         members = [self._members[worker] for worker in workers if worker in self._members]
         blocks = [one.block for one in members if one.block >= 0]
-        times = self._arena.times(blocks) if self._arena is not None and blocks else []
-        if len(blocks) == len(members):
-            return *max(times, key=sum, default=(0.0, 0.0)), 0
         sessions = [one.session for one in members if one.block < 0]
+        times = self._arena.times(blocks) if self._arena is not None else []
+        if not sessions:
+            return *max(times, key=sum, default=(0.0, 0.0)), 0
         times += [(one.reported.wait, one.reported.apply) for one in sessions]
         sent = 0 if blocks else max(one.sent_bytes * (one.reported.received >= version) for one in sessions)
         return *max(times, key=sum), sent
@@ -447,26 +409,19 @@ class Workers(Outlet):
             self._loop.call(self._end(member, cause))
 
     async def _end(self, member: Member, cause: str) -> None:
-        member.session.end(cause)  # tells `_note_change`
+        member.session.end(cause)
 
     # --- transactions ---
 
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
         given = self._choose(workers)
         self._note_given(update.version, given)
-        self._add_checksum(update, [one.session for one in given.values() if one.block < 0])
-        if update.extra or update.requires:
-            self._store_header(update)
-        for member in given.values():
-            if member.block >= 0:
-                self._loop.post(member.session.post, Offer(update.version, 0, slot=update.buffer.slot))
-            else:
-                self._loop.post(member.session.offer, update)
+        self._give(update, given, update.acknowledge)
 
     def announce_commit(self, update: Update, workers: Sequence[int]) -> None:
         blocks = [one.block for one in self._choose(workers).values() if one.block >= 0]
         if self._arena is not None and blocks:
-            self._arena.set_pending(tuple(blocks), update.version, update.buffer.slot)
+            self._arena.set_pending(blocks, update.version, update.buffer.slot)
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
         with self._lock:
@@ -475,11 +430,12 @@ class Workers(Outlet):
                 self._newest[worker] = update
             present = self._choose(workers)
             self._note_given(update.version, present)
-            self._give(update, {w: one for w, one in present.items() if one.block >= 0 or prepared.get(w) is not one})
+            lacking = {w: one for w, one in present.items() if one.block >= 0 or prepared.get(w) is not one}
+            self._give(update, lacking, update.acknowledge)
         for member in prepared.values():
             self._loop.post(member.session.decide, update.version, commit=True)
 
-    def abort(self, version: int, workers: Sequence[int]) -> None:
+    def abort(self, version: int) -> None:
         for member in self._given.pop(version, {}).values():
             self._loop.post(member.session.decide, version, commit=False)
 
@@ -509,7 +465,7 @@ class Workers(Outlet):
         if graceful and self._members:
             farewells = [asyncio.ensure_future(one.session.finish()) for one in self._members.values()]
             await asyncio.wait(farewells, timeout=_FAREWELL)
-        tasks = [task for task in self._tasks if task is not None]
+        tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -537,7 +493,7 @@ def _pidfd(pid: int) -> int:
 
 def raise_causes(
     causes: Mapping[int, Cause],
-    what: str = "version {} is missing",
+    what: str,
     version: int | None = None,
     have: Sequence[int] | None = None,
 ) -> None:
@@ -548,21 +504,17 @@ def raise_causes(
     """
     if not causes:
         return
+    texts = {worker: cause.text for worker, cause in sorted(causes.items())}
     by_line: dict[str, list[int]] = {}
-    for worker, cause in sorted(causes.items()):
-        by_line.setdefault(cause.text.strip().rpartition("\n")[2].strip(), []).append(worker)
+    for worker, text in texts.items():
+        by_line.setdefault(text.strip().rpartition("\n")[2].strip(), []).append(worker)
     lines = [f"worker{'s' * (len(some) > 1)} {join_indices(some)}: {line}" for line, some in by_line.items()]
-    message = f"{what.format(version)} on " + "\n".join(lines)
     if have is not None:
-        message += f"\nworkers that have it: {join_indices(have) or 'none'}"
-    for worker, cause in sorted(causes.items()):
-        if "\n" in cause.text.strip():
-            message += f"\nworker {worker}: {cause.text.strip()}"
+        lines.append(f"workers that have it: {join_indices(have) or 'none'}")
+    lines += [f"worker {worker}: {text.strip()}" for worker, text in texts.items() if "\n" in text.strip()]
     kinds = {cause.kind for cause in causes.values()}
     kind = WorkerDied if "died" in kinds else WorkerFailed if "failed" in kinds else SyncTimeout
     if kind is SyncTimeout:
-        message += (
-            "\nA silent worker stays connected. To replace it: disconnect(index), kill it, readmit(index, process)"
-        )
-    texts = {worker: cause.text for worker, cause in causes.items()}
-    raise kind(message, texts, version, [w for w, cause in causes.items() if cause.kind == "failed"])
+        lines.append("A silent worker stays connected. To replace it: disconnect(index), kill it, readmit(index, …)")
+    message = f"{what.format(version)} on " + "\n".join(lines)
+    raise kind(message, texts, version, [worker for worker, cause in causes.items() if cause.kind == "failed"])

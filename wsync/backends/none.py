@@ -54,7 +54,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self.init_on_sender(model_id, model=model)
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None, processes: Any = None) -> None:
-        self._index = self._index if worker_idx is None else worker_idx
+        self.worker_idx = self.worker_idx if worker_idx is None else worker_idx
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         return

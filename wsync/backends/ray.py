@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from wsync.backends.distributed import DistributedTransport, GroupScheme
@@ -109,20 +109,19 @@ class RayWeightSyncScheme(GroupScheme):
         if self._job != _job():  # a call would start another Ray
             raise NotConnected("ray.shutdown() was called: the actors of this scheme are gone")
         ends = {worker: self._join_of(worker).future() for worker in workers}
-        pairs = {worker: socket.socketpair() for worker in workers}
-        for worker, end in ends.items():  # a thread of Ray closes one end of the pair
-            end.add_done_callback(lambda end, writer=pairs[worker][1]: end.exception() and writer.close())
-        try:
-            yield {worker: reader.fileno() for worker, (reader, _) in pairs.items()}
-            wait(ends.values(), _GRACE)  # until Ray knows that they are finished: it repeats a call if the actor dies
+        with ExitStack() as opened:
+            sentinels: dict[int, int] = {}
+            for worker, end in ends.items():
+                reader, writer = (opened.enter_context(one) for one in socket.socketpair())
+                sentinels[worker] = reader.fileno()
+                end.add_done_callback(lambda end, writer=writer: end.exception() and writer.close())  # a thread of Ray
+            try:
+                yield sentinels
+                wait(ends.values(), _GRACE)  # until Ray knows that they are finished: it repeats a call of a dead actor
+            except WeightSyncError:
+                _raise_failures(ends)
+                raise
             _raise_failures(ends)
-        except WeightSyncError:
-            _raise_failures(ends)
-            raise
-        finally:
-            for pair in pairs.values():
-                for end in pair:
-                    end.close()
 
     def _join_of(self, worker: int) -> ObjectRef:
         """Call an actor to join, unless Ray has not run the last such call yet.

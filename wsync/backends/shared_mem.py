@@ -11,10 +11,10 @@ from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.shm.registered import RegisteredWeights
 from wsync.transport import SchemeTransport
+from wsync.weights.layout import Buffer
 from wsync.weights.snapshot import snapshot
 from wsync.weights.source import DeviceMap, Source
 from wsync.weights.strategy import Format, WeightStrategy
-from wsync.workers import Workers
 
 
 class SharedMemTransport(SchemeTransport):
@@ -29,7 +29,7 @@ class SharedMemTransport(SchemeTransport):
         scheme: Any = self._scheme
         if scheme.model_id in (None, *scheme._registered):
             return [own for model_id, own in scheme._registered.items() if scheme.model_id in (None, model_id)]
-        buffers = scheme.sender.outlet.published() if isinstance(scheme.sender.outlet, Workers) else ()
+        buffers: list[Buffer] = scheme.sender.outlet.published()
         weights: list[Any] = [dict(zip(one.layout.names, one.views, strict=True)) for one in buffers]
         return [WeightStrategy("tensordict").extract_weights(one) for one in weights]  # pyright: ignore[reportReturnType]
 
@@ -110,8 +110,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         super().init_on_sender(model_id, context, **given)
         registered = self._registered.get(model_id)
         if registered is not None and not self.per_worker_weights:
-            own = RegisteredWeights(snapshot(registered).tensors)
-            self.sender.on_published = lambda update: own.repoint(update.buffer)
+            self.sender.on_published = RegisteredWeights(snapshot(registered).tensors).repoint
 
     def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
         registered = self._registered.get(model_id)

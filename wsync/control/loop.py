@@ -127,7 +127,8 @@ class ControlLoop:
         self.require_own()
         if self._loop is None:
             raise NotConnected("this end was shut down")
-        self._loop.call_soon_threadsafe(partial(function, *args, **kwargs))
+        call = self._loop.call_soon if self.here else self._loop.call_soon_threadsafe
+        call(partial(function, *args, **kwargs))
 
 
 class BlockingCalls:

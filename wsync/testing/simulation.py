@@ -421,7 +421,7 @@ class World:
         (self.aborted if refused else self.committed).append(parts)
         for name, update in updates.items():
             if refused:
-                self.outlets[name].abort(update.version, INDICES)
+                self.outlets[name].abort(update.version)
             else:
                 update.undecided = False
                 self.requires[name] = dict(update.requires)
