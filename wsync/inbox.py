@@ -33,13 +33,8 @@ from wsync.weights.layout import Buffer, BufferPool, Layout
 class WorkerConnection:
     """The connection of one worker to a sender in another process (a ``Connection``).
 
-    Args:
-        rendezvous: how the sender is found.
-        pickled: what the pickled scheme has of the sender's address.
-        model_id: the model's name.
-        owner: the receiver.
-        make_medium: makes the connection's medium; given the worker's index.
-        binds_arena: whether a model is bound to slots of the arena.
+    ``pickled``: what the pickled scheme has of the sender's address. ``binds_arena``: whether a model is bound to slots
+    of the arena.
     """
 
     def __init__(
@@ -53,8 +48,7 @@ class WorkerConnection:
         binds_arena: bool,
     ) -> None:
         self._rendezvous, self._pickled, self._model_id = rendezvous, pickled, model_id
-        self._owner, self._make_medium = owner, make_medium
-        self._binds_arena = binds_arena
+        self._owner, self._make_medium, self._binds_arena = owner, make_medium, binds_arena
         self._session: SessionInbox | None = None
         self._loop: ControlLoop | None = None
         self._joining: asyncio.Task[Any] | None = None
@@ -163,9 +157,6 @@ class InProcess(Outlet, Inbox):
 
     Weights are packed into a private buffer, and copied from there into the model, inside the gate, by the thread that
     sends.
-
-    Args:
-        receiver: connects when the sender does.
     """
 
     workers = (0,)
@@ -180,22 +171,14 @@ class InProcess(Outlet, Inbox):
         self._staged: list[Update] = []
         self._errors: dict[int, str] = {}
         self._cost = (0.0, 0.0)
-        self._connected = False
-        receiver.inbox = receiver.connection = self
+        receiver.connection = self
+        receiver.connect(0, None)
 
     # --- the sender's side ---
 
-    def connect(self, processes: Any, deadline: float | None) -> int:
-        """Connect the receiver, unless that has been done: its own ``connect`` comes here, too."""
+    def connect(self, _: Any, deadline: float | None) -> int:
+        """Nothing is waited for: the receiver connects when this object is made."""
         self._receiver.inbox = self
-        if not self._connected:
-            self._connected = True
-            layout, staged = self._layout, self._staged  # of the first weights, which the receiver forgets
-            self._receiver.connect(0, remaining(deadline))
-            if layout is not None:
-                self.set_layout(layout)
-            for update in staged:
-                self.publish(update, self.workers)
         return 0
 
     def set_layout(self, layout: Layout) -> None:

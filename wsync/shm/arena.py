@@ -362,7 +362,9 @@ class ArenaInbox(Inbox):
         self._target: Any = None
         self._may_refuse = False
         self._waited_for = False
+        # Compiled code, which installs what is usual, and calls the receiver for the rest.
         self.words = native.WorkerWords(self._slots.control, blocks, block, self._signal, binds, self._slots.plans)
+        self.words.receiver = owner
 
     def use(self, layout: Layout, target: Any) -> None:
         """Map all slots that exist: mapping takes longer than an update."""
@@ -372,11 +374,6 @@ class ArenaInbox(Inbox):
             self._slots.buffer(slots - 1)
         if target.may_refuse or self._owner.on_request:  # the model's slot is kept between forwards, too
             self.words.hold, self._may_refuse = self.binds, True
-
-    def hook(self, receiver: Any) -> Any:
-        """Return compiled code, which installs what is usual, and calls the receiver for the rest."""
-        self.words.receiver, receiver.words = receiver, self.words
-        return self.words
 
     def _set_usual(self) -> None:
         """Let the hook install usual updates, unless threads wait for them, or the worker fetches or passes on.
