@@ -320,19 +320,3 @@ def test_9_a_child_that_exits_in_order_does_not_hang_in_a_group(tmp_path: Path) 
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)
-
-
-# --- 59.10: what the machine refuses ---
-
-
-@pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate", "eventfd"])
-def test_10_a_call_that_the_machine_blocks_is_named(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def blocked(*_: Any, **__: Any) -> int:
-        raise OSError(38, "Function not implemented")
-
-    with wsync.SharedMemWeightSyncScheme(timeout=5.0) as sender, monkeypatch.context() as patch:
-        patch.setattr(os, call, blocked)
-        with pytest.raises(wsync.WeightSyncError, match=call.removeprefix("posix_")):
-            sender.init_on_sender("policy", model=model_of(1), num_workers=1)
-            with make_worker(sender, 0) as worker:
-                connect(sender.connect, worker)

@@ -7,7 +7,8 @@ A *word* is an integer of 8 bytes. The arena has two files, the second for what 
              slots                      one version of the packed weights each
     file 2   one header per slot        every _SPAN bytes, sparse: extra state, and what the version requires
 
-A block belongs to one connection until the worker's process is gone. The trainer writes its first three words:
+A block belongs to one connection until the worker's process is gone: what a worker that was disconnected may read stays
+as it is until then. The trainer writes its first three words:
 
 - ``published``: the version and slot that forwards have to use, and whether the worker has to signal the install;
 - ``pending``: the same for a version that is decided, and about to be published (see below); 0 for none;
@@ -34,31 +35,27 @@ stored in one order that every process sees (sequentially consistent atomics, in
 
 **Guarantees.**
 
-1. *Every forward that starts after a publish uses that version or a newer one*: its first load comes after the store.
-   The weights were packed before the store, so it reads all of them.
+1. *Every forward that starts after a publish uses that version or a newer one*: its first load comes after the store,
+   and the weights were packed before the store.
 2. *No slot is written while a forward uses it.* Assume that a forward uses ``s``, named by the published word ``w``.
-   Its second load has found ``w``, so it came before the store that replaced ``w``: a version is never published twice
-   to a block. ``used = s`` was stored before that load. The trainer looks at ``used`` only after it has replaced ``w``.
-   So it finds ``used = s`` as long as the forward runs. The same holds for ``pending``, which is cleared only once
-   ``published`` names its slot. (A forward that begins with the version that its model has already stores the slot of
-   the model, and makes the same second load of the word that named it.)
+   It stored ``used = s`` before its second load. That load found ``w``, so it came before the store that replaced ``w``
+   (a version is never published twice to a block). The trainer looks at ``used`` only after that store: it finds ``s``
+   as long as the forward runs. The same holds for ``pending``, which is cleared only once ``published`` names its slot,
+   and for a forward that begins with the version that its model has: it makes the same second load.
 3. *A published slot is whole.* No slot is written while a published word names it.
 4. *Three slots are enough* while all workers are sent the same versions: one published, one older one still in use, one
-   free. If forwards use two older ones, the arena does not grow: ``reserve`` waits for a forward to end, or for its
-   process to be gone. It sets ``wants_freed`` before it looks at ``used`` again, and a worker clears ``used`` before it
-   looks at ``wants_freed``: so one of them sees the other. The arena grows by one slot for each further version that is
-   published to some workers, held by a model, or leased.
+   free. If forwards use two older ones, ``reserve`` waits for one to end, or for its process to be gone. It sets
+   ``wants_freed`` before it looks at ``used`` again, and a worker clears ``used`` before it looks at ``wants_freed``:
+   one of them sees the other. The arena grows by one slot for each further version that is published to some workers,
+   held by a model, or leased.
 
-**How long a slot is used** depends on how a model takes the weights. A model that is *bound* (its parameters point into
-the slot) uses it during forwards only: between them the trainer may overwrite the slot once it has published a newer
-version, to which the next forward binds. It *holds* the slot between forwards as well if an install may fail (extra
-state, tied tensors), or once a transaction was prepared: then the model can stay on it although a newer version
-is published. ``held`` is stored before ``used`` is cleared, and loaded after ``used``, so the slot is found in one of
-them. A model that *copies* uses the slot until its bytes are copied. A model that holds nothing, and whose install
-fails because its structure has changed, may be bound to a slot that is written: its receiver refuses forwards until a
-version is installed.
-
-**A worker that is disconnected but alive** keeps its block: what it may read stays as it is until its process is gone.
+**How long a slot is used** depends on how a model takes the weights. A model that *copies* uses it until its bytes are
+copied. A model that is *bound* (its parameters point into the slot) uses it during forwards only: between them the
+trainer may overwrite the slot once it has published a newer version, to which the next forward binds. It *holds* the
+slot between forwards as well if an install may fail (extra state, tied tensors), or once a transaction was prepared:
+then the model can stay on it although a newer version is published. ``held`` is stored before ``used`` is cleared, and
+loaded after ``used``, so the slot is found in one of them. If a model that holds nothing has changed its structure, it
+may be bound to a slot that is written: its receiver refuses forwards until a version is installed.
 
 **Several models.** A transaction stores ``pending`` for all models, and then ``published`` for all. So a forward that
 finds one model's new version, which requires those of the others, finds the others' at least in ``pending``. The serial
@@ -82,7 +79,7 @@ from wsync.deadlines import remaining
 from wsync.errors import SyncTimeout, WeightSyncError, join_indices
 from wsync.gate import process_gate
 from wsync.native import native
-from wsync.shm.memory import allocate, event_fd, memory_file, read_at, whole_pages, write_at
+from wsync.shm.memory import allocate, memory_file, read_at, whole_pages, write_at
 from wsync.update import Inbox, Update
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.tensors import PinnedMapping, in_clean_thread
@@ -92,34 +89,23 @@ _PUBLISHED, _USED, _INSTALLED, _WAIT, _APPLY = 0, 8, 11, 13, 14  # in a block
 _HEADER_SIZE, _HAS_EXTRA, _SERIAL = 1, 2, 3  # in a record
 _SPAN = 1 << 36  # bytes of (sparse) file between two headers
 _SPARE = 2  # slots besides those that are published, held and leased: one to write, one that may still be in use
-
-
 _Header = tuple[dict[str, int], bytes]  # what an update requires, and its extra state
 
 
 class _Slots:
-    """One process's mapping of an arena.
-
-    Args:
-        fds: the two files.
-        capacity: the number of blocks.
-
-    Attributes:
-        control: the mapped blocks and records.
-        buffers: of the slots that are mapped here; ``plans``: the plan of each.
-    """
+    """One process's mapping of an arena: its two files, the words, and the slots that are mapped here."""
 
     def __init__(self, fds: tuple[int, int], capacity: int) -> None:
         self.fds = fds
-        self.buffers: list[Buffer] = []
-        self.plans: list[Any] = []
+        self.layout: Layout | None = None
+        self.buffers: list[Buffer] = []  # of the slots that are mapped here
+        self.plans: list[Any] = []  # of each
         self._slots_at = size_of_words(capacity)
         self.control = mmap.mmap(fds[0], self._slots_at)
         self.words = memoryview(self.control).cast("q")
         self.numbers = memoryview(self.control).cast("d")
         self._records_at = capacity * _BLOCK
         self._mapping = threading.Lock()  # guards both lists: in a worker, two threads may map a slot at the same time
-        self.layout: Layout | None = None
 
     def record(self, slot: int) -> int:
         """Return the index of the first word of a slot's record."""
@@ -133,8 +119,7 @@ class _Slots:
     def buffer(self, slot: int) -> Buffer:
         """Return the buffer of a slot. The first call maps it, and those before it.
 
-        The slot is mapped again if PyTorch has moved its tensors, as it does if a process puts a model that is bound
-        to them into shared memory (``share_memory()``).
+        It is mapped again if PyTorch has moved its tensors, because a model that is bound to them was shared.
         """
         if slot >= len(self.buffers) or not self.plans[slot].in_place:
             with self._mapping:
@@ -174,38 +159,29 @@ def size_of_words(capacity: int) -> int:
 
 
 class SenderArena:
-    """The arena in the trainer, which makes it.
+    """The arena in the trainer, which makes it; WeightSyncError: no memory is left.
 
     The thread with the sender's lock calls ``set_layout``, ``reserve``, ``store_header``, ``publish``, ``set_pending``
     and ``wait``; a session may call ``publish`` for its own block, with an update that the sender keeps. The others are
-    for any thread.
-
-    Args:
-        blocks: the most connections at a time, those of disconnected but living workers included.
+    for any thread. ``blocks``: the most connections at a time, those of disconnected but living workers included.
 
     Attributes:
-        blocks: as given.
         signal: the eventfd that workers signal.
         publish: ``(blocks, version, slot, acknowledge)``: points connections to a slot, and wakes those workers that
             have to acknowledge it or want to be woken. Returns False if the process of an open block has ended; that is
             looked at only without ``acknowledge``.
-
-    Raises:
-        WeightSyncError: no memory is left, or a system call is not permitted here.
     """
 
     def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
         with ExitStack() as opened:
-            descriptors: list[int] = []
-            for make in (
-                lambda: memory_file("wsync-weights", size_of_words(blocks)),
-                lambda: memory_file("wsync-headers"),
-                lambda: event_fd("a trainer that waits for its workers"),
-            ):
-                descriptors.append(make())
-                opened.callback(os.close, descriptors[-1])
-            words, headers, self.signal = descriptors
+
+            def keep(descriptor: int) -> int:
+                opened.callback(os.close, descriptor)
+                return descriptor
+
+            words = keep(memory_file("wsync-weights", size_of_words(blocks)))
+            headers = keep(memory_file("wsync-headers"))
+            self.signal = keep(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
             self._slots = _Slots((words, headers), blocks)
             self._words = native.SenderWords(self._slots.control, blocks, self.signal)
             self.publish: Callable[[tuple[int, ...], int, int, bool], bool] = self._words.publish
@@ -224,9 +200,8 @@ class SenderArena:
     def reserve(self, deadline: float | None) -> Buffer:
         """Return the buffer of a slot that no process reads. The slot is leased until the last reference is dropped.
 
-        Raises:
-            SyncTimeout: there was none before ``deadline``; names the workers whose forwards use them.
-            WeightSyncError: the machine has no memory left for a further slot; nothing has changed.
+        SyncTimeout: there was none before ``deadline``; names the workers whose forwards use them. WeightSyncError: no
+        memory is left for a further slot; nothing has changed.
         """
         found = self._words.claim(self._slots.buffers)
         if type(found) is int and (found := self._claim()) is None:
@@ -259,16 +234,10 @@ class SenderArena:
             dict.fromkeys(blocking, "holds its weights in a forward that does not end"),
         )
 
-    def open_block(self, wake_fd: int, pidfd: int, worker: int = -1) -> int:
-        """Give a new connection a block; return its index.
+    def open_block(self, wake_fd: int, pidfd: int, worker: int) -> int:
+        """Give a new connection a block; return its index. IndexError: all blocks are in use.
 
-        Args:
-            wake_fd: an eventfd, by which the worker is woken; duplicated here.
-            pidfd: of the worker's process; duplicated here.
-            worker: its index, for errors.
-
-        Raises:
-            IndexError: all blocks are in use.
+        ``wake_fd`` is an eventfd, by which the worker is woken, and ``pidfd`` is of its process: both are duplicated.
         """
         block = self._words.open(wake_fd, pidfd)
         self._workers[block] = worker
@@ -282,12 +251,8 @@ class SenderArena:
     def store_header(self, update: Update, serial: int) -> None:
         """Store what accompanies an update, before it is published. Needed only if it has anything beside its weights.
 
-        Args:
-            update: in its slot.
-            serial: stands for ``update.requires``: the next number whenever that has changed; 0 if it is empty.
-
-        Raises:
-            WeightSyncError: the machine has no memory left for it.
+        ``serial`` stands for ``update.requires``: the next number whenever that has changed; 0 if it is empty.
+        WeightSyncError: no memory is left.
         """
         slot, record, words = update.buffer.slot, self._slots.record(update.buffer.slot), self._slots.words
         if update.extra or update.requires:
@@ -303,8 +268,7 @@ class SenderArena:
     def wait(self, blocks: Iterable[int], version: int, timeout: float | None) -> bool:
         """Wait until all of the connections have installed ``version``. Raises what a signal handler raises.
 
-        Returns:
-            False at the deadline; or if a connection without the version was closed, or needs ``attention``.
+        False: the deadline has passed, or a connection without the version was closed, or needs ``attention``.
         """
         return self._words.wait(tuple(blocks), version, timeout)
 
@@ -331,18 +295,13 @@ class SenderArena:
 class ArenaInbox(Inbox):
     """The arena in a worker.
 
-    Args:
-        fds: the two files, the trainer's eventfd and this connection's; owned by this object from now on.
-        block: this connection's block.
-        blocks: the arena's number of blocks.
-        owner: the receiver.
-        refuse: called with an update that could not be installed, and the error.
-        binds: whether the model stays bound to its slot; otherwise it copies.
+    ``fds``, the two files, the trainer's eventfd and this connection's, are owned by this object from now on.
+    ``refuse`` is called with an update that could not be installed, and the error. ``binds``: whether the model stays
+    bound to its slot; otherwise it copies.
 
     Attributes:
-        wake: this connection's eventfd. When it can be read, an update has come that
-            the trainer, or a thread of this process, waits for.
-        words: the words of the connection, for ``version`` (what is installed).
+        wake: this connection's eventfd. When it can be read, an update has come that the trainer, or a thread of this
+            process, waits for.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Anonymous memory files and eventfds. The pages of a file are allocated before they are used.
+"""Anonymous memory files, whose pages are allocated before they are used.
 
 If memory ran out at the first use of a page, the kernel would kill the process with SIGBUS.
 """
@@ -17,27 +17,16 @@ from wsync.errors import WeightSyncError
 # signal (a profiler's), a call that takes longer than the period would never finish.
 _STEP = 1 << 20
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
-_FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def system_call(name: str, purpose: str) -> Iterator[None]:
-    """Turn what an operating system refuses into a WeightSyncError: no memory is left, or a call is not permitted.
-
-    Args:
-        name: the system call.
-        purpose: what it is needed for.
-    """
+def _no_memory_for(what: str) -> Iterator[None]:
+    """Turn the error of a system call that finds no memory left into a WeightSyncError."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise WeightSyncError(f"no shared memory left: {purpose} ({error})") from error
-        if error.errno in _FORBIDDEN:
-            raise WeightSyncError(
-                f"{name}, which {purpose} needs, is not permitted here ({error}): allow it in the container's seccomp "
-                "profile, or set WSYNC_NATIVE=0 in the trainer and its workers, so that weights travel by sockets"
-            ) from error
+            raise WeightSyncError(f"no shared memory left: {what} ({error})") from error
         raise
 
 
@@ -46,26 +35,12 @@ def whole_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def event_fd(purpose: str) -> int:
-    """Return a new eventfd, which does not block.
-
-    Raises:
-        WeightSyncError: it is not permitted here.
-    """
-    with system_call("eventfd(2)", purpose):
-        return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-
 def memory_file(name: str, size: int = 0) -> int:
-    """Return a file descriptor of a new memory file of ``size`` bytes.
+    """Return the descriptor of a new memory file of ``size`` bytes; WeightSyncError: no memory is left.
 
     The memory is freed when its last descriptor and mapping are closed.
-
-    Raises:
-        WeightSyncError: the machine has no memory left for it, or it is not permitted here.
     """
-    with system_call("memfd_create(2)", "memory that is shared with workers"):
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         allocate(descriptor, 0, size)
     except BaseException:
@@ -75,14 +50,10 @@ def memory_file(name: str, size: int = 0) -> int:
 
 
 def allocate(descriptor: int, offset: int, size: int) -> None:
-    """Allocate ``size`` bytes of a file. If that fails, the file has the size that it had.
-
-    Raises:
-        WeightSyncError: the machine has no memory left for them, or it is not permitted here.
-    """
+    """Allocate bytes of a file; WeightSyncError: no memory is left, and the file has the size that it had."""
     end, before = offset + size, os.fstat(descriptor).st_size
     try:
-        with system_call("fallocate(2)", f"{size / 2**20:.1f} MiB of memory that is shared with workers"):
+        with _no_memory_for(f"{size / 2**20:.1f} MiB for weights"):
             for at in range(offset, end, _STEP):
                 os.posix_fallocate(descriptor, at, min(_STEP, end - at))
     except BaseException:
@@ -91,13 +62,9 @@ def allocate(descriptor: int, offset: int, size: int) -> None:
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:
-    """Write ``data`` to a file at ``offset``.
-
-    Raises:
-        WeightSyncError: the machine has no memory left for it.
-    """
+    """Write to a file; WeightSyncError: no memory is left."""
     rest = memoryview(data)
-    with system_call("pwrite(2)", f"{len(data) / 2**20:.1f} MiB of extra state"):
+    with _no_memory_for(f"{len(data) / 2**20:.1f} MiB of extra state"):
         while rest:  # Linux writes less than 2 GiB at once, and less than that if it has no memory for the rest
             written = os.pwrite(descriptor, rest, offset)
             if not written:
