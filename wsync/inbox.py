@@ -171,14 +171,18 @@ class InProcess(Outlet, Inbox):
         self._staged: list[Update] = []
         self._errors: dict[int, str] = {}
         self._cost = (0.0, 0.0)
-        receiver.connection = self
-        receiver.connect(0, None)
+        receiver.inbox = receiver.connection = self
 
     # --- the sender's side ---
 
     def connect(self, _: Any, deadline: float | None) -> int:
-        """Nothing is waited for: the receiver connects when this object is made."""
-        self._receiver.inbox = self
+        """Connect the receiver, unless that has been done: its own ``connect`` comes here, too."""
+        if not self._receiver.connected:
+            self._receiver.connect(0, remaining(deadline))
+        else:
+            self._receiver.inbox = self
+            if self._layout is not None:  # of the first weights
+                self.set_layout(self._layout)
         return 0
 
     def set_layout(self, layout: Layout) -> None:
@@ -237,4 +241,4 @@ class InProcess(Outlet, Inbox):
         """Do nothing: updates are installed as they are sent."""
 
     def close(self, *, graceful: bool = True) -> None:
-        self._staged = []
+        """Do nothing: what is staged stays for the receiver, which closes its inbox when it connects."""

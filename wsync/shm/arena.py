@@ -170,6 +170,10 @@ class SenderArena:
         publish: ``(blocks, version, slot, acknowledge)``: points connections to a slot, and wakes those workers that
             have to acknowledge it or want to be woken. Returns False if the process of an open block has ended; that is
             looked at only without ``acknowledge``.
+        wait: ``(blocks, version, timeout)``: waits until all of them have installed a version. Returns False at the
+            deadline, or if one without the version was closed, or needs ``attention``. Raises what a signal handler
+            raises.
+        attention: ends the wait for a block, or the next one: its session has ended, or has refused an update.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -185,6 +189,8 @@ class SenderArena:
             self._slots = _Slots((words, headers), blocks)
             self._words = native.SenderWords(self._slots.control, blocks, self.signal)
             self.publish: Callable[[tuple[int, ...], int, int, bool], bool] = self._words.publish
+            self.wait: Callable[[tuple[int, ...], int, float | None], bool] = self._words.wait
+            self.attention: Callable[[int], None] = self._words.attention
             opened.pop_all()
         self._workers: dict[int, int] = {}  # by block, of those that are open
 
@@ -261,20 +267,9 @@ class SenderArena:
             words[record + _HEADER_SIZE] = len(header)
         words[record + _HAS_EXTRA], words[record + _SERIAL] = bool(update.extra), serial
 
-    def set_pending(self, blocks: Iterable[int], version: int, slot: int) -> None:
+    def set_pending(self, blocks: tuple[int, ...], version: int, slot: int) -> None:
         """Store what ``publish`` is about to publish, in a transaction: for all models before the first ``publish``."""
-        self._words.publish(tuple(blocks), version, slot, True, True)
-
-    def wait(self, blocks: Iterable[int], version: int, timeout: float | None) -> bool:
-        """Wait until all of the connections have installed ``version``. Raises what a signal handler raises.
-
-        False: the deadline has passed, or a connection without the version was closed, or needs ``attention``.
-        """
-        return self._words.wait(tuple(blocks), version, timeout)
-
-    def attention(self, block: int) -> None:
-        """End the wait for a connection, or the next one: its session has ended, or has refused an update."""
-        self._words.attention(block)
+        self._words.publish(blocks, version, slot, True, True)
 
     def installed(self, block: int) -> int:
         """Return the newest version that a worker has installed."""
@@ -335,10 +330,9 @@ class ArenaInbox(Inbox):
             self.words.hold, self._may_refuse = self.binds, True
 
     def _set_usual(self) -> None:
-        """Let the hook install usual updates, unless threads wait for them, or the worker fetches or passes on.
+        """Let the hook install usual updates: without extra state or new requirements, and none that may be refused.
 
-        A version is never usual that has extra state, or requires what is not known to be there; nor any that may be
-        refused.
+        The receiver installs all while threads wait for them, or if the worker fetches or passes on.
         """
         owner = self._owner
         usual = not (self._waited_for or self._may_refuse or owner.on_request or owner.passes_on)
@@ -361,20 +355,15 @@ class ArenaInbox(Inbox):
     def update_in(self, version: int, slot: int, acknowledge: bool = True) -> Update:
         """Return the update in a slot that is marked as used here, or prepared by the trainer.
 
-        If there is one that is prepared, the model holds its slot from now on: what is published may have to wait until
-        the model's siblings have what it requires.
+        From a prepared one on, the model holds its slot: what is published may have to wait until the model's siblings
+        have what it requires.
         """
         self.words.hold = self.words.hold or (self.binds and version > self.newest)
         record, words = self._slots.record(slot), self._slots.words
         size = words[record + _HEADER_SIZE]
-        try:
-            buffer = self._slots.buffer(slot)
-            blob = read_at(self._slots.fds[1], size, slot * _SPAN)
-            requires, extra = msgspec.msgpack.decode(blob, type=_Header) if size else ({}, b"")
-        except (OSError, RuntimeError, ValueError) as error:  # no descriptor, memory or thread is left to map the slot
-            absent: Any = None
-            return Update(version, absent, acknowledge=acknowledge, damage=f"{version} could not be mapped: {error}")
-        return Update(version, buffer, extra, 0, requires, acknowledge=bool(acknowledge))
+        blob = read_at(self._slots.fds[1], size, slot * _SPAN)
+        requires, extra = msgspec.msgpack.decode(blob, type=_Header) if size else ({}, b"")
+        return Update(version, self._slots.buffer(slot), extra, 0, requires, acknowledge=bool(acknowledge))
 
     def settled(self, update: Update, error: str) -> None:
         words = self.words
