@@ -90,7 +90,7 @@ class WorkerConnection:
         if settings.arena is not None:
             blocks, block = settings.arena
             binds = self._binds_arena and owner.bind
-            arena = ArenaInbox(fds, block, blocks, owner, self._refuse, binds=binds)
+            arena = ArenaInbox(fds, block, blocks, owner, binds=binds)
             arena.set_wakeups(True)
             self._watch(arena.wake, arena.woken)
         self._session = SessionInbox(
@@ -101,7 +101,9 @@ class WorkerConnection:
             apply_difference=apply_difference if settings.differences else None,
             slots=None if arena is None else arena.update_in,
         )
-        owner.inbox = self._session if arena is None else arena
+        if arena is not None:
+            arena.refuse = self._session.refuse
+        owner.inbox = arena or self._session
         error = await owner.use_layout(settings.layout, try_only=False) if settings.layout else ""
         await link.send(Fits(error[-MAX_TEXT:]))
         if error:
@@ -120,10 +122,6 @@ class WorkerConnection:
     def _sender_died(self, link: Link) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)  # it stays readable
         link.close(ConnectionError("the sender's process has died"))
-
-    def _refuse(self, update: Update, error: str) -> None:
-        if self._session is not None:
-            self._session.refuse(update, error)
 
     def fetch(self, deadline: float | None) -> None:
         """Ask the sender for its newest version; in the arena it is there already."""

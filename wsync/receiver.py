@@ -100,8 +100,7 @@ class Receiver:
     def poll_update(self) -> bool:
         """Install the version that the next forward has to use; return whether other models have changed, too.
 
-        Raises:
-            WeightSyncError: for a forward of this model, which cannot be used; or its newest version did not come.
+        WeightSyncError: for a forward of this model, which cannot be used; or its newest version did not come.
         """
         again = False
         if not self.on_request or self._pulling or self._is_too_old():
@@ -140,11 +139,7 @@ class Receiver:
         return len(chosen) > 1
 
     def _is_too_old(self) -> bool:
-        """Whether the forward that starts now needs a newer version; that is fetched, if it has to be.
-
-        Raises:
-            SyncTimeout: it did not come in time.
-        """
+        """Whether the forward that starts now needs a newer version, which is fetched; SyncTimeout: it did not come."""
         if self._max_staleness is None or self._phase != "open":
             return False
         newest = self.inbox.newest
@@ -174,7 +169,7 @@ class Receiver:
         self.inbox.settled(update, error)
         if self._pass_on is not None and not error:
             self._passing = update
-            self._loop.post(self._begin_passing, update)
+            self._loop.post(lambda: asyncio.ensure_future(self._pass(update)))
         elif update.acknowledge or error:
             self.inbox.answer(update, error, wait, time.perf_counter() - started)
         if self._waiters:
@@ -192,21 +187,17 @@ class Receiver:
         elif self._target is not None and self._target.misfit:
             self._broken = partial(LayoutMismatch, f"{who}; until a version fits, forwards are refused:\n{error}")
 
-    # --- passing on ---
-
-    def _begin_passing(self, update: Update) -> None:
-        async def pass_on() -> None:
-            assert self._pass_on is not None
-            error = await run_blocking("cascade", error_of, self._pass_on)
-            if not error:
-                self._passed = update.version
-            self.inbox.answer(update, error, 0.0, 0.0)
-            if self._passing is update:
-                self._passing = None
-                self._notify()
-
-        if self._passing is update:  # else a newer one is installed, and is passed on instead
-            self._pass_on_task = asyncio.ensure_future(pass_on())  # kept: the loop has weak references to tasks
+    async def _pass(self, update: Update) -> None:
+        """Pass an update on, unless a newer one was installed meanwhile, and is passed on instead."""
+        if self._passing is not update or self._pass_on is None:
+            return
+        error = await run_blocking("cascade", error_of, self._pass_on)
+        if not error:
+            self._passed = update.version
+        self.inbox.answer(update, error, 0.0, 0.0)
+        if self._passing is update:
+            self._passing = None
+            self._notify()
 
     # --- the owner of a connection: called in the control thread ---
 
@@ -216,11 +207,7 @@ class Receiver:
         return await self._inside(lambda: error_of(self.set_layout, decoded, try_only=try_only))
 
     def set_layout(self, layout: Layout, *, try_only: bool = False) -> None:
-        """Use weights of this layout from now on, or only try it. Called inside the gate.
-
-        Raises:
-            LayoutMismatch: they do not fit the model.
-        """
+        """As ``use_layout``, inside the gate; LayoutMismatch: they do not fit."""
         if self._layout is not None and self._layout == layout and self._target is not None:
             return
         if not try_only and self.destination.module is not None:
@@ -296,7 +283,6 @@ class Receiver:
                 self._pulling += 1
                 with suppress(TimeoutError):
                     self.connection.fetch(deadline)
-            process_gate().call_without_forward(bool)
             # Where updates are passed on, the first one has been when this returns.
             self._wait(deadline, lambda: (self._tried >= first and self._passing is None) or None)
             if self._tried < first:
@@ -331,10 +317,8 @@ class Receiver:
         process_gate().detach(self._hook)
         if self in _receivers:
             _receivers.remove(self)
-        if self._target is not None:
-            self._target.detach()
+        self.copy_to_own_memory()
         self._version, self._target, self._layout, self._bound, self._broken = self.version, None, None, None, None
-        self.inbox.release()
         self.inbox.close()
         self.inbox = Inbox()
         module = self.destination.module

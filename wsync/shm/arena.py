@@ -79,7 +79,7 @@ from wsync.deadlines import remaining
 from wsync.errors import SyncTimeout, WeightSyncError, join_indices
 from wsync.gate import process_gate
 from wsync.native import native
-from wsync.shm.memory import allocate, memory_file, read_at, whole_pages, write_at
+from wsync.shm.memory import allocate, memory_file, whole_pages, write_at
 from wsync.update import Inbox, Update
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.tensors import PinnedMapping, in_clean_thread
@@ -291,28 +291,21 @@ class ArenaInbox(Inbox):
     """The arena in a worker.
 
     ``fds``, the two files, the trainer's eventfd and this connection's, are owned by this object from now on.
-    ``refuse`` is called with an update that could not be installed, and the error. ``binds``: whether the model stays
-    bound to its slot; otherwise it copies.
+    ``binds``: whether the model stays bound to its slot; otherwise it copies.
 
     Attributes:
+        refuse: called with an update that could not be installed, and the error; set by the connection.
         wake: this connection's eventfd. When it can be read, an update has come that the trainer, or a thread of this
             process, waits for.
     """
 
-    def __init__(
-        self,
-        fds: Sequence[int],
-        block: int,
-        blocks: int,
-        owner: Any,
-        refuse: Callable[[Update, str], None],
-        *,
-        binds: bool,
-    ) -> None:
+    refuse: Callable[[Update, str], None]
+
+    def __init__(self, fds: Sequence[int], block: int, blocks: int, owner: Any, *, binds: bool) -> None:
         weights, headers, self._signal, self.wake = fds
         self.binds = binds
         self._slots = _Slots((weights, headers), blocks)
-        self._block, self._owner, self._refuse = block, owner, refuse
+        self._block, self._owner = block, owner
         self._target: Any = None
         self._may_refuse = False
         self._waited_for = False
@@ -361,8 +354,9 @@ class ArenaInbox(Inbox):
         self.words.hold = self.words.hold or (self.binds and version > self.newest)
         record, words = self._slots.record(slot), self._slots.words
         size = words[record + _HEADER_SIZE]
-        blob = read_at(self._slots.fds[1], size, slot * _SPAN)
-        requires, extra = msgspec.msgpack.decode(blob, type=_Header) if size else ({}, b"")
+        requires, extra = {}, b""
+        if size:
+            requires, extra = msgspec.msgpack.decode(os.pread(self._slots.fds[1], size, slot * _SPAN), type=_Header)
         return Update(version, self._slots.buffer(slot), extra, 0, requires, acknowledge=bool(acknowledge))
 
     def settled(self, update: Update, error: str) -> None:
@@ -382,7 +376,7 @@ class ArenaInbox(Inbox):
 
     def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
         if error:
-            self._refuse(update, error)
+            self.refuse(update, error)
         else:
             self.words.answer(update.version, update.acknowledge, wait, apply)
 

@@ -62,22 +62,7 @@ def allocate(descriptor: int, offset: int, size: int) -> None:
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:
-    """Write to a file; WeightSyncError: no memory is left."""
-    rest = memoryview(data)
+    """Write less than 2 GiB to a file; WeightSyncError: no memory is left."""
     with _no_memory_for(f"{len(data) / 2**20:.1f} MiB of extra state"):
-        while rest:  # Linux writes less than 2 GiB at once, and less than that if it has no memory for the rest
-            written = os.pwrite(descriptor, rest, offset)
-            if not written:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            rest, offset = rest[written:], offset + written
-
-
-def read_at(descriptor: int, size: int, offset: int) -> bytes:
-    """Return ``size`` bytes of a file from ``offset`` on; ValueError if there are fewer."""
-    data = bytearray()
-    while len(data) < size:  # Linux reads less than 2 GiB at once
-        part = os.pread(descriptor, size - len(data), offset + len(data))
-        if not part:
-            raise ValueError(f"a memory file has {len(data)} bytes at {offset}, not {size}")
-        data += part
-    return bytes(data)
+        if os.pwrite(descriptor, data, offset) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -6,11 +6,10 @@ Weights are checked first. Then the worker has all of them, or is left as it was
 from __future__ import annotations
 
 import pickle
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -87,30 +86,28 @@ def _aliased(tensors: Iterable[Tensor]) -> set[int]:
     return {cdata for cdata, count in own.items() if use_count(cdata) > count + 1}  # one for the list above
 
 
-class Target(ABC):
+class Target(Protocol):
     """What takes weights of one layout. Its methods are called inside the gate.
 
     Attributes:
         may_refuse: whether ``install`` may raise although the layout fits.
         mixed: whether the last ``install`` has failed so that there may be weights of two versions.
-        misfit: whether the last update has found a model whose structure has changed, and does not fit any more.
+        misfit: whether the last update has found that the model has changed its structure, and does not fit.
     """
 
     may_refuse = True
     mixed = False
     misfit = False
 
-    @abstractmethod
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Take over ``views``, in the layout's order, and extra state; what it raises reaches the trainer."""
+        ...
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> object:
         """Raise what ``install`` would raise, as far as that can be found out; changes nothing."""
-        return None
 
     def detach(self) -> None:
         """Stop using received memory: copy what is bound to it."""
-        return
 
 
 class Binding(Target):
