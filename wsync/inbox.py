@@ -125,9 +125,9 @@ class WorkerConnection:
 
     def fetch(self, deadline: float | None) -> None:
         """Ask the sender for its newest version; in the arena it is there already."""
-        session = self._session
-        if session is not None and session is self._owner.inbox and self._loop is not None and self._owner.on_request:
-            self._loop.call(session.request(), deadline)
+        inbox = self._owner.inbox
+        if isinstance(inbox, SessionInbox) and self._loop is not None and self._owner.on_request:
+            self._loop.call(inbox.request(), deadline)
 
     def close(self) -> None:
         loop, self._loop = self._loop, None
@@ -184,12 +184,12 @@ class InProcess(Outlet, Inbox):
         return 0
 
     def set_layout(self, layout: Layout) -> None:
-        """Define what a buffer contains; LayoutMismatch: the model does not fit."""
+        """LayoutMismatch: the model does not fit."""
         process_gate().call_without_forward(self._receiver.set_layout, layout)
         self._layout = layout
 
     def reserve(self, deadline: float | None) -> Buffer:
-        """Return a private buffer; RuntimeError: inside the gate, where nothing is installed."""
+        """RuntimeError: inside the gate, where nothing is installed."""
         if process_gate().held_here:
             raise RuntimeError("call send() outside any forward and any wsync.gate() block")
         assert self._layout is not None
@@ -201,7 +201,6 @@ class InProcess(Outlet, Inbox):
         process_gate().call_without_forward(bool)
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
-        """Return why the version was not installed, if it was not."""
         error = self._errors.pop(version, "")
         return {0: Cause("failed", error)} if error else {}
 
@@ -209,17 +208,14 @@ class InProcess(Outlet, Inbox):
         return *self._cost, 0
 
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
-        """Check an undecided update against the model."""
         error = process_gate().call_without_forward(self._receiver.check_now, update)
         if error:
             self._errors[update.version] = error
 
     def announce_commit(self, update: Update, workers: Sequence[int]) -> None:
-        """Stage the update: it is installed with its siblings."""
         self._staged = [update]
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
-        """Install it."""
         process_gate().call_without_forward(bool)
 
     # --- the receiver's side ---

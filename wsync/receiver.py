@@ -44,6 +44,7 @@ class Receiver:
 
     Attributes:
         sender: identifies the sender of the present connection.
+        passes_on: whether updates are passed on to workers of this worker.
         worker_idx: the worker's index; -1 before ``connect``.
         connection: the way to the sender; set by the scheme.
         inbox: what has its updates; set by the connection. An empty one while there is no connection.
@@ -68,14 +69,12 @@ class Receiver:
         self.connection: Connection
         self.inbox: Inbox = Inbox()
         self.sender = ""
-        self._version = 0
-        self.worker_idx = -1
+        self.worker_idx, self._version = -1, 0
         self.announced_at = 0.0
-        self.bind = bind
-        self.on_request = on_request
+        self.bind, self.on_request = bind, on_request
         self._strategy = strategy
         self._max_staleness, self._timeout = max_staleness, timeout
-        self._pass_on = pass_on
+        self.passes_on, self._pass_on = pass_on is not None, pass_on
         self._passing: Update | None = None  # installed, and to be passed on
         self._passed = 0  # the newest version that was
         self._target: Target | None = None
@@ -345,14 +344,9 @@ class Receiver:
         return max(self.version, self._failed_version)
 
     @property
-    def passes_on(self) -> bool:
-        """Whether updates are passed on to workers of this worker."""
-        return self._pass_on is not None
-
-    @property
     def passed_version(self) -> int:
         """The version that the model has; where updates are passed on, the newest that was."""
-        return self._passed if self.passes_on else self.version
+        return self.version if self._pass_on is None else self._passed
 
     @property
     def inherited(self) -> bool:

@@ -337,10 +337,8 @@ class ArenaInbox(Inbox):
         return self._slots.words[self._block * _BLOCK + _PUBLISHED] >> 16
 
     def poll(self) -> Sequence[Update]:
-        """Return the published and the pending version, if they are new here; their slots are marked as used.
-
-        Nothing outside the gate: a forward may be running, and its slot has to stay marked.
-        """
+        """Return the published and the pending version, if they are new here; their slots are marked as used."""
+        # Nothing outside the gate: a forward may be running, and its slot has to stay marked.
         if self._slots.layout is None or not process_gate().held_here:
             return ()
         return [self.update_in(*taken) for taken in self.words.take() if taken[0]]
@@ -392,13 +390,11 @@ class ArenaInbox(Inbox):
         process_gate().settle()
 
     def set_wakeups(self, wanted: bool) -> None:
-        """Set whether the trainer wakes this worker for an update that need not be acknowledged."""
         self._waited_for = wanted
         self.words.set_wakeups(wanted)
         process_gate().soon(self._set_usual)
 
     def release(self) -> None:
-        """The model is not bound until the next install."""
         self.words.bound_slot = -1
         self.words.release()
 
