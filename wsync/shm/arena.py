@@ -64,12 +64,13 @@ number in a record stands for the requirements: if it is one that was met before
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -79,7 +80,6 @@ from wsync.deadlines import remaining
 from wsync.errors import SyncTimeout, WeightSyncError, join_indices
 from wsync.gate import process_gate
 from wsync.native import native
-from wsync.shm.memory import allocate, memory_file, whole_pages, write_at
 from wsync.update import Inbox, Update
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.tensors import PinnedMapping, in_clean_thread
@@ -88,6 +88,9 @@ _BLOCK, _RECORD = 16, 4  # words
 _PUBLISHED, _USED, _INSTALLED, _WAIT, _APPLY = 0, 8, 11, 13, 14  # in a block
 _HEADER_SIZE, _HAS_EXTRA, _SERIAL = 1, 2, 3  # in a record
 _SPAN = 1 << 36  # bytes of (sparse) file between two headers
+# Bytes to allocate in one call. When a signal comes, the kernel may undo the call and it is repeated: with a periodic
+# signal (a profiler's), a call that takes longer than the period would never finish.
+_STEP = 1 << 20
 _SPARE = 2  # slots besides those that are published, held and leased: one to write, one that may still be in use
 _Header = tuple[dict[str, int], bytes]  # what an update requires, and its extra state
 
@@ -100,7 +103,7 @@ class _Slots:
         self.layout: Layout | None = None
         self.buffers: list[Buffer] = []  # of the slots that are mapped here
         self.plans: list[Any] = []  # of each
-        self._slots_at = size_of_words(capacity)
+        self._slots_at = _size_of_words(capacity)
         self.control = mmap.mmap(fds[0], self._slots_at)
         self.words = memoryview(self.control).cast("q")
         self.numbers = memoryview(self.control).cast("d")
@@ -114,7 +117,7 @@ class _Slots:
     @property
     def _slot_size(self) -> int:
         assert self.layout is not None, "set_layout() comes first"
-        return whole_pages(self.layout.nbytes)
+        return _whole_pages(self.layout.nbytes)
 
     def buffer(self, slot: int) -> Buffer:
         """Return the buffer of a slot. The first call maps it, and those before it.
@@ -139,7 +142,7 @@ class _Slots:
 
     def allocate(self, slot: int) -> None:
         """Allocate the memory of a slot at the end of the file."""
-        allocate(self.fds[0], self._slots_at + slot * self._slot_size, self._slot_size)
+        _allocate(self.fds[0], self._slots_at + slot * self._slot_size, self._slot_size)
 
     def allocated(self) -> int:
         """Return the number of slots that exist."""
@@ -153,9 +156,45 @@ class _Slots:
                 os.close(fd)
 
 
-def size_of_words(capacity: int) -> int:
-    """Return the bytes of the blocks and records of an arena, in whole pages."""
-    return whole_pages(capacity * native.BLOCK_SIZE + native.RECORDS_SIZE)
+# --- memory ---
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _size_of_words(capacity: int) -> int:
+    """Return the bytes of the blocks and records of an arena."""
+    return _whole_pages(capacity * native.BLOCK_SIZE + native.RECORDS_SIZE)
+
+
+@contextmanager
+def _no_memory_for(what: str) -> Iterator[None]:
+    """Turn the error of a system call that finds no memory left into a WeightSyncError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise WeightSyncError(f"no shared memory left: {what} ({error})") from error
+        raise
+
+
+def _allocate(descriptor: int, offset: int, size: int) -> None:
+    """Allocate bytes at the end of a file: if memory ran out at the first use of a page, SIGBUS would end the process.
+
+    WeightSyncError: no memory is left, and the file has the size that it had.
+    """
+    end, before = offset + size, os.fstat(descriptor).st_size
+    try:
+        with _no_memory_for(f"{size / 2**20:.1f} MiB for weights"):
+            for at in range(offset, end, _STEP):
+                os.posix_fallocate(descriptor, at, min(_STEP, end - at))
+    except BaseException:
+        os.ftruncate(descriptor, before)
+        raise
+
+
+# --- the two ends ---
 
 
 class SenderArena:
@@ -183,8 +222,9 @@ class SenderArena:
                 opened.callback(os.close, descriptor)
                 return descriptor
 
-            words = keep(memory_file("wsync-weights", size_of_words(blocks)))
-            headers = keep(memory_file("wsync-headers"))
+            words = keep(os.memfd_create("wsync-weights", os.MFD_CLOEXEC))
+            headers = keep(os.memfd_create("wsync-headers", os.MFD_CLOEXEC))
+            _allocate(words, 0, _size_of_words(blocks))
             self.signal = keep(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
             self._slots = _Slots((words, headers), blocks)
             self._words = native.SenderWords(self._slots.control, blocks, self.signal)
@@ -263,7 +303,9 @@ class SenderArena:
         slot, record, words = update.buffer.slot, self._slots.record(update.buffer.slot), self._slots.words
         if update.extra or update.requires:
             header = msgspec.msgpack.encode((dict(update.requires), update.extra))
-            write_at(self._slots.fds[1], header, slot * _SPAN)
+            with _no_memory_for(f"{len(header) / 2**20:.1f} MiB of extra state"):
+                if os.pwrite(self._slots.fds[1], header, slot * _SPAN) < len(header):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             words[record + _HEADER_SIZE] = len(header)
         words[record + _HAS_EXTRA], words[record + _SERIAL] = bool(update.extra), serial
 
