@@ -106,7 +106,7 @@ class Gate:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """See ``gate()``. RuntimeError: another asyncio task of this thread holds the gate across an ``await``."""
+        """Hold the gate; RuntimeError: another asyncio task of this thread holds it across an ``await``."""
         try:
             with self._lock:
                 depth, task = self._depth, _current_task()
