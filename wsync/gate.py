@@ -7,7 +7,7 @@ the forward has used (a slot of shared memory).
 
 The control thread, which brings updates, never waits for the gate: it only tries the lock (``settle``). If another
 thread holds it, that thread looks once more after it has left. So an update is installed as soon as the running forward
-ends, even if no other forward follows, and no thread of the library ever waits for a forward.
+ends, even if no other forward follows.
 
 What bypasses the gate, such as ``model.forward(...)``, a submodule called on its own, or a plain read of a parameter
 (docs/lifecycle.md has all), may see two versions. Hold the gate for it, and around forward *and* backward::
@@ -27,7 +27,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -52,26 +52,18 @@ class GateHook(Protocol):
 
 
 class Gate:
-    """The gate of one process.
-
-    Attributes:
-        hooks: the hooks, in the order in which they were attached.
-        subject: inside the gate, the model that was called from outside; None for ``gate()`` and ``gated()``, and
-            ``NO_FORWARD`` for a thread that only installs: hooks raise no errors that are meant for a forward.
-    """
+    """The gate of one process."""
 
     def __init__(self) -> None:
         self.hooks: tuple[GateHook, ...] = ()
+        # Inside the gate, the model that was called from outside; None for ``gate()`` and ``gated()``; ``NO_FORWARD``
+        # for a thread that only installs: hooks raise no errors that are meant for a forward.
         self.subject: object = None
         self._lock = threading.RLock()  # guards the models of this process, and all attributes here
         self._depth = 0  # how often the thread with the lock has entered
         self._wanted = False  # whether another thread has tried to enter, and could not
         self._jobs: deque[Callable[[], object]] = deque()
         self._task: object = None  # the asyncio task that holds the gate by `hold`
-
-    def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call ``function`` inside the gate."""
-        return self.call_model(None, function, args, kwargs)
 
     def call_model(self, model: object, function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Call ``function`` inside the gate, as a forward of ``model`` (None: of any model)."""
@@ -114,11 +106,7 @@ class Gate:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep each synchronised model of this process at its version while the block runs. Any thread may use it.
-
-        Raises:
-            RuntimeError: another asyncio task of this thread holds the gate across an ``await``.
-        """
+        """Hold the gate; RuntimeError: another asyncio task of this thread holds it across an ``await``."""
         try:
             with self._lock:
                 depth, task = self._depth, _current_task()
@@ -134,8 +122,9 @@ class Gate:
                 finally:
                     self._depth = depth
                     if not depth:
-                        self._task = None
-                        self._leave()
+                        self._task = self.subject = None
+                        for hook in self.hooks:
+                            hook.leaving_gate()
         finally:
             if self._wanted:
                 self.settle()
@@ -143,11 +132,6 @@ class Gate:
     def _poll(self) -> None:
         while any([hook.poll_update() for hook in self.hooks]):
             pass
-
-    def _leave(self) -> None:
-        for hook in self.hooks:
-            hook.leaving_gate()
-        self.subject = None
 
     def settle(self) -> None:
         """Install what has arrived, if no thread holds the gate; else its holder does so on leaving. Never waits."""
@@ -199,7 +183,7 @@ _gate = Gate()
 def entered_for_forward_of(model: object) -> bool:
     """Return whether the gate was entered for a forward that may use ``model``, or by ``gate()`` or ``gated()``.
 
-    A forward may use the parameters of its own model, of models inside it, and of models around it.
+    A forward may use the parameters of models inside its own, and around it.
     """
     subject = _gate.subject
     if subject is None or subject is model:
@@ -234,7 +218,7 @@ def gate() -> Any:
 def gated(function: Callable[P, R]) -> Callable[P, R]:
     """Return a function that calls ``function`` inside ``gate()``; faster than ``with gate()``.
 
-    Raises ``TypeError`` if a call of ``function`` only makes a coroutine or a generator, which would run later.
+    TypeError: a call of ``function`` only makes a coroutine or a generator, which would run later.
     """
     if _runs_later(function):
         raise TypeError(f"gated() takes functions that run when they are called: use gate() inside {function!r}")
@@ -263,9 +247,7 @@ def gate_model(module: nn.Module) -> None:
 
     The module's class is replaced by a subclass of the same name; no attribute is added. A copy or unpickled module has
     the original class, and is not gated (except a copy that the module's own ``__deepcopy__`` makes by ``type(self)``).
-
-    Raises:
-        TypeError: its ``forward`` is a generator or a coroutine, which would run through several versions.
+    TypeError: its ``forward`` is a generator or a coroutine, which would run through several versions.
     """
     original = type(module)
     if _ORIGINAL in vars(original):
@@ -287,9 +269,9 @@ def ungate_model(module: nn.Module) -> None:
         module.__class__ = original
 
 
-def _new(cls: type, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+def _new(cls: type, *arguments: Any) -> Any:
     """Return an empty instance, for unpickling."""
-    return cls.__new__(cls, *arguments, **keywords)
+    return cls.__new__(cls, *arguments)
 
 
 def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
@@ -301,11 +283,8 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         function, arguments, *rest = original.__reduce_ex__(self, protocol)
-        # With one of these two functions, pickle checks that the class is the object's own; with `_new` it does not.
         if function is copyreg.__newobj__:  # pyright: ignore[reportAttributeAccessIssue]
-            function, arguments = _new, (arguments[0], arguments[1:], {})
-        elif function is copyreg.__newobj_ex__:  # pyright: ignore[reportAttributeAccessIssue]
-            function = _new
+            function = _new  # with the other, pickle checks that the class is the object's own
         return (function, tuple(original if item is type(self) else item for item in arguments), *rest)
 
     namespace = {

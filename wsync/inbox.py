@@ -33,13 +33,8 @@ from wsync.weights.layout import Buffer, BufferPool, Layout
 class WorkerConnection:
     """The connection of one worker to a sender in another process (a ``Connection``).
 
-    Args:
-        rendezvous: how the sender is found.
-        pickled: what the pickled scheme has of the sender's address.
-        model_id: the model's name.
-        owner: the receiver.
-        make_medium: makes the connection's medium; given the worker's index.
-        binds_arena: whether a model is bound to slots of the arena.
+    ``pickled``: what the pickled scheme has of the sender's address. ``binds_arena``: whether a model is bound to slots
+    of the arena.
     """
 
     def __init__(
@@ -53,8 +48,7 @@ class WorkerConnection:
         binds_arena: bool,
     ) -> None:
         self._rendezvous, self._pickled, self._model_id = rendezvous, pickled, model_id
-        self._owner, self._make_medium = owner, make_medium
-        self._binds_arena = binds_arena
+        self._owner, self._make_medium, self._binds_arena = owner, make_medium, binds_arena
         self._session: SessionInbox | None = None
         self._loop: ControlLoop | None = None
         self._joining: asyncio.Task[Any] | None = None
@@ -95,7 +89,7 @@ class WorkerConnection:
         if settings.arena is not None:
             blocks, block = settings.arena
             binds = self._binds_arena and owner.bind
-            arena = ArenaInbox(contact.fds, block, blocks, owner, self._refuse, binds=binds)
+            arena = ArenaInbox(contact.fds, block, blocks, owner, binds=binds)
             arena.set_wakeups(True)
             self._watch(arena.wake, arena.woken)
         self._session = SessionInbox(
@@ -106,7 +100,9 @@ class WorkerConnection:
             apply_difference=apply_difference if settings.differences else None,
             slots=None if arena is None else arena.update_in,
         )
-        owner.inbox = self._session if arena is None else arena
+        if arena is not None:
+            arena.refuse = self._session.refuse
+        owner.inbox = arena or self._session
         error = await owner.use_layout(settings.layout, try_only=False) if settings.layout else ""
         await link.send(Fits(error[-MAX_TEXT:]))
         if error:
@@ -126,15 +122,11 @@ class WorkerConnection:
         asyncio.get_running_loop().remove_reader(self._pidfd)  # it stays readable
         link.close(ConnectionError("the sender's process has died"))
 
-    def _refuse(self, update: Update, error: str) -> None:
-        if self._session is not None:
-            self._session.refuse(update, error)
-
     def fetch(self, deadline: float | None) -> None:
         """Ask the sender for its newest version; in the arena it is there already."""
-        session = self._session
-        if session is not None and session is self._owner.inbox and self._loop is not None and self._owner.on_request:
-            self._loop.call(session.request(), deadline)
+        inbox = self._owner.inbox
+        if isinstance(inbox, SessionInbox) and self._loop is not None and self._owner.on_request:
+            self._loop.call(inbox.request(), deadline)
 
     def close(self) -> None:
         loop, self._loop = self._loop, None
@@ -162,9 +154,6 @@ class InProcess(Outlet, Inbox):
 
     Weights are packed into a private buffer, and copied from there into the model, inside the gate, by the thread that
     sends.
-
-    Args:
-        receiver: connects when the sender does.
     """
 
     workers = (0,)
@@ -179,31 +168,27 @@ class InProcess(Outlet, Inbox):
         self._staged: list[Update] = []
         self._errors: dict[int, str] = {}
         self._cost = (0.0, 0.0)
-        self._connected = False
         receiver.inbox = receiver.connection = self
 
     # --- the sender's side ---
 
-    def connect(self, processes: Any, deadline: float | None) -> int:
+    def connect(self, _: Any, deadline: float | None) -> int:
         """Connect the receiver, unless that has been done: its own ``connect`` comes here, too."""
-        self._receiver.inbox = self
-        if not self._connected:
-            self._connected = True
-            layout, staged = self._layout, self._staged  # of the first weights, which the receiver forgets
+        if not self._receiver.connected:
             self._receiver.connect(0, remaining(deadline))
-            if layout is not None:
-                self.set_layout(layout)
-            for update in staged:
-                self.publish(update, self.workers)
+        else:
+            self._receiver.inbox = self
+            if self._layout is not None:  # of the first weights
+                self.set_layout(self._layout)
         return 0
 
     def set_layout(self, layout: Layout) -> None:
-        """Define what a buffer contains; LayoutMismatch: the model does not fit."""
+        """LayoutMismatch: the model does not fit."""
         process_gate().call_without_forward(self._receiver.set_layout, layout)
         self._layout = layout
 
     def reserve(self, deadline: float | None) -> Buffer:
-        """Return a private buffer; RuntimeError: inside the gate, where nothing is installed."""
+        """RuntimeError: inside the gate, where nothing is installed."""
         if process_gate().held_here:
             raise RuntimeError("call send() outside any forward and any wsync.gate() block")
         assert self._layout is not None
@@ -215,7 +200,6 @@ class InProcess(Outlet, Inbox):
         process_gate().call_without_forward(bool)
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
-        """Return why the version was not installed, if it was not."""
         error = self._errors.pop(version, "")
         return {0: Cause("failed", error)} if error else {}
 
@@ -223,17 +207,14 @@ class InProcess(Outlet, Inbox):
         return *self._cost, 0
 
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
-        """Check an undecided update against the model."""
         error = process_gate().call_without_forward(self._receiver.check_now, update)
         if error:
             self._errors[update.version] = error
 
     def announce_commit(self, update: Update, workers: Sequence[int]) -> None:
-        """Stage the update: it is installed with its siblings."""
         self._staged = [update]
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
-        """Install it."""
         process_gate().call_without_forward(bool)
 
     # --- the receiver's side ---
@@ -253,4 +234,4 @@ class InProcess(Outlet, Inbox):
         """Do nothing: updates are installed as they are sent."""
 
     def close(self, *, graceful: bool = True) -> None:
-        self._staged = []
+        """Do nothing: what is staged stays for the receiver, which closes its inbox when it connects."""

@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from wsync.control.loop import control_loop, run_blocking
 from wsync.control.session import choose
@@ -29,7 +28,7 @@ from wsync.gate import entered_for_forward_of, gate_model, process_gate, ungate_
 from wsync.update import Connection, Inbox, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
 from wsync.weights.strategy import WeightStrategy
-from wsync.weights.targets import Binding, Destination, Target, load_extra, unshare
+from wsync.weights.targets import Destination, Target, load_extra, unshare
 
 _receivers: list[Receiver] = []  # those of this process that are connected; changed inside the gate
 os.register_at_fork(after_in_child=_receivers.clear)
@@ -38,21 +37,14 @@ os.register_at_fork(after_in_child=_receivers.clear)
 class Receiver:
     """Installs one model's updates in one worker. It is a hook of the gate.
 
-    Args:
-        model_id: the model's name.
-        destination: what takes the weights.
-        strategy: the format in which ``receive`` returns weights.
-        bind: whether parameters may be bound to received memory.
-        on_request: whether updates are installed only by ``pull``, and before forwards that are too far behind.
-        max_staleness: with ``on_request``: how many versions a forward may be behind; None for no limit.
-        timeout: seconds that a forward waits for a version that it needs.
-        pass_on: called after an update is installed and before it is acknowledged, outside the gate, in a thread of its
-            own: passes it on to workers of this worker. None if it has none.
-        device: where updates are received that do not come by the arena.
+    ``on_request``: updates are installed only by ``pull``, and before forwards that are more than ``max_staleness``
+    versions behind. ``timeout``: seconds that a forward waits for a version that it needs. ``pass_on``: passes an
+    update on to workers of this worker; called after it is installed and before it is acknowledged, outside the gate,
+    in a thread of its own. ``device``: where updates are received that do not come by the arena.
 
     Attributes:
         sender: identifies the sender of the present connection.
-        words: of the arena, which has the version that compiled code has installed; None without an arena.
+        passes_on: whether updates are passed on to workers of this worker.
         worker_idx: the worker's index; -1 before ``connect``.
         connection: the way to the sender; set by the scheme.
         inbox: what has its updates; set by the connection. An empty one while there is no connection.
@@ -77,22 +69,19 @@ class Receiver:
         self.connection: Connection
         self.inbox: Inbox = Inbox()
         self.sender = ""
-        self.words: Any = None
-        self._version = 0
-        self.worker_idx = -1
+        self.worker_idx, self._version = -1, 0
         self.announced_at = 0.0
-        self.bind = bind
-        self.on_request = on_request
+        self.bind, self.on_request = bind, on_request
         self._strategy = strategy
         self._max_staleness, self._timeout = max_staleness, timeout
-        self._pass_on = pass_on
+        self.passes_on, self._pass_on = pass_on is not None, pass_on
         self._passing: Update | None = None  # installed, and to be passed on
         self._passed = 0  # the newest version that was
         self._target: Target | None = None
         self._layout: Layout | None = None
         self._pool = BufferPool(device)
         self._bound: Buffer | None = None  # of the version that the model has: its parameters may point there
-        self._broken = ""  # why forwards are refused; empty if they are not
+        self._broken: Callable[[], WeightSyncError] | None = None  # why forwards are refused, if they are
         self._failed_version, self._failure = 0, ""
         self._pulling = 0  # threads that want the newest version
         self._returned = 0  # the version that `receive` or `pull` has returned last
@@ -110,8 +99,7 @@ class Receiver:
     def poll_update(self) -> bool:
         """Install the version that the next forward has to use; return whether other models have changed, too.
 
-        Raises:
-            WeightSyncError: for a forward of this model, which cannot be used; or its newest version did not come.
+        WeightSyncError: for a forward of this model, which cannot be used; or its newest version did not come.
         """
         again = False
         if not self.on_request or self._pulling or self._is_too_old():
@@ -119,7 +107,7 @@ class Receiver:
             if updates:
                 again = self._install_newest(updates)
         if self._broken and entered_for_forward_of(self.destination.model):
-            raise self._unusable()
+            raise self._broken()
         return again
 
     def leaving_gate(self) -> None:
@@ -150,11 +138,7 @@ class Receiver:
         return len(chosen) > 1
 
     def _is_too_old(self) -> bool:
-        """Whether the forward that starts now needs a newer version; that is fetched, if it has to be.
-
-        Raises:
-            SyncTimeout: it did not come in time.
-        """
+        """Whether the forward that starts now needs a newer version, which is fetched; SyncTimeout: it did not come."""
         if self._max_staleness is None or self._phase != "open":
             return False
         newest = self.inbox.newest
@@ -179,12 +163,12 @@ class Receiver:
             self._failed_version, self._failure = update.version, error
             self._break_if_unusable(update, error)
         else:
-            self._version, self._bound, self._broken = update.version, update.buffer, ""
+            self._version, self._bound, self._broken = update.version, update.buffer, None
             self._failed_version = 0  # a store's next trainer may begin below it
         self.inbox.settled(update, error)
         if self._pass_on is not None and not error:
             self._passing = update
-            self._loop.post(self._begin_passing, update)
+            self._loop.post(lambda: asyncio.ensure_future(self._pass(update)))
         elif update.acknowledge or error:
             self.inbox.answer(update, error, wait, time.perf_counter() - started)
         if self._waiters:
@@ -197,43 +181,32 @@ class Receiver:
     def _break_if_unusable(self, update: Update, error: str) -> None:
         who = f"worker {self.worker_idx}: version {update.version} of '{self.model_id}' could not be installed"
         if self._target is not None and self._target.mixed:
-            self._broken = f"{who}, and the model may have weights of two versions until one is:\n{error}"
+            text = f"{who}, and the model may have weights of two versions until one is:\n{error}"
+            self._broken = partial(WeightSyncError, text)
         elif self._target is not None and self._target.misfit:
-            self._broken = f"{who}; until a version fits, forwards are refused:\n{error}"
+            self._broken = partial(LayoutMismatch, f"{who}; until a version fits, forwards are refused:\n{error}")
 
-    def _unusable(self) -> WeightSyncError:
-        mixed = self._target is not None and self._target.mixed
-        return (WeightSyncError if mixed else LayoutMismatch)(self._broken)
-
-    # --- passing on ---
-
-    def _begin_passing(self, update: Update) -> None:
-        async def pass_on() -> None:
-            assert self._pass_on is not None
-            error = await run_blocking("cascade", error_of, self._pass_on)
-            if not error:
-                self._passed = update.version
-            self.inbox.answer(update, error, 0.0, 0.0)
-            if self._passing is update:
-                self._passing = None
-                self._notify()
-
-        if self._passing is update:  # else a newer one is installed, and is passed on instead
-            self._pass_on_task = asyncio.ensure_future(pass_on())  # kept: the loop has weak references to tasks
+    async def _pass(self, update: Update) -> None:
+        """Pass an update on, unless a newer one was installed meanwhile, and is passed on instead."""
+        if self._passing is not update or self._pass_on is None:
+            return
+        error = await run_blocking("cascade", error_of, self._pass_on)
+        if not error:
+            self._passed = update.version
+        self.inbox.answer(update, error, 0.0, 0.0)
+        if self._passing is update:
+            self._passing = None
+            self._notify()
 
     # --- the owner of a connection: called in the control thread ---
 
     async def use_layout(self, layout: bytes, *, try_only: bool) -> str:
         """Use weights of this layout from now on, or only try it; return why they do not fit."""
         decoded = Layout.decode(layout)
-        return await self._inside(lambda: self.set_layout(decoded, try_only=try_only))
+        return await self._inside(lambda: error_of(self.set_layout, decoded, try_only=try_only))
 
     def set_layout(self, layout: Layout, *, try_only: bool = False) -> None:
-        """Use weights of this layout from now on, or only try it. Called inside the gate.
-
-        Raises:
-            LayoutMismatch: they do not fit the model.
-        """
+        """As ``use_layout``, inside the gate; LayoutMismatch: they do not fit."""
         if self._layout is not None and self._layout == layout and self._target is not None:
             return
         if not try_only and self.destination.module is not None:
@@ -245,28 +218,25 @@ class Receiver:
 
     async def check(self, update: Update) -> str:
         """Find out whether the model would take an update; return why not."""
-        return await self._inside(lambda: self._check(update))
-
-    def _check(self, update: Update) -> None:
-        assert self._target is not None
-        self._target.check_only(update.views, load_extra(update.extra))
+        return await self._inside(lambda: self.check_now(update))
 
     def check_now(self, update: Update) -> str:
-        """Find out whether the model would take an update; return why not. Called inside the gate."""
-        return error_of(self._check, update)
+        """As ``check``. Called inside the gate."""
 
-    async def _inside(self, function: Callable[[], object]) -> str:
-        """Call ``function`` inside the gate, as soon as that is free; return what it raised."""
+        def check() -> None:
+            assert self._target is not None, "an update before its layout"
+            self._target.check_only(update.views, load_extra(update.extra))
+
+        return error_of(check)
+
+    async def _inside(self, function: Callable[[], str]) -> str:
+        """Call ``function`` inside the gate, as soon as that is free; return what it returns."""
         loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def job() -> None:
-            error = error_of(function)
-            if threading.current_thread() is here:
-                result.set_result(error)
-            else:
-                loop.call_soon_threadsafe(lambda: result.done() or result.set_result(error))
+            found = function()
+            loop.call_soon_threadsafe(lambda: result.done() or result.set_result(found))
 
-        here = threading.current_thread()
         process_gate().soon(job)
         return await result
 
@@ -295,13 +265,10 @@ class Receiver:
 
     def connect(self, worker_idx: int, timeout: float | None) -> None:
         """Connect to the sender, and install the first weights if it has any yet; see ``WeightSyncScheme.connect``."""
-        if process_gate().held_here:
-            raise RuntimeError("call connect() outside any forward and any wsync.gate() block")
-        self._loop.require_own()
+        self._require_outside("connect()")
         if self._phase == "open":
             raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
         self.close()
-        self.words = None
         self.worker_idx, self._version, self._returned, self._failed_version = worker_idx, 0, 0, 0
         self._passing, self._passed = None, 0
         self._end_returned, self._phase = False, "open"
@@ -309,26 +276,19 @@ class Receiver:
         try:
             process_gate().call_without_forward(self._gate_model)
             first = self.connection.connect(worker_idx, deadline)
-            self._hook = self.inbox.hook(self)
+            self._hook = self.inbox.words or self
             process_gate().attach(self._hook)
             if first and self.on_request:
                 self._pulling += 1
                 with suppress(TimeoutError):
                     self.connection.fetch(deadline)
-            process_gate().call_without_forward(bool)
             # Where updates are passed on, the first one has been when this returns.
-            self._wait(
-                deadline,
-                lambda: (max(self.version, self._failed_version) >= first and self._passing is None) or None,
-            )
-            if first and self._failed_version >= first > self.version:
-                raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{self._failure}")
+            self._wait(deadline, lambda: (self._tried >= first and self._passing is None) or None)
+            if self._tried < first:
+                late = SyncTimeout(f"worker {worker_idx}: the first weights did not come in time")
+                raise self._ended_error() if self.closed else late
             if self.version < first:
-                raise (
-                    self._ended_error()
-                    if self.closed
-                    else SyncTimeout(f"worker {worker_idx}: the first weights did not come in time")
-                )
+                raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{self._failure}")
             self._returned = first
         except BaseException:
             self.close()
@@ -356,11 +316,8 @@ class Receiver:
         process_gate().detach(self._hook)
         if self in _receivers:
             _receivers.remove(self)
-        if self._target is not None:
-            self._target.detach()
-        self._target = self._layout = self._bound = None
-        self._broken = ""
-        self.inbox.release()
+        self.copy_to_own_memory()
+        self._version, self._target, self._layout, self._bound, self._broken = self.version, None, None, None, None
         self.inbox.close()
         self.inbox = Inbox()
         module = self.destination.module
@@ -378,18 +335,18 @@ class Receiver:
     @property
     def version(self) -> int:
         """The version that the model has; 0 before the first."""
-        words = self.words
+        words = self.inbox.words
         return self._version if words is None else max(words.version, self._version)
+
+    @property
+    def _tried(self) -> int:
+        """The newest version that is installed, or could not be."""
+        return max(self.version, self._failed_version)
 
     @property
     def passed_version(self) -> int:
         """The version that the model has; where updates are passed on, the newest that was."""
         return self.version if self._pass_on is None else self._passed
-
-    @property
-    def passes_on(self) -> bool:
-        """Whether updates are passed on to workers of this worker."""
-        return self._pass_on is not None
 
     @property
     def inherited(self) -> bool:
@@ -411,11 +368,6 @@ class Receiver:
         """Whether there will be no more versions."""
         return self._phase in ("finished", "lost")
 
-    @property
-    def module(self) -> nn.Module | None:
-        """The model, if it is a module."""
-        return self.destination.module
-
     def weights(self) -> Any:
         """Return the weights in the strategy's format, not copied; the version number if there is no model."""
         model = self.destination.model
@@ -431,7 +383,7 @@ class Receiver:
             if self.version <= self._returned:
                 return None
             if self._broken:
-                raise self._unusable()
+                raise self._broken()
             taken, self._returned = take(), self.version
             return taken
 
@@ -448,23 +400,16 @@ class Receiver:
         deadline = deadline_in(timeout)
         self._pulling += 1
         try:
-            while True:
-                try:
-                    if not self.closed:
-                        self.connection.fetch(deadline)
-                except TimeoutError:
-                    raise SyncTimeout(
-                        f"worker {self.worker_idx}: the newest version did not come before the deadline"
-                    ) from None
-                process_gate().call_without_forward(bool)
-                if max(self.version, self._failed_version) or self.closed:
-                    break
-                left = remaining(deadline)
-                if left == 0.0:
-                    raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
-                self._wait(deadline_in(1.0 if left is None else min(left, 1.0)), lambda: self.version or None)
+            if not self.closed:
+                self.connection.fetch(deadline)
+            process_gate().call_without_forward(bool)
+            self._wait(deadline, lambda: self._tried or None)
+        except TimeoutError:
+            raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come in time") from None
         finally:
             self._pulling -= 1
+        if not self._tried and not self.closed:
+            raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
         return process_gate().call_without_forward(self._mark_returned)
 
     def _mark_returned(self) -> int:
@@ -478,12 +423,15 @@ class Receiver:
         self._returned = self.version
         return self.version
 
-    def _require_begun(self, call: str) -> None:
+    def _require_outside(self, call: str) -> None:
         self._loop.require_own()
-        if self._phase == "new":
-            raise NotConnected(f"not connected yet: call connect(worker_idx=…) before {call}")
         if process_gate().held_here:
             raise RuntimeError(f"call {call} outside any forward and any wsync.gate() block")
+
+    def _require_begun(self, call: str) -> None:
+        self._require_outside(call)
+        if self._phase == "new":
+            raise NotConnected(f"not connected yet: call connect(worker_idx=…) before {call}")
 
     def _ended_error(self) -> NotConnected:
         if self._phase == "finished":
@@ -516,8 +464,3 @@ class Receiver:
     def _notify(self) -> None:
         for waiter in [*self._waiters]:
             waiter.put(None)
-
-    @property
-    def binding(self) -> Binding | None:
-        """How a module takes updates; None before the first layout, and for other destinations."""
-        return self._target if isinstance(self._target, Binding) else None

@@ -184,14 +184,12 @@ class Inbox:
     Attributes:
         binds: whether a model may be bound to the memory of an update.
         newest: the newest version that there is, as far as is known; for receivers that fetch.
+        words: the gate's hook in place of the receiver, which it calls; it knows the version that it has installed.
     """
 
     binds: bool = True
     newest: int = 0
-
-    def hook(self, receiver: Any) -> Any:
-        """Return the gate's hook, the same each time: the receiver, or what calls it in the end."""
-        return receiver
+    words: Any = None
 
     def use(self, layout: Layout, target: Any) -> None:
         """Take note of the layout, and of what installs its updates."""

@@ -419,7 +419,7 @@ class Workers(Outlet):
         self._give(update, given, update.acknowledge)
 
     def announce_commit(self, update: Update, workers: Sequence[int]) -> None:
-        blocks = [one.block for one in self._choose(workers).values() if one.block >= 0]
+        blocks = tuple(one.block for one in self._choose(workers).values() if one.block >= 0)
         if self._arena is not None and blocks:
             self._arena.set_pending(blocks, update.version, update.buffer.slot)
 

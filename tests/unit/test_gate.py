@@ -112,16 +112,6 @@ def test_copies_are_ungated_and_of_the_original_class() -> None:
     assert type(model) is nn.Linear
 
 
-class MadeByKeywords(nn.Linear):
-    """Unpickling calls ``__new__`` with a keyword argument."""
-
-    def __new__(cls, *_: int, bias: bool = True) -> MadeByKeywords:
-        return super().__new__(cls)
-
-    def __getnewargs_ex__(self) -> tuple[tuple[int, ...], dict[str, bool]]:
-        return (2, 2), {"bias": True}
-
-
 class Registering(nn.Linear):
     """Each subclass is registered under a key that it must give."""
 
@@ -139,7 +129,7 @@ class Slotted(nn.Linear):
     __slots__ = ("kept",)
 
 
-@pytest.mark.parametrize("kind", [MadeByKeywords, Registered, Slotted])
+@pytest.mark.parametrize("kind", [Registered, Slotted])
 def test_a_class_with_rules_of_its_own_is_gated(kind: type[nn.Module]) -> None:
     model = kind(2, 2)
     with gated(model):

@@ -9,11 +9,9 @@ from tensordict import TensorDictBase
 
 from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
-from wsync.shm.registered import RegisteredWeights
 from wsync.transport import SchemeTransport
 from wsync.weights.layout import Buffer
-from wsync.weights.snapshot import snapshot
-from wsync.weights.source import DeviceMap, Source
+from wsync.weights.source import DeviceMap, Source, repointing
 from wsync.weights.strategy import Format, WeightStrategy
 
 
@@ -110,7 +108,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         super().init_on_sender(model_id, context, **given)
         registered = self._registered.get(model_id)
         if registered is not None and not self.per_worker_weights:
-            self.sender.on_published = RegisteredWeights(snapshot(registered).tensors).repoint
+            self.sender.on_published = repointing(registered)
 
     def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
         registered = self._registered.get(model_id)

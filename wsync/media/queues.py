@@ -20,21 +20,16 @@ _SLICE = 0.1  # seconds after which a wait for a queue looks whether it was clos
 class MPTransport(TransportBackend):
     """Weights through a queue, acknowledgements through another (a ``TransportBackend``).
 
-    Each end makes one over the same two queues, which have one reader each. A user's scheme may return one from
-    ``create_transport``, without an ``ack_queue``: schemes acknowledge by their own connection.
-
-    Args:
-        weight_queue: carries ``(number, weights)`` to one worker.
-        ack_queue: carries ``(number, error)`` back; None for no acknowledgements.
-        timeout: seconds that ``send_weights`` waits for an acknowledgement; None for no limit.
+    Each end makes one over the same two queues, which have one reader each. ``weight_queue`` carries ``(number,
+    weights)`` to one worker, ``ack_queue`` ``(number, error)`` back, if there is one; ``send_weights`` waits for that,
+    at most ``timeout`` seconds. A user's scheme may return one from ``create_transport``, without an ``ack_queue``:
+    schemes acknowledge by their own connection.
     """
 
     def __init__(
         self, weight_queue: WeightQueue, ack_queue: WeightQueue | None = None, timeout: float | None = 60.0
     ) -> None:
-        self._weights = weight_queue
-        self._acks = ack_queue
-        self._timeout = timeout
+        self._weights, self._acks, self._timeout = weight_queue, ack_queue, timeout
         self._number = 0
         self._closed = False
 
@@ -76,8 +71,8 @@ class MPTransport(TransportBackend):
 
     def setup_connection_and_weights_on_receiver(self, *, worker_idx: int | None = None, **into: Any) -> Any | None:
         """Without a scheme, wait for the first weights."""
-        standalone = into.get("model") is not None or into.get("weights") is not None
-        return self.receive_weights(self._timeout, **into) if standalone else None
+        alone = into.get("model") is not None or into.get("weights") is not None
+        return self.receive_weights(self._timeout, **into) if alone else None
 
     def close(self) -> None:
         """End a call that waits for a queue, within a tenth of a second. The queues stay open."""

@@ -64,7 +64,8 @@ class TransportMedium(BlockingMedium):
         try:
             if payload.formatted is None:
                 payload.formatted = self._formatted(payload)
-            await self._call(self._send, payload, payload.formatted)
+            # The buffer is kept meanwhile: the call may go on after the connection has ended.
+            await self._call(lambda: self._transport.send_weights(payload.formatted))
         except ConnectionError:
             raise
         except Exception as error:  # a user's transport raises anything; raised again
@@ -74,10 +75,6 @@ class TransportMedium(BlockingMedium):
             await link.send(Sent(offer.version, _text(error)))
             raise
         await link.send(Sent(offer.version))
-
-    def _send(self, _buffer: Buffer, weights: Any) -> None:
-        """Call ``send_weights``. The buffer is kept meanwhile: the call may go on after the connection has ended."""
-        self._transport.send_weights(weights)
 
     # --- the worker's end ---
 
@@ -110,7 +107,9 @@ class TransportMedium(BlockingMedium):
         """Return what a call of ``receive_weights`` returns; None if it raises and is not ``final``."""
         self._require_open()
         if self._receiving is None and not self._has_failed(offer):
-            self._receiving = self._start(self._transfers, self._receive, into, own, remaining(deadline))
+            options = {"weights": own, "strategy": self._strategy}
+            receive = self._transport.receive_weights
+            self._receiving = self._start(self._transfers, lambda _=into: receive(remaining(deadline), **options))
             self._receiving.add_done_callback(lambda _: self._news.set())
         call = self._receiving
         await self._until(lambda: call is None or call.done() or self._has_failed(offer))
@@ -126,10 +125,6 @@ class TransportMedium(BlockingMedium):
             if isinstance(error, ConnectionError):
                 raise WeightSyncError(f"{self._name} raised {error!r}") from error  # the connection goes on
             raise
-
-    def _receive(self, _buffer: Buffer, weights: Any, timeout: float | None) -> Any:
-        """Call ``receive_weights``; the buffer is kept meanwhile."""
-        return self._transport.receive_weights(timeout, weights=weights, strategy=self._strategy)
 
     def _has_returned(self, offer: Offer) -> bool:
         """Whether ``send_weights`` has returned for this update, or raised."""

@@ -7,7 +7,8 @@ A *word* is an integer of 8 bytes. The arena has two files, the second for what 
              slots                      one version of the packed weights each
     file 2   one header per slot        every _SPAN bytes, sparse: extra state, and what the version requires
 
-A block belongs to one connection until the worker's process is gone. The trainer writes its first three words:
+A block belongs to one connection until the worker's process is gone: what a worker that was disconnected may read stays
+as it is until then. The trainer writes its first three words:
 
 - ``published``: the version and slot that forwards have to use, and whether the worker has to signal the install;
 - ``pending``: the same for a version that is decided, and about to be published (see below); 0 for none;
@@ -34,31 +35,27 @@ stored in one order that every process sees (sequentially consistent atomics, in
 
 **Guarantees.**
 
-1. *Every forward that starts after a publish uses that version or a newer one*: its first load comes after the store.
-   The weights were packed before the store, so it reads all of them.
+1. *Every forward that starts after a publish uses that version or a newer one*: its first load comes after the store,
+   and the weights were packed before the store.
 2. *No slot is written while a forward uses it.* Assume that a forward uses ``s``, named by the published word ``w``.
-   Its second load has found ``w``, so it came before the store that replaced ``w``: a version is never published twice
-   to a block. ``used = s`` was stored before that load. The trainer looks at ``used`` only after it has replaced ``w``.
-   So it finds ``used = s`` as long as the forward runs. The same holds for ``pending``, which is cleared only once
-   ``published`` names its slot. (A forward that begins with the version that its model has already stores the slot of
-   the model, and makes the same second load of the word that named it.)
+   It stored ``used = s`` before its second load. That load found ``w``, so it came before the store that replaced ``w``
+   (a version is never published twice to a block). The trainer looks at ``used`` only after that store: it finds ``s``
+   as long as the forward runs. The same holds for ``pending``, which is cleared only once ``published`` names its slot,
+   and for a forward that begins with the version that its model has: it makes the same second load.
 3. *A published slot is whole.* No slot is written while a published word names it.
 4. *Three slots are enough* while all workers are sent the same versions: one published, one older one still in use, one
-   free. If forwards use two older ones, the arena does not grow: ``reserve`` waits for a forward to end, or for its
-   process to be gone. It sets ``wants_freed`` before it looks at ``used`` again, and a worker clears ``used`` before it
-   looks at ``wants_freed``: so one of them sees the other. The arena grows by one slot for each further version that is
-   published to some workers, held by a model, or leased.
+   free. If forwards use two older ones, ``reserve`` waits for one to end, or for its process to be gone. It sets
+   ``wants_freed`` before it looks at ``used`` again, and a worker clears ``used`` before it looks at ``wants_freed``:
+   one of them sees the other. The arena grows by one slot for each further version that is published to some workers,
+   held by a model, or leased.
 
-**How long a slot is used** depends on how a model takes the weights. A model that is *bound* (its parameters point into
-the slot) uses it during forwards only: between them the trainer may overwrite the slot once it has published a newer
-version, to which the next forward binds. It *holds* the slot between forwards as well if an install may fail (extra
-state, tied tensors), or once a transaction was prepared: then the model can stay on it although a newer version
-is published. ``held`` is stored before ``used`` is cleared, and loaded after ``used``, so the slot is found in one of
-them. A model that *copies* uses the slot until its bytes are copied. A model that holds nothing, and whose install
-fails because its structure has changed, may be bound to a slot that is written: its receiver refuses forwards until a
-version is installed.
-
-**A worker that is disconnected but alive** keeps its block: what it may read stays as it is until its process is gone.
+**How long a slot is used** depends on how a model takes the weights. A model that *copies* uses it until its bytes are
+copied. A model that is *bound* (its parameters point into the slot) uses it during forwards only: between them the
+trainer may overwrite the slot once it has published a newer version, to which the next forward binds. It *holds* the
+slot between forwards as well if an install may fail (extra state, tied tensors), or once a transaction was prepared:
+then the model can stay on it although a newer version is published. ``held`` is stored before ``used`` is cleared, and
+loaded after ``used``, so the slot is found in one of them. If a model that holds nothing has changed its structure, it
+may be bound to a slot that is written: its receiver refuses forwards until a version is installed.
 
 **Several models.** A transaction stores ``pending`` for all models, and then ``published`` for all. So a forward that
 finds one model's new version, which requires those of the others, finds the others' at least in ``pending``. The serial
@@ -67,12 +64,13 @@ number in a record stands for the requirements: if it is one that was met before
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -82,7 +80,6 @@ from wsync.deadlines import remaining
 from wsync.errors import SyncTimeout, WeightSyncError, join_indices
 from wsync.gate import process_gate
 from wsync.native import native
-from wsync.shm.memory import allocate, event_fd, memory_file, read_at, whole_pages, write_at
 from wsync.update import Inbox, Update
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.tensors import PinnedMapping, in_clean_thread
@@ -91,35 +88,27 @@ _BLOCK, _RECORD = 16, 4  # words
 _PUBLISHED, _USED, _INSTALLED, _WAIT, _APPLY = 0, 8, 11, 13, 14  # in a block
 _HEADER_SIZE, _HAS_EXTRA, _SERIAL = 1, 2, 3  # in a record
 _SPAN = 1 << 36  # bytes of (sparse) file between two headers
+# Bytes to allocate in one call. When a signal comes, the kernel may undo the call and it is repeated: with a periodic
+# signal (a profiler's), a call that takes longer than the period would never finish.
+_STEP = 1 << 20
 _SPARE = 2  # slots besides those that are published, held and leased: one to write, one that may still be in use
-
-
 _Header = tuple[dict[str, int], bytes]  # what an update requires, and its extra state
 
 
 class _Slots:
-    """One process's mapping of an arena.
-
-    Args:
-        fds: the two files.
-        capacity: the number of blocks.
-
-    Attributes:
-        control: the mapped blocks and records.
-        buffers: of the slots that are mapped here; ``plans``: the plan of each.
-    """
+    """One process's mapping of an arena: its two files, the words, and the slots that are mapped here."""
 
     def __init__(self, fds: tuple[int, int], capacity: int) -> None:
         self.fds = fds
-        self.buffers: list[Buffer] = []
-        self.plans: list[Any] = []
-        self._slots_at = size_of_words(capacity)
+        self.layout: Layout | None = None
+        self.buffers: list[Buffer] = []  # of the slots that are mapped here
+        self.plans: list[Any] = []  # of each
+        self._slots_at = _size_of_words(capacity)
         self.control = mmap.mmap(fds[0], self._slots_at)
         self.words = memoryview(self.control).cast("q")
         self.numbers = memoryview(self.control).cast("d")
         self._records_at = capacity * _BLOCK
         self._mapping = threading.Lock()  # guards both lists: in a worker, two threads may map a slot at the same time
-        self.layout: Layout | None = None
 
     def record(self, slot: int) -> int:
         """Return the index of the first word of a slot's record."""
@@ -128,13 +117,12 @@ class _Slots:
     @property
     def _slot_size(self) -> int:
         assert self.layout is not None, "set_layout() comes first"
-        return whole_pages(self.layout.nbytes)
+        return _whole_pages(self.layout.nbytes)
 
     def buffer(self, slot: int) -> Buffer:
         """Return the buffer of a slot. The first call maps it, and those before it.
 
-        The slot is mapped again if PyTorch has moved its tensors, as it does if a process puts a model that is bound
-        to them into shared memory (``share_memory()``).
+        It is mapped again if PyTorch has moved its tensors, because a model that is bound to them was shared.
         """
         if slot >= len(self.buffers) or not self.plans[slot].in_place:
             with self._mapping:
@@ -154,7 +142,7 @@ class _Slots:
 
     def allocate(self, slot: int) -> None:
         """Allocate the memory of a slot at the end of the file."""
-        allocate(self.fds[0], self._slots_at + slot * self._slot_size, self._slot_size)
+        _allocate(self.fds[0], self._slots_at + slot * self._slot_size, self._slot_size)
 
     def allocated(self) -> int:
         """Return the number of slots that exist."""
@@ -168,47 +156,89 @@ class _Slots:
                 os.close(fd)
 
 
-def size_of_words(capacity: int) -> int:
-    """Return the bytes of the blocks and records of an arena, in whole pages."""
-    return whole_pages(capacity * native.BLOCK_SIZE + native.RECORDS_SIZE)
+# --- memory ---
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _size_of_words(capacity: int) -> int:
+    """Return the bytes of the blocks and records of an arena."""
+    return _whole_pages(capacity * native.BLOCK_SIZE + native.RECORDS_SIZE)
+
+
+@contextmanager
+def _system_call(name: str, what: str) -> Iterator[None]:
+    """Turn the error of a system call that finds no memory left, or is not permitted, into a WeightSyncError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise WeightSyncError(f"no shared memory left: {what} ({error})") from error
+        if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise WeightSyncError(
+                f"{name}, needed for {what}, is not permitted here ({error}): allow it in the container's seccomp "
+                "profile, or set WSYNC_NATIVE=0 in the trainer and its workers, so that weights travel by sockets"
+            ) from error
+        raise
+
+
+def _allocate(descriptor: int, offset: int, size: int) -> None:
+    """Allocate bytes at the end of a file: if memory ran out at the first use of a page, SIGBUS would end the process.
+
+    WeightSyncError: no memory is left, and the file has the size that it had.
+    """
+    end, before = offset + size, os.fstat(descriptor).st_size
+    try:
+        with _system_call("fallocate(2)", f"{size / 2**20:.1f} MiB of weights"):
+            for at in range(offset, end, _STEP):
+                os.posix_fallocate(descriptor, at, min(_STEP, end - at))
+    except BaseException:
+        os.ftruncate(descriptor, before)
+        raise
+
+
+# --- the two ends ---
 
 
 class SenderArena:
-    """The arena in the trainer, which makes it.
+    """The arena in the trainer, which makes it; WeightSyncError: no memory is left.
 
     The thread with the sender's lock calls ``set_layout``, ``reserve``, ``store_header``, ``publish``, ``set_pending``
     and ``wait``; a session may call ``publish`` for its own block, with an update that the sender keeps. The others are
-    for any thread.
-
-    Args:
-        blocks: the most connections at a time, those of disconnected but living workers included.
+    for any thread. ``blocks``: the most connections at a time, those of disconnected but living workers included.
 
     Attributes:
-        blocks: as given.
         signal: the eventfd that workers signal.
         publish: ``(blocks, version, slot, acknowledge)``: points connections to a slot, and wakes those workers that
             have to acknowledge it or want to be woken. Returns False if the process of an open block has ended; that is
             looked at only without ``acknowledge``.
-
-    Raises:
-        WeightSyncError: no memory is left, or a system call is not permitted here.
+        wait: ``(blocks, version, timeout)``: waits until all of them have installed a version. Returns False at the
+            deadline, or if one without the version was closed, or needs ``attention``. Raises what a signal handler
+            raises.
+        attention: ends the wait for a block, or the next one: its session has ended, or has refused an update.
     """
 
     def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
         with ExitStack() as opened:
-            descriptors: list[int] = []
-            for make in (
-                lambda: memory_file("wsync-weights", size_of_words(blocks)),
-                lambda: memory_file("wsync-headers"),
-                lambda: event_fd("a trainer that waits for its workers"),
-            ):
-                descriptors.append(make())
-                opened.callback(os.close, descriptors[-1])
-            words, headers, self.signal = descriptors
+
+            def keep(descriptor: int) -> int:
+                opened.callback(os.close, descriptor)
+                return descriptor
+
+            with _system_call("memfd_create(2)", "shared memory"):
+                words = keep(os.memfd_create("wsync-weights", os.MFD_CLOEXEC))
+                headers = keep(os.memfd_create("wsync-headers", os.MFD_CLOEXEC))
+            _allocate(words, 0, _size_of_words(blocks))
+            with _system_call("eventfd(2)", "shared memory"):
+                self.signal = keep(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            self.blocks = blocks
             self._slots = _Slots((words, headers), blocks)
             self._words = native.SenderWords(self._slots.control, blocks, self.signal)
             self.publish: Callable[[tuple[int, ...], int, int, bool], bool] = self._words.publish
+            self.wait: Callable[[tuple[int, ...], int, float | None], bool] = self._words.wait
+            self.attention: Callable[[int], None] = self._words.attention
             opened.pop_all()
         self._workers: dict[int, int] = {}  # by block, of those that are open
 
@@ -224,9 +254,8 @@ class SenderArena:
     def reserve(self, deadline: float | None) -> Buffer:
         """Return the buffer of a slot that no process reads. The slot is leased until the last reference is dropped.
 
-        Raises:
-            SyncTimeout: there was none before ``deadline``; names the workers whose forwards use them.
-            WeightSyncError: the machine has no memory left for a further slot; nothing has changed.
+        SyncTimeout: there was none before ``deadline``; names the workers whose forwards use them. WeightSyncError: no
+        memory is left for a further slot; nothing has changed.
         """
         found = self._words.claim(self._slots.buffers)
         if type(found) is int and (found := self._claim()) is None:
@@ -259,16 +288,10 @@ class SenderArena:
             dict.fromkeys(blocking, "holds its weights in a forward that does not end"),
         )
 
-    def open_block(self, wake_fd: int, pidfd: int, worker: int = -1) -> int:
-        """Give a new connection a block; return its index.
+    def open_block(self, wake_fd: int, pidfd: int, worker: int) -> int:
+        """Give a new connection a block; return its index. IndexError: all blocks are in use.
 
-        Args:
-            wake_fd: an eventfd, by which the worker is woken; duplicated here.
-            pidfd: of the worker's process; duplicated here.
-            worker: its index, for errors.
-
-        Raises:
-            IndexError: all blocks are in use.
+        ``wake_fd`` is an eventfd, by which the worker is woken, and ``pidfd`` is of its process: both are duplicated.
         """
         block = self._words.open(wake_fd, pidfd)
         self._workers[block] = worker
@@ -282,35 +305,21 @@ class SenderArena:
     def store_header(self, update: Update, serial: int) -> None:
         """Store what accompanies an update, before it is published. Needed only if it has anything beside its weights.
 
-        Args:
-            update: in its slot.
-            serial: stands for ``update.requires``: the next number whenever that has changed; 0 if it is empty.
-
-        Raises:
-            WeightSyncError: the machine has no memory left for it.
+        ``serial`` stands for ``update.requires``: the next number whenever that has changed; 0 if it is empty.
+        WeightSyncError: no memory is left.
         """
         slot, record, words = update.buffer.slot, self._slots.record(update.buffer.slot), self._slots.words
         if update.extra or update.requires:
             header = msgspec.msgpack.encode((dict(update.requires), update.extra))
-            write_at(self._slots.fds[1], header, slot * _SPAN)
+            with _system_call("pwrite(2)", f"{len(header) / 2**20:.1f} MiB of extra state"):
+                if os.pwrite(self._slots.fds[1], header, slot * _SPAN) < len(header):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             words[record + _HEADER_SIZE] = len(header)
         words[record + _HAS_EXTRA], words[record + _SERIAL] = bool(update.extra), serial
 
-    def set_pending(self, blocks: Iterable[int], version: int, slot: int) -> None:
+    def set_pending(self, blocks: tuple[int, ...], version: int, slot: int) -> None:
         """Store what ``publish`` is about to publish, in a transaction: for all models before the first ``publish``."""
-        self._words.publish(tuple(blocks), version, slot, True, True)
-
-    def wait(self, blocks: Iterable[int], version: int, timeout: float | None) -> bool:
-        """Wait until all of the connections have installed ``version``. Raises what a signal handler raises.
-
-        Returns:
-            False at the deadline; or if a connection without the version was closed, or needs ``attention``.
-        """
-        return self._words.wait(tuple(blocks), version, timeout)
-
-    def attention(self, block: int) -> None:
-        """End the wait for a connection, or the next one: its session has ended, or has refused an update."""
-        self._words.attention(block)
+        self._words.publish(blocks, version, slot, True, True)
 
     def installed(self, block: int) -> int:
         """Return the newest version that a worker has installed."""
@@ -331,38 +340,28 @@ class SenderArena:
 class ArenaInbox(Inbox):
     """The arena in a worker.
 
-    Args:
-        fds: the two files, the trainer's eventfd and this connection's; owned by this object from now on.
-        block: this connection's block.
-        blocks: the arena's number of blocks.
-        owner: the receiver.
-        refuse: called with an update that could not be installed, and the error.
-        binds: whether the model stays bound to its slot; otherwise it copies.
+    ``fds``, the two files, the trainer's eventfd and this connection's, are owned by this object from now on.
+    ``binds``: whether the model stays bound to its slot; otherwise it copies.
 
     Attributes:
-        wake: this connection's eventfd. When it can be read, an update has come that
-            the trainer, or a thread of this process, waits for.
-        words: the words of the connection, for ``version`` (what is installed).
+        refuse: called with an update that could not be installed, and the error; set by the connection.
+        wake: this connection's eventfd. When it can be read, an update has come that the trainer, or a thread of this
+            process, waits for.
     """
 
-    def __init__(
-        self,
-        fds: Sequence[int],
-        block: int,
-        blocks: int,
-        owner: Any,
-        refuse: Callable[[Update, str], None],
-        *,
-        binds: bool,
-    ) -> None:
+    refuse: Callable[[Update, str], None]
+
+    def __init__(self, fds: Sequence[int], block: int, blocks: int, owner: Any, *, binds: bool) -> None:
         weights, headers, self._signal, self.wake = fds
         self.binds = binds
         self._slots = _Slots((weights, headers), blocks)
-        self._block, self._owner, self._refuse = block, owner, refuse
+        self._block, self._owner = block, owner
         self._target: Any = None
         self._may_refuse = False
         self._waited_for = False
+        # Compiled code, which installs what is usual, and calls the receiver for the rest.
         self.words = native.WorkerWords(self._slots.control, blocks, block, self._signal, binds, self._slots.plans)
+        self.words.receiver = owner
 
     def use(self, layout: Layout, target: Any) -> None:
         """Map all slots that exist: mapping takes longer than an update."""
@@ -373,16 +372,10 @@ class ArenaInbox(Inbox):
         if target.may_refuse or self._owner.on_request:  # the model's slot is kept between forwards, too
             self.words.hold, self._may_refuse = self.binds, True
 
-    def hook(self, receiver: Any) -> Any:
-        """Return compiled code, which installs what is usual, and calls the receiver for the rest."""
-        self.words.receiver, receiver.words = receiver, self.words
-        return self.words
-
     def _set_usual(self) -> None:
-        """Let the hook install usual updates, unless threads wait for them, or the worker fetches or passes on.
+        """Let the hook install usual updates: without extra state or new requirements, and none that may be refused.
 
-        A version is never usual that has extra state, or requires what is not known to be there; nor any that may be
-        refused.
+        The receiver installs all while threads wait for them, or if the worker fetches or passes on.
         """
         owner = self._owner
         usual = not (self._waited_for or self._may_refuse or owner.on_request or owner.passes_on)
@@ -394,10 +387,8 @@ class ArenaInbox(Inbox):
         return self._slots.words[self._block * _BLOCK + _PUBLISHED] >> 16
 
     def poll(self) -> Sequence[Update]:
-        """Return the published and the pending version, if they are new here; their slots are marked as used.
-
-        Nothing outside the gate: a forward may be running, and its slot has to stay marked.
-        """
+        """Return the published and the pending version, if they are new here; their slots are marked as used."""
+        # Nothing outside the gate: a forward may be running, and its slot has to stay marked.
         if self._slots.layout is None or not process_gate().held_here:
             return ()
         return [self.update_in(*taken) for taken in self.words.take() if taken[0]]
@@ -405,20 +396,16 @@ class ArenaInbox(Inbox):
     def update_in(self, version: int, slot: int, acknowledge: bool = True) -> Update:
         """Return the update in a slot that is marked as used here, or prepared by the trainer.
 
-        If there is one that is prepared, the model holds its slot from now on: what is published may have to wait until
-        the model's siblings have what it requires.
+        From a prepared one on, the model holds its slot: what is published may have to wait until the model's siblings
+        have what it requires.
         """
         self.words.hold = self.words.hold or (self.binds and version > self.newest)
         record, words = self._slots.record(slot), self._slots.words
         size = words[record + _HEADER_SIZE]
-        try:
-            buffer = self._slots.buffer(slot)
-            blob = read_at(self._slots.fds[1], size, slot * _SPAN)
-            requires, extra = msgspec.msgpack.decode(blob, type=_Header) if size else ({}, b"")
-        except (OSError, RuntimeError, ValueError) as error:  # no descriptor, memory or thread is left to map the slot
-            absent: Any = None
-            return Update(version, absent, acknowledge=acknowledge, damage=f"{version} could not be mapped: {error}")
-        return Update(version, buffer, extra, 0, requires, acknowledge=bool(acknowledge))
+        requires, extra = {}, b""
+        if size:
+            requires, extra = msgspec.msgpack.decode(os.pread(self._slots.fds[1], size, slot * _SPAN), type=_Header)
+        return Update(version, self._slots.buffer(slot), extra, 0, requires, acknowledge=bool(acknowledge))
 
     def settled(self, update: Update, error: str) -> None:
         words = self.words
@@ -437,7 +424,7 @@ class ArenaInbox(Inbox):
 
     def answer(self, update: Update, error: str, wait: float, apply: float) -> None:
         if error:
-            self._refuse(update, error)
+            self.refuse(update, error)
         else:
             self.words.answer(update.version, update.acknowledge, wait, apply)
 
@@ -453,13 +440,11 @@ class ArenaInbox(Inbox):
         process_gate().settle()
 
     def set_wakeups(self, wanted: bool) -> None:
-        """Set whether the trainer wakes this worker for an update that need not be acknowledged."""
         self._waited_for = wanted
         self.words.set_wakeups(wanted)
         process_gate().soon(self._set_usual)
 
     def release(self) -> None:
-        """The model is not bound until the next install."""
         self.words.bound_slot = -1
         self.words.release()
 

@@ -150,21 +150,19 @@ class ModuleIndex:
 def snapshot(source: object) -> Snapshot:
     """Return the canonical form of a module, a TensorDict (nested or flat) or a state dict.
 
-    Raises:
-        LayoutMismatch: a lazy module without shapes; or two names become one: ``{"a": {"b": …}, "a.b": …}``.
-        TypeError: ``source``, or a value in it, is none of these.
+    LayoutMismatch: a lazy module without shapes; or two names become one (``{"a": {"b": …}, "a.b": …}``). TypeError:
+    ``source``, or a value in it, is none of these.
     """
     if is_module(source):
         return ModuleIndex(source).snapshot()
     if isinstance(source, TensorDictBase):
         leaves = source.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
-        pairs = [
-            (plain_name(dotted(key)), value if isinstance(value, Tensor) else source[key]) for key, value in leaves
-        ]
+        pairs = [(dotted(key), value if isinstance(value, Tensor) else source[key]) for key, value in leaves]
     elif isinstance(source, Mapping):
-        pairs = [(plain_name(name), value) for name, value in _flatten(source, "")]
+        pairs = [*_flatten(source, "")]
     else:
         raise no_weights(source)
+    pairs = [(plain_name(name), value) for name, value in pairs]
     found = dict(pairs)
     if len(found) < len(pairs):
         repeated = [f"'{name}'" for name, count in Counter(name for name, _ in pairs).items() if count > 1]

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch, NotConnected
-from wsync.weights.layout import Layout
+from wsync.weights.layout import Buffer, Layout
 from wsync.weights.snapshot import ModuleIndex, Snapshot, dotted, is_module, no_weights, plain_name, snapshot
 from wsync.weights.strategy import WeightStrategy
 from wsync.weights.tensors import describe
@@ -65,14 +65,30 @@ def extracted(weights: Any, strategy: WeightStrategy) -> Any:
     return {worker: strategy.extract_weights(own) for worker, own in by_worker.items()}
 
 
+def repointing(registered: object) -> Callable[[Buffer], None]:
+    """Return what lets registered weights use the memory of each published slot: they show what the workers have.
+
+    They stay the same tensors; what else refers to their former memory is not followed. A tensor of another shape or
+    dtype, because a transform has changed what is sent, keeps its own memory.
+    """
+    tensors = snapshot(registered).tensors
+    latest: list[Buffer] = []  # it is not reused while the tensors lie in it
+
+    def repoint(buffer: Buffer) -> None:
+        for name, view in zip(buffer.layout.names, buffer.views, strict=True):
+            own = tensors.get(name)
+            if own is not None and own.shape == view.shape and own.dtype is view.dtype and own.device == view.device:
+                own.data = view
+        latest[:] = [buffer]
+
+    return repoint
+
+
 class Source:
     """A model, live weights, or weights per worker; read again for every update.
 
-    Args:
-        weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send is given its own.
-        strategy: the format that ``device_map_fn`` is given.
-        own_buffers: whether every worker gets a part (and so a buffer) of its own, even if all parts are equal.
-        undefined: why no weights define the layout: the error of ``first``.
+    ``strategy``: the format that ``device_map_fn`` is given. ``own_buffers``: whether every worker gets a part (and so
+    a buffer) of its own, even if all parts are equal. ``undefined``: why no weights define the layout.
     """
 
     def __init__(
@@ -103,7 +119,7 @@ class Source:
         self._order: list[int] = []  # where it has each tensor of the layout
 
     def first(self, weights: object = None) -> Snapshot:
-        """Return one worker's weights, which define the layout; NotConnected: there are none; or ``undefined``."""
+        """Return one worker's weights, which define the layout; NotConnected: there are none, or ``undefined``."""
         if self._undefined:
             raise NotConnected(self._undefined)
         given = self._given(weights)

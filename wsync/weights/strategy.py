@@ -23,9 +23,7 @@ def bytes_of(weights: Any) -> np.ndarray:
 
     All their tensors are views of one storage, which has the same size at both ends. So a transport may send these
     bytes, which it must not write, and in ``receive_weights`` write what has arrived into those of its ``weights``.
-
-    Raises:
-        ValueError: the tensors do not share one storage, or are not on the CPU.
+    ValueError: the tensors do not share one storage, or are not on the CPU.
     """
     tensors = [tensor for tensor in snapshot(weights).tensors.values() if tensor.numel()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
@@ -41,8 +39,7 @@ class WeightStrategy(str):
     Parameters, buffers, tied parameters and ``extra_state`` all travel, in both formats; either format can be applied
     to any model. A strategy is the name of its format, too: ``scheme.strategy == "tensordict"``.
 
-    Args:
-        extract_as: ``"tensordict"`` (nested by module) or ``"state_dict"`` (flat, dotted names).
+    ``extract_as``: ``"tensordict"`` (nested by module) or ``"state_dict"`` (flat, dotted names).
     """
 
     def __new__(cls, extract_as: Format = "tensordict") -> Self:
@@ -62,11 +59,8 @@ class WeightStrategy(str):
     def extract_weights(self, source: object) -> TensorDict | dict[str, Any]:
         """The weights of ``source`` (module, TensorDict or state dict) in this strategy's format.
 
-        Tensors are detached but not copied: they change when the source does.
-
-        Raises:
-            TypeError: ``source`` is none of these.
-            LayoutMismatch: a lazy module without shapes; or a TensorDict cannot have both of two names.
+        Tensors are detached but not copied: they change when the source does. TypeError: ``source`` is none of these.
+        LayoutMismatch: a lazy module without shapes; or a TensorDict cannot have both of two names.
         """
         weights = snapshot(source)
         flat: dict[str, Any] = {name: tensor.detach() for name, tensor in weights.tensors.items()}
@@ -85,13 +79,9 @@ class WeightStrategy(str):
     def apply_weights(self, destination: Any, weights: object, inplace: bool = True) -> None:
         """Put ``weights`` (any format) into ``destination`` (module, TensorDict or state dict).
 
-        Extra state that both have is replaced, too, except in a locked TensorDict.
-
         With ``inplace`` they are copied into the destination's memory; otherwise its tensors are replaced by these.
-
-        Raises:
-            LayoutMismatch: names what does not fit, or cannot be copied into; nothing was applied.
-            TypeError: either is not of a known kind.
+        Extra state that both have is replaced, except in a locked TensorDict. LayoutMismatch: names what does not fit,
+        or cannot be copied into; nothing was applied. TypeError: either is not of a known kind.
         """
         given = snapshot(weights)
         if is_module(destination):

@@ -6,11 +6,10 @@ Weights are checked first. Then the worker has all of them, or is left as it was
 from __future__ import annotations
 
 import pickle
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -27,10 +26,9 @@ if TYPE_CHECKING:
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """Takes the ``(name, tensor)`` pairs of one version, all of them before it returns. The tensors are valid during the
-call, and must not be written.
-
-If it raises after it has taken a pair, the engine may have weights of two versions, and forwards inside the gate are
-refused until a version is loaded. ``LayoutMismatch`` means that it has changed nothing: forwards go on."""
+call, and must not be written. If it raises ``LayoutMismatch``, it has changed nothing. If it raises another error after
+it has taken a pair, forwards inside the gate are refused until a version is loaded: the engine may have weights of two.
+"""
 
 
 def dump_extra(extra: Mapping[str, Any] | None) -> bytes:
@@ -58,23 +56,17 @@ def unshare(model: nn.Module) -> None:
 
     ``torch.multiprocessing`` hands a model to a process so: what one trains, or is sent, all the others would have.
     """
-    copies: dict[int, torch.UntypedStorage] = {}
     for tensor in ModuleIndex(model).tensors().values():
-        if defect_of(tensor) or not tensor.is_cpu or not tensor.is_shared():
-            continue
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in copies:  # several may lie in one
-            copies[storage.data_ptr()] = storage.clone()
-        with torch.inference_mode(False):  # inference tensors could not be used by autograd later
-            own, copy = torch.empty(0, dtype=tensor.dtype), copies[storage.data_ptr()]
-            tensor.data = own.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if not defect_of(tensor) and tensor.is_cpu and tensor.is_shared():
+            with torch.inference_mode(False):  # inference tensors could not be used by autograd later
+                tensor.data = tensor.data.clone()
 
 
 def _accumulators(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return what keeps alive the node by which autograd accumulates gradients of each parameter; it takes no memory.
 
-    PyTorch makes that node while it holds a lock of the parameter and waits for the interpreter's lock; a thread that
-    binds the parameter has them in the other order. If the node exists, a read outside the gate cannot deadlock.
+    PyTorch makes that node under a lock of the parameter, and then takes the interpreter's; a thread that binds the
+    parameter takes them in the other order. If the node exists, a read outside the gate cannot deadlock.
     """
     return [
         (parameter.narrow(0, 0, 0) if parameter.dim() else parameter).clone()
@@ -94,42 +86,38 @@ def _aliased(tensors: Iterable[Tensor]) -> set[int]:
     return {cdata for cdata, count in own.items() if use_count(cdata) > count + 1}  # one for the list above
 
 
-class Target(ABC):
+class Target(Protocol):
     """What takes weights of one layout. Its methods are called inside the gate.
 
     Attributes:
         may_refuse: whether ``install`` may raise although the layout fits.
         mixed: whether the last ``install`` has failed so that there may be weights of two versions.
-        misfit: whether the last update has found a model whose structure has changed, and does not fit any more.
+        misfit: whether the last update has found that the model has changed its structure, and does not fit.
     """
 
     may_refuse = True
     mixed = False
     misfit = False
 
-    @abstractmethod
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Take over ``views``, in the layout's order, and extra state; what it raises reaches the trainer."""
+        ...
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> object:
         """Raise what ``install`` would raise, as far as that can be found out; changes nothing."""
-        return None
 
     def detach(self) -> None:
         """Stop using received memory: copy what is bound to it."""
-        return
 
 
 class Binding(Target):
-    """The plan by which one model takes on weights of one layout.
+    """The plan by which one model takes on weights of one layout; LayoutMismatch: they do not fit.
 
     Each tensor is bound (``p.data = view``, no copy) or copied into. Bound are parameters, if ``bind`` is true and
     nothing else has their memory, until ``detach``.
 
     Attributes:
         installer: the ``native.Installer`` of the model as it is now; None without the C extension.
-
-    LayoutMismatch: the model has other names, shapes or dtypes, or a tensor that cannot take weights.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, *, bind: bool = True) -> None:
@@ -221,10 +209,7 @@ class Binding(Target):
 
 
 class Loader(Target):
-    """Weights that have no module here: an inference engine's own loading function.
-
-    ``mixed`` is False also if ``load`` had not taken any pair, or has raised ``LayoutMismatch``.
-    """
+    """A function that loads weights into an engine. ``mixed`` stays False if it had taken no pair when it raised."""
 
     def __init__(self, load: Load, layout: Layout) -> None:
         self._load, self._names = load, layout.names
@@ -314,10 +299,7 @@ class Transformed(Target):
 class Destination:
     """Where a worker's weights go, before their layout is known; TypeError: the model is of another kind.
 
-    Args:
-        model: a module or a mapping of tensors; None with ``load``.
-        load: a function that takes the pairs of one version.
-        transform: applied to received weights first.
+    ``model`` is a module or a mapping of tensors; None with ``load``. ``transform`` is applied to received weights.
     """
 
     def __init__(self, model: Any = None, *, load: Load | None = None, transform: Chain | None = None) -> None:
@@ -331,10 +313,7 @@ class Destination:
         return self.model if is_module(self.model) else None
 
     def target(self, layout: Layout, *, bind: bool) -> Target:
-        """Return what takes weights of ``layout``; ``bind``: whether parameters may be bound to received memory.
-
-        An earlier target is detached first, by the caller. LayoutMismatch: the weights do not fit.
-        """
+        """Return what takes weights of ``layout``; LayoutMismatch: they do not fit. Detach an earlier target first."""
         if self._transform is not None:
             return Transformed(layout, self._transform, Destination(self.model, load=self._load))
         if self._load is not None:

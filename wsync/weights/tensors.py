@@ -20,11 +20,6 @@ from wsync.errors import LayoutMismatch
 P = ParamSpec("P")
 R = TypeVar("R")
 _SHOWN = 8
-_GATHER = (
-    "call torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-    "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, and send its result from rank 0"
-)
-_RECEIVE = "use a model that is not sharded, or a function (load=) that distributes the weights that it is given"
 
 
 def describe(problems: Sequence[str]) -> str:
@@ -41,7 +36,7 @@ def is_sharded(tensor: Tensor) -> bool:
 def defect_of(tensor: Tensor, *, writable: bool = False) -> str:
     """Return why a tensor cannot be sent, or (``writable``) be written value by value; empty if it can be."""
     if is_sharded(tensor):
-        return "is a DTensor; only whole tensors are carried"
+        return "is a shard (DTensor); only whole tensors are carried: see docs/tutorials/sharded_trainer.md"
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else "sparse"
         return f"is {kind} ({tensor.layout}, {tensor.dtype}); only dense, plain tensors are carried"
@@ -52,14 +47,10 @@ def defect_of(tensor: Tensor, *, writable: bool = False) -> str:
     return "has elements that share memory: clone it" if writable and overlaps_itself(tensor) else ""
 
 
-def require_whole(tensors: Mapping[str, Tensor], receiver: str = "") -> None:
-    """Raise ``LayoutMismatch`` if some of these weights, or of those of ``receiver``, are sharded (FSDP2)."""
-    sharded = [f"'{name}'" for name, tensor in tensors.items() if is_sharded(tensor)]
-    if sharded:
-        raise LayoutMismatch(
-            f"only whole tensors can be carried, and this rank has only a shard of {describe(sharded)} of "
-            f"{receiver or 'these weights'} (DTensor): {_RECEIVE if receiver else _GATHER}"
-        )
+def require_whole(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``LayoutMismatch`` if this rank has only shards of some of these weights (FSDP2)."""
+    sharded = [name for name, tensor in tensors.items() if is_sharded(tensor)]
+    require_carried(sharded, [tensors[name] for name in sharded])
 
 
 def require_carried(names: Sequence[str], tensors: Sequence[Tensor], receiver: str = "") -> None:
@@ -67,7 +58,6 @@ def require_carried(names: Sequence[str], tensors: Sequence[Tensor], receiver: s
     defects = [(name, defect_of(one, writable=bool(receiver))) for name, one in zip(names, tensors, strict=True)]
     odd = [f"'{name}' {defect}" for name, defect in defects if defect]
     if odd:
-        require_whole(dict(zip(names, tensors, strict=True)), receiver)
         raise LayoutMismatch(f"{receiver or 'these weights'}: {describe(odd)}")
 
 
