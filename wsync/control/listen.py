@@ -118,7 +118,7 @@ class Listener:
         self._purpose, self._name = purpose, name
         self._sockets: list[socket.socket] = []
         self._strangers: dict[socket.socket, tuple[asyncio.Task[None], float]] = {}  # with the times of their arrival
-        self._welcome: Callable[[Contact], Awaitable[None]]
+        self._welcome: Callable[[Contact], Awaitable[None]] | None = None
         self._opener = os.getpid()
         if host is not None:
             self._sockets.append(listen_on(host, port))
@@ -172,7 +172,8 @@ class Listener:
         finally:
             self._strangers.pop(sock, None)
         try:
-            await self._welcome(contact)
+            if self._welcome is not None:
+                await self._welcome(contact)
         except OSError:  # it has gone meanwhile
             sock.close()
 
@@ -210,6 +211,7 @@ class Listener:
                     sock.shutdown(socket.SHUT_RDWR)
             sock.close()
         self._sockets.clear()
+        self._welcome = None  # it refers to what has this listener
 
 
 async def dial(address: Address, hello: Hello, deadline: float | None) -> Contact:
@@ -239,7 +241,7 @@ async def dial(address: Address, hello: Hello, deadline: float | None) -> Contac
             ) from None
         except OSError as error:
             raise NotConnected(
-                f"{who}: the sender{where} is gone, has been shut down, or cannot be reached ({error})"
+                f"{who}: the sender{where} is gone, has been shut down, cannot be reached, or has another key ({error})"
             ) from error
         if not hmac.compare_digest(status[1:], handshake.mac("trainer", text)):
             raise NotConnected(f"{who}: what listens{where} does not have the sender's key")
