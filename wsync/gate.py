@@ -60,8 +60,8 @@ class Gate:
         # for a thread that only installs: hooks raise no errors that are meant for a forward.
         self.subject: object = None
         self._lock = threading.RLock()  # guards the models of this process, and all attributes here
-        self._depth = 0  # how often the thread with the lock has entered
-        self._wanted = False  # whether another thread has tried to enter, and could not
+        self._depth = 0  # above 0 while a thread is inside: the nesting of `hold`
+        self._wanted = False  # something has arrived: whoever leaves the gate looks for it
         self._jobs: deque[Callable[[], object]] = deque()
         self._task: object = None  # the asyncio task that holds the gate by `hold`
 
@@ -90,10 +90,15 @@ class Gate:
         """Call ``function``, which runs no forward, inside the gate."""
         return self.call_model(NO_FORWARD, function, args, kwargs)
 
+    def install(self) -> None:
+        """Install what has arrived; waits for a forward that is running."""
+        self.call_model(NO_FORWARD, bool, (), {})
+
     def call_before(self, deadline: float | None, function: Callable[[], R]) -> R | None:
         """As ``call_without_forward``; None if another thread holds the gate until the deadline has passed.
 
-        Called outside the gate, in the main thread as well: Ctrl-C may come when the lock has just been acquired.
+        Called outside the gate. Ctrl-C may come between ``acquire`` and the next line, so the ``finally`` asks whether
+        this thread has the lock.
         """
         left = remaining(deadline)
         try:

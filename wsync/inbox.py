@@ -197,7 +197,7 @@ class InProcess(Outlet, Inbox):
     def publish(self, update: Update, workers: Sequence[int]) -> None:
         """Install the update; waits for a forward that is running."""
         self._staged = [update]
-        process_gate().call_without_forward(bool)
+        process_gate().install()
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
         error = self._errors.pop(version, "")
@@ -215,7 +215,7 @@ class InProcess(Outlet, Inbox):
         self._staged = [update]
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
-        process_gate().call_without_forward(bool)
+        process_gate().install()
 
     # --- the receiver's side ---
 
@@ -234,4 +234,4 @@ class InProcess(Outlet, Inbox):
         """Do nothing: updates are installed as they are sent."""
 
     def close(self, *, graceful: bool = True) -> None:
-        """Do nothing: what is staged stays for the receiver, which closes its inbox when it connects."""
+        """Of all three, the outlet, the connection and the inbox: do nothing. What is staged stays for the receiver."""

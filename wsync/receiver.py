@@ -48,7 +48,7 @@ class Receiver:
         worker_idx: the worker's index; -1 before ``connect``.
         connection: the way to the sender; set by the scheme.
         inbox: what has its updates; set by the connection. An empty one while there is no connection.
-        announced_at: when the control thread has seen the newest update; 0.0 if it was not woken for it.
+        announced_at: when the control thread has seen the newest update, if that has come by a connection; else 0.0.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Receiver:
         update = updates[-1]
         if not update.requires or len(self._siblings()) == 1:
             self.install(update)
-            return bool(self._broken)
+            return bool(self._broken)  # then this hook is called again, and raises if the forward uses this model
         chosen = choose(self._siblings())
         for receiver, one in chosen.items():
             receiver.install(one)
@@ -295,7 +295,7 @@ class Receiver:
             self._phase = "lost"
             raise
         finally:
-            self._pulling = 0
+            self._pulling = 0  # no other thread can pull yet
 
     def _gate_model(self) -> None:
         if self.destination.module is not None:
@@ -402,7 +402,7 @@ class Receiver:
         try:
             if not self.closed:
                 self.connection.fetch(deadline)
-            process_gate().call_without_forward(bool)
+            process_gate().install()
             self._wait(deadline, lambda: self._tried or None)
         except TimeoutError:
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come in time") from None

@@ -29,7 +29,7 @@ from wsync.workers import raise_causes
 
 
 @dataclass(slots=True)
-class Sent:
+class Outstanding:
     """What was published and not waited for yet."""
 
     version: int
@@ -39,7 +39,7 @@ class Sent:
     began: float  # the call
     deadline: float | None
     costs: tuple[float, float, float]  # seconds of extracting, packing and publishing
-    alike: bool = True  # all workers are sent the same weights
+    to_all: bool = True  # all workers are sent the same weights
 
 
 _STAGES: tuple[Stage, Stage] = ("ready", "installed")  # what a call waits for, without and with acknowledgements
@@ -80,17 +80,19 @@ class Sender:
         self.sent_version = 0  # the newest version that workers were given
         self.layout: Layout | None = None  # of the weights
         self.connected = False  # `connect` has found all workers
-        self.on_published: Callable[[Buffer], None] | None = None  # after each update of all workers
+        self.on_published: Callable[[Buffer], None] | None = (
+            None  # set where weights are registered: called after each update of all workers
+        )
         self._acknowledges, self._delivers_at_connect, self._waits = acknowledges, delivers_at_connect, waits
         self._record = record
         self._everyone: Sequence[int] = range(num_workers)
-        self._seen: Sequence[int] = ()  # the workers that were present at the last look
-        self._expecting: Sequence[int] = ()  # these, and those that have gone and were not named yet
-        self._kept: list[Sent] = []  # sent and not finished, the oldest first
-        self._failed: Sent | None = None  # the oldest update that has failed without being waited for
+        self._present: Sequence[int] = ()  # the workers, at the last look
+        self._expected: Sequence[int] = ()  # these, and those that have gone and that no error has named yet
+        self._kept: list[Outstanding] = []  # sent and not finished, the oldest first
+        self._failed: Outstanding | None = None  # the oldest update that has failed without being waited for
         self._causes: dict[int, Cause] = {}  # why workers lack it, or a later one
         self._requires: list[Mapping[str, int]] = [{}] * num_workers  # what further updates require, by worker
-        self._alike = True  # whether that is the same for all workers
+        self._same_requires = True  # all workers have the same of these
         self._extra: dict[int, bytes] = {}  # each worker's extra state, as last sent
         self._newest: Buffer | None = None  # of the newest update, if all workers were given it
         self._lock = threading.RLock()  # guards everything here; it is the order of updates
@@ -121,7 +123,7 @@ class Sender:
                 self._agreed_layout(None, deadline)  # workers check it; the first send brings weights
             self.outlet.connect(processes, deadline)
             self.connected = True
-            self._expected(self._everyone)
+            self._update_expected(self._everyone)
             if sent is not None and self._waits:
                 sent.workers = list(self._everyone)
                 causes = self.outlet.wait(sent.workers, sent.version, sent.stage, sent.deadline)
@@ -132,7 +134,7 @@ class Sender:
         worker = one_worker(worker, self.num_workers)
         self._loop.require_own()
         self.outlet.disconnect(worker, "it was disconnected by disconnect() or readmit()")
-        if self._lock.acquire(blocking=False):  # else the call that runs names it
+        if self._lock.acquire(blocking=False):  # else the call that has the lock does so, if it waits for this worker
             try:
                 self._name({worker: Cause("died", "")})
             finally:
@@ -143,7 +145,7 @@ class Sender:
         worker = one_worker(worker, self.num_workers)
         with self.exclusive():
             self.outlet.readmit(worker, process, deadline_in(self.timeout if timeout is None else timeout))
-            self._expected(self._everyone)
+            self._update_expected(self._everyone)
 
     def continue_from(self, version: int) -> None:
         """Skip the version numbers up to ``version``; ValueError: it is out of range."""
@@ -158,10 +160,10 @@ class Sender:
         self, weights: object, worker_ids: Any = None, *, wait: bool = True, partial: bool = False
     ) -> SyncReport | None:
         """Deliver an update, as ``WeightSyncScheme.send`` does; without ``wait``, do not wait for the workers."""
+        if self._loop.inherited:
+            raise forked_child_error()
         with self._lock:
-            if self._loop.inherited:
-                raise forked_child_error()
-            acknowledge = self._acknowledges or (self._waits and not wait)
+            acknowledge = self._acknowledges or (self._waits and not wait)  # `wait_async` promises the install
             sent = None
             if worker_ids is None and not partial and self.connected:
                 sent = self._publish_usual(weights, acknowledge)
@@ -183,13 +185,13 @@ class Sender:
             self._raise_failed()
             return None
 
-    def _publish_usual(self, weights: object, acknowledge: bool) -> Sent | SyncReport | None:
+    def _publish_usual(self, weights: object, acknowledge: bool) -> Outstanding | SyncReport | None:
         """Publish weights of a form that was sent before, to all workers; None if there is anything unusual.
 
         It is the shortest way, on which every call counts: a published update of a small model takes some microseconds.
         """
         began, layout = time.monotonic(), self.layout
-        if layout is None or not self._alike or self._extra:
+        if layout is None or not self._same_requires or self._extra:
             return None
         tensors = self.source.usual(weights, layout)
         if tensors is None:
@@ -207,24 +209,24 @@ class Sender:
         self.sent_version, self._newest = version, buffer
         if self.on_published is not None:
             self.on_published(buffer)
-        workers = self._expecting if outlet.workers is self._seen else self._expected(self._everyone)
+        workers = self._expected if outlet.workers is self._present else self._update_expected(self._everyone)
         now = time.monotonic()
         costs = (extracted - began, packed - extracted, now - packed)
         if finished and not self._kept and self._failed is None and len(workers) == self.num_workers:
             return SyncReport(version, layout.nbytes, now - began, costs, workers)
         if not workers:
             raise self._no_worker()
-        return Sent(version, workers, layout.nbytes, _STAGES[acknowledge], began, deadline, costs)
+        return Outstanding(version, workers, layout.nbytes, _STAGES[acknowledge], began, deadline, costs)
 
     def _publish(
         self, weights: object, workers: Sequence[int], rest: Sequence[Tensor] | None = None, *, acknowledge: bool
-    ) -> Sent:
+    ) -> Outstanding:
         sent, updates = self._pack(weights, workers, rest, acknowledge=acknowledge)
         at = time.monotonic()
         for group, update in updates:
             self.outlet.publish(update, group)
         self._note(sent, updates)
-        sent.workers = self._expected(workers)
+        sent.workers = self._update_expected(workers)
         sent.costs = (*sent.costs[:2], time.monotonic() - at)
         return sent
 
@@ -236,7 +238,7 @@ class Sender:
         *,
         acknowledge: bool = True,
         undecided: bool = False,
-    ) -> tuple[Sent, Updates]:
+    ) -> tuple[Outstanding, Updates]:
         """Check and pack the next version; ``rest`` completes weights that are a part of the model."""
         began, deadline, packing = time.monotonic(), deadline_in(self.timeout), 0.0
         layout, parts = self._agreed_layout(weights, deadline), 0
@@ -260,8 +262,10 @@ class Sender:
             for group, buffer, extra, requires in packed
         ]
         costs = (time.monotonic() - began - packing, packing, 0.0)
-        alike, expected = parts == 1 and len(workers) == self.num_workers, self._expected(workers)
-        return Sent(version, expected, layout.nbytes, _STAGES[acknowledge], began, deadline, costs, alike), updates
+        to_all, expected = parts == 1 and len(workers) == self.num_workers, self._update_expected(workers)
+        return Outstanding(
+            version, expected, layout.nbytes, _STAGES[acknowledge], began, deadline, costs, to_all
+        ), updates
 
     def _agreed_layout(self, weights: object, deadline: float | None) -> Layout:
         """Return the layout, which the first weights define if they fit all workers."""
@@ -289,12 +293,12 @@ class Sender:
             groups.setdefault((own, *sorted(self._requires[worker].items())), []).append(worker)
         return [(some, own, dict(requires)) for (own, *requires), some in groups.items()]
 
-    def _note(self, sent: Sent, updates: Updates) -> None:
+    def _note(self, sent: Outstanding, updates: Updates) -> None:
         self.sent_version = sent.version
         for group, update in updates:
             if update.extra or self._extra:
                 self._extra.update(dict.fromkeys(group, update.extra))
-        self._newest = updates[0][1].buffer if sent.alike else None
+        self._newest = updates[0][1].buffer if sent.to_all else None
         if self._newest is not None and self.on_published is not None:
             self.on_published(self._newest)
 
@@ -310,12 +314,12 @@ class Sender:
         if not self.connected:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) first")
         if worker_ids is None:
-            if not self._expected(self._everyone):
+            if not self._update_expected(self._everyone):
                 raise self._no_worker()
             return self._everyone
         wanted, causes = worker_list(worker_ids, self.num_workers), self.outlet.causes()
         if gone := {worker: causes[worker] for worker in wanted if worker in causes}:
-            self._expecting = [worker for worker in self._expecting if worker not in gone]
+            self._expected = [worker for worker in self._expected if worker not in gone]
             left = join_indices(self.outlet.workers) or "none"
             why = "".join(f"\nworker {worker}: {cause}" for worker, cause in gone.items())
             raise WorkerDied(f"worker(s) {join_indices(gone)} died or left earlier; present: {left}{why}", gone)
@@ -323,20 +327,20 @@ class Sender:
             raise ValueError("worker_ids is empty: name at least one worker, or None for all")
         return wanted
 
-    def _expected(self, workers: Sequence[int]) -> Sequence[int]:
+    def _update_expected(self, workers: Sequence[int]) -> Sequence[int]:
         """Return those of ``workers`` that are present, or have gone without an error that has named them."""
         present = self.outlet.workers
-        if present is not self._seen:
-            self._seen = present
-            self._expecting = sorted({*present, *self._expecting})
+        if present is not self._present:
+            self._present = present
+            self._expected = sorted({*present, *self._expected})
         if workers is self._everyone:
-            return self._expecting
-        return [worker for worker in workers if worker in self._expecting]
+            return self._expected
+        return [worker for worker in workers if worker in self._expected]
 
     def _no_worker(self) -> NotConnected:
         """Return the error of a send without a worker. Deaths that no call has reported are raised first."""
         self._collect()
-        self._raise_failed(sent=False)
+        self._raise_failed(has_sent=False)
         why = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(self.outlet.causes().items()))
         return NotConnected(f"every worker has died or left: start another process, then readmit(index, process){why}")
 
@@ -351,7 +355,7 @@ class Sender:
             self._raise_failed()
             return report
 
-    def _finish(self, sent: Sent) -> SyncReport:
+    def _finish(self, sent: Outstanding) -> SyncReport:
         """Wait for one that is kept; return its report."""
         causes = self.outlet.wait(sent.workers, sent.version, sent.stage, sent.deadline)
         self._kept.remove(sent)
@@ -359,7 +363,7 @@ class Sender:
             self._raise(sent, causes)
         return self._report(sent, time.monotonic() - sent.began)
 
-    def _raise(self, sent: Sent, causes: Mapping[int, Cause]) -> None:
+    def _raise(self, sent: Outstanding, causes: Mapping[int, Cause]) -> None:
         """Raise one error that names the workers that lack an update, if there are any."""
         self._name(causes)
         raise_causes(causes, "version {} is missing", sent.version, [w for w in sent.workers if w not in causes])
@@ -367,11 +371,11 @@ class Sender:
     def _name(self, causes: Mapping[int, Cause]) -> None:
         """Expect nothing more of workers that have died: the error that follows names them."""
         died = {worker for worker, cause in causes.items() if cause.kind == "died"} - set(self.outlet.workers)
-        self._expecting = [worker for worker in self._expecting if worker not in died]
+        self._expected = [worker for worker in self._expected if worker not in died]
         for sent in self._kept:
             sent.workers = [worker for worker in sent.workers if worker not in died]
 
-    def _report(self, sent: Sent, seconds: float) -> SyncReport:
+    def _report(self, sent: Outstanding, seconds: float) -> SyncReport:
         wait, apply, nbytes = self.outlet.costs(sent.workers, sent.version)
         if sent.stage != "installed":
             wait = apply = 0.0
@@ -379,11 +383,11 @@ class Sender:
         self._record(report)
         return report
 
-    def _collect(self, newest: Sent | None = None, deadline: float | None = NOW) -> SyncReport | None:
-        """Finish what is kept, up to ``newest``; return the last report.
+    def _collect(self, newest: Outstanding | None = None, deadline: float | None = NOW) -> SyncReport | None:
+        """Finish what is kept, up to ``newest``, the oldest first; return the last report.
 
-        Errors are left to ``_raise_failed``: each worker is named once, by its first cause. With the deadline ``NOW``,
-        an update that a worker may still answer ends it.
+        Errors are left to ``_raise_failed``: each worker is named once, by its first cause. With the deadline ``NOW``
+        it does not wait: it stops at the first update that a worker may still answer.
         """
         report, waits = None, deadline != NOW
         while self._kept and self._kept[0] is not newest:
@@ -401,8 +405,8 @@ class Sender:
                 report = self._report(sent, time.monotonic() - sent.began if waits else sum(sent.costs))
         return report
 
-    def _raise_failed(self, *, sent: bool = True) -> None:
-        """Raise one error for all that has failed without being waited for; ``sent``: whether this call has sent."""
+    def _raise_failed(self, *, has_sent: bool = True) -> None:
+        """Raise one error for all that has failed without being waited for; ``has_sent``: whether this call sends."""
         failed, causes = self._failed, self._causes
         if failed is None:
             return
@@ -410,7 +414,7 @@ class Sender:
         try:
             self._raise(failed, causes)
         except WorkerError as error:
-            error.version = error.version if sent else None
+            error.version = error.version if has_sent else None
             raise
 
     # --- transactions ---
@@ -450,7 +454,7 @@ class Sender:
             self.outlet.commit(update, group)
             for worker in group:
                 self._requires[worker] = update.requires
-        self._alike = all(own == self._requires[0] for own in self._requires)
+        self._same_requires = all(own == self._requires[0] for own in self._requires)
         self._note(sent, updates)
         self._kept.append(sent)
         yield {}

@@ -16,6 +16,8 @@ LAST_VERSION = 2**40
 """Versions stay below: a word of the arena has room for a version and a slot."""
 PHASES = ("extract", "pack", "transfer", "wait", "apply", "acknowledge")
 Stage = Literal["received", "ready", "installed"]
+"""How far an update is in a worker: *received*, verified and in its memory; *ready*, every forward that starts later
+uses it, or a newer one; *installed* in the model. A version that is ready or installed makes every older one so."""
 
 
 class Update(msgspec.Struct, eq=False):
@@ -179,12 +181,14 @@ class Connection(Protocol):
 class Inbox:
     """What a receiver polls: of a connection, a store, or a sender in the same process. This one is always empty.
 
-    All methods are called inside the gate, but for ``answer`` and ``set_wakeups``, which any thread calls.
+    All methods are called inside the gate, but for ``answer`` and ``set_wakeups``, which any thread calls. The control
+    thread calls ``poll`` outside it as well, to learn which version the next forward would use.
 
     Attributes:
         binds: whether a model may be bound to the memory of an update.
         newest: the newest version that there is, as far as is known; for receivers that fetch.
-        words: the gate's hook in place of the receiver, which it calls; it knows the version that it has installed.
+        words: compiled code that is the gate's hook in place of the receiver, and calls the receiver for what is not
+            usual. ``words.version`` is what it has installed. None where the receiver is the hook itself.
     """
 
     binds: bool = True
@@ -214,7 +218,7 @@ class Inbox:
         """The model has memory of its own."""
 
     def set_wakeups(self, wanted: bool) -> None:
-        """Tell whether a thread waits for updates, although none is acknowledged."""
+        """Say whether a thread of this worker waits for updates: then each of them has to wake the control thread."""
 
     def close(self) -> None:
         """The receiver has gone. Idempotent."""

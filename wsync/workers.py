@@ -4,7 +4,8 @@
     other workers  WorkerSession.offer, in the control thread → their answers
 
 Two threads use an outlet: the one that calls the scheme, under the sender's lock, and the control thread, which accepts
-workers and notices their ends. ``_lock`` guards what both change: the connections, and the newest update of each index.
+workers and notices their ends. ``_lock`` guards what both change: the members, the newest update of each index, to whom
+each version was given, and the arena's headers.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Member:
         self.pidfd = _pidfd(pid)  # of its process; -1 if that is on another machine
         self.block = -1  # its words in the arena, if it uses that
         self.wake = -1  # the eventfd that wakes it there
-        self.fresh = True  # no `connect` and no `readmit` has found it yet
+        self.fresh = True  # it has connected since the last `connect` or `readmit`, which takes it for a replacement
+        self.has_layout = False  # it was sent the layout
 
 
 class Workers(Outlet):
@@ -82,7 +84,7 @@ class Workers(Outlet):
         in_main_memory = torch.device(device).type == "cpu"
         self._difference = partial(_difference, delta, {}) if delta is not None and in_main_memory else None
         self._arena = SenderArena(2 * num_workers + _SPARE_BLOCKS) if arena and native is not None else None
-        self._serial, self._serial_of = 0, dict[str, int]()  # stands for what updates require; grows with it
+        self._serial, self._serial_of = 0, dict[str, int]()  # the number of what updates require: see `store_header`
         if arena and native is None:
             _log.warning("weights go through sockets, more slowly than through shared memory: %s", why_not)
         self._pool = BufferPool(device)
@@ -136,8 +138,10 @@ class Workers(Outlet):
             del task  # else it and this frame keep each other, and with them the memory of the arena
 
     def _note_change(self, member: Member) -> None:
-        """A session has an answer, or has ended: its worker is absent before anything else is told."""
+        """A session has an answer, or has ended. Called before any waiting thread is woken."""
         worker, cause = member.session.worker, member.session.cause
+        if member.has_layout and member.session.misfit:
+            member.session.end("its model does not fit the weights")
         if cause is not None:
             if self._members.get(worker) is member:
                 with self._lock:
@@ -153,18 +157,18 @@ class Workers(Outlet):
         encoded = b"" if layout is None else layout.encode()
         first = 0 if newest is None else newest.version
         arena = None if self._arena is None or member.block < 0 else (self._arena.blocks, member.block)
+        member.has_layout = layout is not None
         session.post(Settings(self.name, encoded, self._on_request, first, arena, self._difference is not None))
         if member.pidfd >= 0:
             loop.add_reader(member.pidfd, session.end, "its process has died")
         running = asyncio.ensure_future(session.run())
         try:
             await session.answered()
-            if not session.fits and session.cause is None and layout is not self._layout:  # it was defined meanwhile
-                assert self._layout is not None
-                await session.ask(NewLayout(self._layout.encode(), try_only=False))
-            if session.fits:
-                self._rejected[session.worker] = session.fits
-                session.end("its model does not fit the weights")
+            if not session.misfit and session.cause is None and layout is not self._layout:  # it was defined meanwhile
+                await self._send_layout(member)
+            if session.misfit:
+                self._rejected[session.worker] = session.misfit
+                self._news.set()
             elif session.cause is None:
                 self._add(member)
             await running
@@ -215,7 +219,7 @@ class Workers(Outlet):
             if fd >= 0:
                 os.close(fd)
 
-    # --- Outlet: called under the sender's lock ---
+    # --- Outlet: called under the sender's lock, but for `disconnect` and `close` ---
 
     def causes(self) -> Mapping[int, str]:
         return self._causes
@@ -273,6 +277,19 @@ class Workers(Outlet):
         if self._arena is not None:
             self._arena.set_layout(layout)
         self._layout = layout
+        self._loop.post(self._complete_layouts)
+
+    def _complete_layouts(self) -> None:
+        """Send the layout to workers that have connected before it was set, and were not asked about it."""
+        for member in self._members.values():
+            if not member.has_layout:
+                self._tasks.add(task := asyncio.ensure_future(self._send_layout(member)))
+                task.add_done_callback(self._tasks.discard)
+
+    async def _send_layout(self, member: Member) -> None:
+        assert self._layout is not None
+        member.has_layout = True
+        await member.session.ask(NewLayout(self._layout.encode(), try_only=False))
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
         """Ask all workers; if it fits everywhere, have all of them use it."""
@@ -281,15 +298,17 @@ class Workers(Outlet):
 
     async def _ask(self, layout: Layout, deadline: float | None, *, try_only: bool) -> Mapping[int, Cause]:
         sessions = {worker: member.session for worker, member in self._members.items()}
+        for member in self._members.values():
+            member.has_layout = not try_only
         answers = [session.ask(NewLayout(layout.encode(), try_only)) for session in sessions.values()]
         with suppress(TimeoutError):
             async with asyncio.timeout(remaining(deadline)):
                 await asyncio.gather(*answers)
         causes = {}
         for worker, session in sessions.items():
-            if session.fits:
-                causes[worker] = Cause("failed", session.fits)
-            elif session.fits is None:
+            if session.misfit:
+                causes[worker] = Cause("failed", session.misfit)
+            elif session.misfit is None:
                 causes[worker] = LATE if session.cause is None else Cause("died", session.cause)
         return causes
 
@@ -312,7 +331,9 @@ class Workers(Outlet):
                 return True
             self._note_given(update.version, given)
         if not alive:
-            self._loop.call(asyncio.sleep(0))  # the control thread takes note of deaths first
+            self._loop.call(
+                asyncio.sleep(0)
+            )  # the control thread ends sessions of dead processes, so that `wait` names them
         return False
 
     def _choose(self, workers: Sequence[int]) -> Mapping[int, Member]:
@@ -383,7 +404,7 @@ class Workers(Outlet):
         while True:
             for worker, member in list(pending.items()):
                 state = member.session.state(version, stage, arena.installed(member.block))
-                if state is False and stage == "installed":
+                if state is False and stage == "installed":  # what is published is ready as soon as it is stored
                     continue
                 if isinstance(state, Cause):
                     causes[worker] = state
@@ -414,9 +435,10 @@ class Workers(Outlet):
     # --- transactions ---
 
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
-        given = self._choose(workers)
-        self._note_given(update.version, given)
-        self._give(update, given, update.acknowledge)
+        with self._lock:
+            given = self._choose(workers)
+            self._note_given(update.version, given)
+            self._give(update, given, update.acknowledge)
 
     def announce_commit(self, update: Update, workers: Sequence[int]) -> None:
         blocks = tuple(one.block for one in self._choose(workers).values() if one.block >= 0)
@@ -430,6 +452,7 @@ class Workers(Outlet):
                 self._newest[worker] = update
             present = self._choose(workers)
             self._note_given(update.version, present)
+            # In the arena the word is stored now. Others have the update, unless they have connected since.
             lacking = {w: one for w, one in present.items() if one.block >= 0 or prepared.get(w) is not one}
             self._give(update, lacking, update.acknowledge)
         for member in prepared.values():
@@ -451,7 +474,10 @@ class Workers(Outlet):
         if self._loop.here:  # garbage collection runs in any thread
             threading.Thread(target=self.close, name="wsync-close", kwargs={"graceful": graceful}).start()
             return
-        self._closed = True
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if closed:
+            return
         with suppress(TimeoutError, NotConnected):
             self._loop.call(self._close(graceful), time.monotonic() + 2 * _FAREWELL)
         if self._arena is not None:

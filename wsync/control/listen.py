@@ -150,7 +150,7 @@ class Listener:
             if oldest is not None and time.monotonic() < self._strangers[oldest][1] + _GRACE:
                 raise BlockingIOError("too many strangers")
             sock, _ = listening.accept()
-        except OSError:  # or no descriptor is left, or it has gone: the kernel keeps those that connect for a moment
+        except OSError:  # too many strangers, or no descriptor is left: those that connect wait in the kernel
             loop = asyncio.get_running_loop()
             loop.remove_reader(listening)
             loop.call_later(_PAUSE, self._watch, listening)

@@ -40,7 +40,7 @@ class ControlLoop:
 
     def __init__(self) -> None:
         self.inherited = False
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.RLock()  # guards the three below; a finalizer may come in between
         self._users = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -104,7 +104,9 @@ class ControlLoop:
         if self.here:
             coroutine.close()
             raise RuntimeError("a blocking call in the control thread: call it from a thread of your own")
-        answers = queue.SimpleQueue[tuple[BaseException | None, asyncio.Task[T]]]()  # waits in C: no lock to be left
+        answers = queue.SimpleQueue[
+            tuple[BaseException | None, asyncio.Task[T]]
+        ]()  # its wait leaves no lock behind if a signal handler raises
 
         def begin() -> None:
             asyncio.ensure_future(coroutine).add_done_callback(end)
@@ -125,10 +127,11 @@ class ControlLoop:
     def post(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call a function in the control thread, soon. NotConnected: in a forked child; or the thread has ended."""
         self.require_own()
-        if self._loop is None:
-            raise NotConnected("this end was shut down")
-        call = self._loop.call_soon if self.here else self._loop.call_soon_threadsafe
-        call(partial(function, *args, **kwargs))
+        with self._lock:  # what is posted comes before the end of the loop
+            if self._loop is None:
+                raise NotConnected("this end was shut down")
+            call = self._loop.call_soon if self.here else self._loop.call_soon_threadsafe
+            call(partial(function, *args, **kwargs))
 
 
 class BlockingCalls:

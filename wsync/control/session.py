@@ -4,11 +4,11 @@
     worker    Receiver.poll_update ← SessionInbox.poll ← _handle ←──┘
     trainer   WorkerSession.state ← State, Refused ←────────────────
 
-An update is *received* when it is in the worker's memory, verified; *ready* when every forward that starts later uses
-it, or a newer one; *installed* when the model has it. Versions only rise: what is ready or installed makes every older
-one so. So answers are about a state, and nothing is ever sent again.
+A worker's answer says which version is *received*, *ready* and *installed* there (``Stage``). Versions only rise, so an
+answer is about a state, and nothing is ever sent again.
 
-Everything here runs in the control thread, but for ``SessionInbox.poll``, ``answer``, ``refuse`` and ``settled``.
+Everything here runs in the control thread, with these exceptions: any thread may call ``WorkerSession.state`` and read
+its attributes; the thread inside the gate calls ``choose`` and ``SessionInbox.poll``, ``answer``, ``refuse``, ``settled``.
 Nothing here knows of sockets, processes or tensors: the simulator (``wsync.testing.simulation``) runs it under a clock
 of its own.
 """
@@ -58,7 +58,7 @@ class Medium:
     checks = False
     """Whether weights carry a checksum also on one machine."""
     waits_for_close = False
-    """On the sender: whether ``send`` is in code that only ``close`` ends."""
+    """On the sender: whether ``send`` is inside a user's call that blocks, which only ``close`` can end."""
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
         """Trainer: send the offer by ``link``, then whole weights or a difference; return when the memory is free.
@@ -126,7 +126,7 @@ class WorkerSession:
     Attributes:
         reported: what the worker has said that it has.
         sent_bytes: what the newest update took.
-        fits: the answer to the last layout; None while there is none.
+        misfit: why the model does not fit the last layout; empty if it does, None while it is not known.
         cause: why the connection has ended; None while it has not.
         checks: whether updates carry a checksum.
     """
@@ -145,7 +145,7 @@ class WorkerSession:
         self.worker = worker
         self.reported = State(0)
         self.sent_bytes = 0
-        self.fits: str | None = None
+        self.misfit: str | None = None
         self.cause: str | None = None
         self.checks = remote or medium.checks
         self._link, self._medium, self._difference = link, medium, difference
@@ -217,13 +217,13 @@ class WorkerSession:
 
     async def ask(self, message: NewLayout) -> None:
         """Send a layout, and wait for the answer."""
-        self.fits = None
+        self.misfit = None
         self.post(message)
         await self.answered()
 
     async def answered(self) -> None:
         """Wait for the answer to the last layout, or for the end."""
-        await self._changes.until(lambda: self.fits is not None or self.cause is not None)
+        await self._changes.until(lambda: self.misfit is not None or self.cause is not None)
 
     def _changed(self) -> None:
         self._on_change()
@@ -314,7 +314,7 @@ class WorkerSession:
                 case Refused(version, error, last):
                     self._refuse(version, error, last=last)
                 case Fits(error):
-                    self.fits = error
+                    self.misfit = error
                 case Fetch(number):
                     self._asked = number
                     self._announce()
@@ -466,7 +466,10 @@ class SessionInbox(Inbox):
         self._link.close(ConnectionError("this end was shut down"))
 
     async def request(self) -> None:
-        """Ask for the newest version; return when it, or the first, is staged or refused, or the connection ended."""
+        """Ask for the newest version; return when it is staged or refused, or when the connection has ended.
+
+        If there is none yet, it waits for the first.
+        """
         self._asked = number = self._asked + 1
         with suppress(ConnectionError):
             await self._link.send(Fetch(number))

@@ -126,7 +126,7 @@ class State(Message, frozen=True, tag=True):
 class Refused(Message, frozen=True, tag=True):
     """Why a version did not arrive, does not fit or could not be installed. The model keeps the version that it has.
 
-    ``last``: it has taken the place of older ones, which are not installed any more.
+    ``last``: it had replaced all older versions, so that none of them will be installed any more.
     """
 
     version: int

@@ -19,7 +19,7 @@ The worker writes the others:
 - ``used``: the slot that the running forward uses, or from which a worker copies; -1 between forwards;
 - ``used_too``: the slot of a pending version while the receiver decides which of the two it uses; else -1;
 - ``held``: a slot that the model needs between forwards as well (see below), or -1;
-- ``installed``: the newest version that is installed, after ``wait`` and ``apply``, its cost in seconds;
+- ``installed``: the newest version that is installed; before it, what that has cost: ``wait`` and ``apply``, seconds;
 - ``wants_wakeup``: whether the trainer has to wake it for updates that it does not await.
 
 To *signal* is to add to an eventfd of the trainer; to wake a worker, to one of its connection. All words are loaded and
@@ -206,8 +206,8 @@ class SenderArena:
     """The arena in the trainer, which makes it; WeightSyncError: no memory is left.
 
     The thread with the sender's lock calls ``set_layout``, ``reserve``, ``store_header``, ``publish``, ``set_pending``
-    and ``wait``; a session may call ``publish`` for its own block, with an update that the sender keeps. The others are
-    for any thread. ``blocks``: the most connections at a time, those of disconnected but living workers included.
+    and ``wait``. The control thread calls ``store_header`` and ``publish`` as well, with the outlet's lock, to give a
+    worker that has just connected the newest update. The others are for any thread. ``blocks``: the most connections at a time, those of disconnected but living workers included.
 
     Attributes:
         signal: the eventfd that workers signal.
@@ -257,12 +257,12 @@ class SenderArena:
         SyncTimeout: there was none before ``deadline``; names the workers whose forwards use them. WeightSyncError: no
         memory is left for a further slot; nothing has changed.
         """
-        found = self._words.claim(self._slots.buffers)
+        found = self._words.claim(self._slots.buffers)  # a buffer, or how many are kept: leased, published or held
         if type(found) is int and (found := self._claim()) is None:
             self._words.want_freed(True)
             try:
                 while (found := self._claim()) is None:
-                    if not self._words.wait((), 0, remaining(deadline)):
+                    if not self._words.wait((), 0, remaining(deadline)):  # until a worker has freed a slot
                         raise self._too_long()
             finally:
                 self._words.want_freed(False)
@@ -449,7 +449,7 @@ class ArenaInbox(Inbox):
         self.words.release()
 
     def close(self) -> None:
-        """Release everything. A model that is bound keeps its memory, which the trainer may write."""
+        """Release everything. Called when the model has memory of its own (``Receiver.copy_to_own_memory``)."""
         self.words.close()
         self._slots.close()
         descriptors, self._signal, self.wake = {self._signal, self.wake} - {-1}, -1, -1
