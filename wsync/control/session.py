@@ -8,7 +8,8 @@ A worker's answer says which version is *received*, *ready* and *installed* ther
 answer is about a state, and nothing is ever sent again.
 
 Everything here runs in the control thread, with these exceptions: any thread may call ``WorkerSession.state`` and read
-its attributes; the thread inside the gate calls ``choose`` and ``SessionInbox.poll``, ``answer``, ``refuse``, ``settled``.
+its attributes; the thread inside the gate calls ``choose``, and ``poll``, ``answer``, ``refuse`` and ``settled`` of a
+``SessionInbox``.
 Nothing here knows of sockets, processes or tensors: the simulator (``wsync.testing.simulation``) runs it under a clock
 of its own.
 """

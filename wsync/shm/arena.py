@@ -207,7 +207,8 @@ class SenderArena:
 
     The thread with the sender's lock calls ``set_layout``, ``reserve``, ``store_header``, ``publish``, ``set_pending``
     and ``wait``. The control thread calls ``store_header`` and ``publish`` as well, with the outlet's lock, to give a
-    worker that has just connected the newest update. The others are for any thread. ``blocks``: the most connections at a time, those of disconnected but living workers included.
+    worker that has just connected the newest update. The others are for any thread. ``blocks``: the most connections at
+    a time, those of disconnected but living workers included.
 
     Attributes:
         signal: the eventfd that workers signal.
