@@ -7,7 +7,9 @@ from backends import BuiltIn
 
 import wsync
 from wsync.testing import commands
-from wsync.testing.models import WithExtraState, digest
+from wsync.testing.models import Small, WithExtraState, digest, fill
+
+TIMEOUT = 60.0
 
 
 def test_an_error_is_raised_by_a_later_wait(backend: BuiltIn) -> None:
@@ -92,3 +94,18 @@ def test_a_worker_installs_the_newest_version_when_it_pulls(backend: BuiltIn) ->
         session.send(7)
         assert session.outputs() == [5, 6]
         assert session.workers.call(commands.pull) == [version + 1] * 2
+
+
+def test_a_worker_of_a_connect_that_failed_takes_the_first_weights(backend: BuiltIn) -> None:
+    """There was no layout yet when it connected."""
+    with backend.workers(2) as workers, backend.make_scheme(timeout=1.0) as scheme:
+        scheme.init_on_sender("policy", num_workers=2)
+        workers[0].start(commands.join, scheme, Small, 0, "policy")
+        with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 1 did not connect"):
+            scheme.connect()
+        scheme.timeout = TIMEOUT
+        workers[1].start(commands.join, scheme, Small, 1, "policy")
+        scheme.connect(weights=fill(Small(), 4))
+        for worker in workers:
+            worker.result()
+            assert worker.call(commands.output)[0] == 4
