@@ -108,6 +108,8 @@ class Gate:
         finally:
             if self._lock._is_owned():  # pyright: ignore[reportAttributeAccessIssue]
                 self._lock.release()
+            if self._wanted:
+                self.settle()
 
     @contextmanager
     def hold(self) -> Iterator[None]:

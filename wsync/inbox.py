@@ -66,7 +66,7 @@ class WorkerConnection:
         return self._rendezvous.meet(self._pickled, self._model_id, worker_idx, deadline, join)
 
     async def _join(self, loop: ControlLoop, address: Address, worker: int, deadline: float | None) -> int:
-        self._joining = asyncio.current_task()
+        self._joining, self._session = asyncio.current_task(), None
         contact = await dial(address, Hello("weights", self._model_id, worker, native is not None), deadline)
         link = await contact.link()
         try:
@@ -77,6 +77,11 @@ class WorkerConnection:
                 return await self._begin(loop, link, settings, contact)
         except BaseException as error:
             link.close(ConnectionError("this worker has given up"))
+            self._unwatch()
+            if self._session is not None:
+                self._owner.inbox.close()
+            for fd in contact.fds if self._session is None else ():
+                os.close(fd)
             if isinstance(error, TimeoutError):
                 raise SyncTimeout(f"worker {worker}: the sender did not answer in time") from None
             if isinstance(error, ConnectionError):
@@ -118,6 +123,10 @@ class WorkerConnection:
         self._watched.append(descriptor)
         asyncio.get_running_loop().add_reader(descriptor, function, *args)
 
+    def _unwatch(self) -> None:
+        while self._watched:
+            asyncio.get_running_loop().remove_reader(self._watched.pop())
+
     def _sender_died(self, link: Link) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)  # it stays readable
         link.close(ConnectionError("the sender's process has died"))
@@ -141,8 +150,7 @@ class WorkerConnection:
         if self._session is not None and self._running is not None and not self._running.done():
             await self._session.say_goodbye()
             await asyncio.wait([self._running])
-        while self._watched:
-            asyncio.get_running_loop().remove_reader(self._watched.pop())
+        self._unwatch()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1

@@ -188,15 +188,16 @@ class Receiver:
 
     async def _pass(self, update: Update) -> None:
         """Pass an update on, unless a newer one was installed meanwhile, and is passed on instead."""
-        if self._passing is not update or self._pass_on is None:
-            return
-        error = await run_blocking("cascade", error_of, self._pass_on)
-        if not error:
-            self._passed = update.version
-        self.inbox.answer(update, error, 0.0, 0.0)
-        if self._passing is update:
-            self._passing = None
-            self._notify()
+        async with self._in_order:
+            if self._passing is not update or self._pass_on is None:
+                return
+            error = await run_blocking("cascade", error_of, self._pass_on)
+            if not error:
+                self._passed = update.version
+            self.inbox.answer(update, error, 0.0, 0.0)
+            if self._passing is update:
+                self._passing = None
+                self._notify()
 
     # --- the owner of a connection: called in the control thread ---
 
@@ -270,7 +271,7 @@ class Receiver:
             raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
         self.close()
         self.worker_idx, self._version, self._returned, self._failed_version = worker_idx, 0, 0, 0
-        self._passing, self._passed = None, 0
+        self._passing, self._passed, self._in_order = None, 0, asyncio.Lock()
         self._end_returned, self._phase = False, "open"
         deadline = deadline_in(timeout)
         try:
@@ -284,7 +285,7 @@ class Receiver:
                     self.connection.fetch(deadline)
             # Where updates are passed on, the first one has been when this returns.
             self._wait(deadline, lambda: (self._tried >= first and self._passing is None) or None)
-            if self._tried < first:
+            if self._tried < first or self._passing is not None:
                 late = SyncTimeout(f"worker {worker_idx}: the first weights did not come in time")
                 raise self._ended_error() if self.closed else late
             if self.version < first:
@@ -445,7 +446,7 @@ class Receiver:
         """Call ``attempt`` inside the gate at each change until it returns a result; None at the deadline or end."""
         changes = queue.SimpleQueue[None]()
         self._waiters.add(changes)
-        self.inbox.set_wakeups(True)
+        process_gate().soon(self._set_wakeups)
         try:
             while True:
                 closed = self.closed  # before the attempt: what came before the end counts
@@ -458,8 +459,10 @@ class Receiver:
                     continue
         finally:
             self._waiters.discard(changes)
-            if not self._waiters:
-                self.inbox.set_wakeups(False)
+            process_gate().soon(self._set_wakeups)
+
+    def _set_wakeups(self) -> None:
+        self.inbox.set_wakeups(bool(self._waiters))
 
     def _notify(self) -> None:
         for waiter in [*self._waiters]:

@@ -169,7 +169,7 @@ class Sender:
                 sent = self._publish_usual(weights, acknowledge)
                 if isinstance(sent, SyncReport):  # finished: nothing has to be waited for
                     self._record(sent)
-                    return sent
+                    return sent if wait else None
             if sent is None:
                 workers = self._recipients(worker_ids)
                 rest = self._rest_of_model(worker_ids) if partial else None
@@ -447,10 +447,10 @@ class Sender:
                 self._name(self.outlet.wait(sent.workers, sent.version, "received", NOW))
                 self.outlet.abort(sent.version)
         for group, update in updates:
+            update.undecided = False
             self.outlet.announce_commit(update, group)
         yield {}
         for group, update in updates:
-            update.undecided = False
             self.outlet.commit(update, group)
             for worker in group:
                 self._requires[worker] = update.requires

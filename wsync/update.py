@@ -148,10 +148,10 @@ class Outlet(Protocol):
         """Give ``workers`` an undecided update; ``wait`` with the stage ``received`` tells whether they can take it."""
 
     def announce_commit(self, update: Update, workers: Sequence[int]) -> None:
-        """First half of a commit, called for every model before ``commit`` is called for any."""
+        """Make the prepared update the newest one; called for every model before ``commit`` is called for any."""
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
-        """Make the prepared update the newest one, for these workers and those that take the place of absent ones."""
+        """Have the workers install it."""
 
     def abort(self, version: int) -> None:
         """Drop what was prepared."""

@@ -118,7 +118,10 @@ class Workers(Outlet):
         try:
             if self._arena is not None and contact.hello.native and member.pidfd >= 0:
                 member.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                member.block = self._arena.open_block(member.wake, member.pidfd, worker)
+                try:
+                    member.block = self._arena.open_block(member.wake, member.pidfd, worker)
+                except IndexError:
+                    return await contact.refuse("too many processes that were connected before still live")
                 fds = (*self._arena.fds, self._arena.signal, member.wake)
             await contact.accept(fds)
             link = await contact.link()
@@ -189,8 +192,8 @@ class Workers(Outlet):
             newest = self._newest[worker]
             if newest is not None:
                 self._give(newest, {worker: member}, not self._on_request)
-                if newest.version in self._given:
-                    self._given[newest.version] = {**self._given[newest.version], worker: member}
+                if (given := self._given.get(newest.version)) is not None:
+                    self._given[newest.version] = {**given, worker: member}
             self._set_members({**self._members, worker: member})
             self._causes = {w: cause for w, cause in self._causes.items() if w != worker}
         self._news.set()
@@ -441,15 +444,16 @@ class Workers(Outlet):
             self._give(update, given, update.acknowledge)
 
     def announce_commit(self, update: Update, workers: Sequence[int]) -> None:
-        blocks = tuple(one.block for one in self._choose(workers).values() if one.block >= 0)
-        if self._arena is not None and blocks:
-            self._arena.set_pending(blocks, update.version, update.buffer.slot)
+        with self._lock:  # a worker that connects from now on is given the update
+            for worker in workers:
+                self._newest[worker] = update
+            blocks = tuple(one.block for one in self._choose(workers).values() if one.block >= 0)
+            if self._arena is not None and blocks:
+                self._arena.set_pending(blocks, update.version, update.buffer.slot)
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
         with self._lock:
             prepared = self._given.get(update.version, {})
-            for worker in workers:
-                self._newest[worker] = update
             present = self._choose(workers)
             self._note_given(update.version, present)
             # In the arena the word is stored now. Others have the update, unless they have connected since.

@@ -189,3 +189,33 @@ def test_differences_are_exact_and_a_missed_base_gets_the_full_weights(backend: 
         nudge(model, 10)
         scheme.send(model)
         assert session.digests() == [digest(model)] * 2
+
+
+class Refusing(Wide):
+    """Extra state that no worker takes while it is ``"refuse"``."""
+
+    state = ""
+
+    def get_extra_state(self) -> str:
+        return self.state
+
+    def set_extra_state(self, state: str) -> None:
+        if state == "refuse":
+            raise ArithmeticError(state)
+
+
+def test_differences_go_on_after_an_update_that_was_refused(backend: BuiltIn) -> None:
+    pytest.importorskip("zstandard", reason="the extra [delta] is not installed")
+    with backend.connected(make=Refusing, send_transform=Delta()) as session:
+        scheme, model = session.scheme, session.model
+        for send in (scheme.send, lambda: wsync.synchronize({scheme: model})):
+            nudge(model, 10)
+            scheme.send()
+            model.state = "refuse"
+            with pytest.raises(wsync.WorkerFailed, match="ArithmeticError"):
+                send()
+            model.state = ""
+            for _ in range(2):
+                nudge(model, 10)
+                scheme.send()
+                assert session.digests() == [digest(model)] * 2

@@ -145,7 +145,7 @@ class Listener:
             asyncio.get_running_loop().add_reader(listening, self._on_connection, listening)
 
     def _on_connection(self, listening: socket.socket) -> None:
-        oldest = next(iter(self._strangers)) if len(self._strangers) == _MAX_STRANGERS else None
+        oldest = next(iter(self._strangers)) if len(self._strangers) >= _MAX_STRANGERS else None
         try:
             if oldest is not None and time.monotonic() < self._strangers[oldest][1] + _GRACE:
                 raise BlockingIOError("too many strangers")
@@ -243,6 +243,8 @@ async def dial(address: Address, hello: Hello, deadline: float | None) -> Contac
             raise NotConnected(
                 f"{who}: the sender{where} is gone, has been shut down, cannot be reached, or has another key ({error})"
             ) from error
+        for fd in fds:
+            opened.callback(os.close, fd)
         if not hmac.compare_digest(status[1:], handshake.mac("trainer", text)):
             raise NotConnected(f"{who}: what listens{where} does not have the sender's key")
         if refused:

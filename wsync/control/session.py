@@ -236,8 +236,7 @@ class WorkerSession:
         self._refusals[version] = error[:MAX_TEXT]
         if last:
             self._failed = max(self._failed, version)
-        if self._base is not None and self._base.version == version:
-            self._base = None
+        self._base = None  # what the worker has received is not known
 
     # --- its life ---
 

@@ -277,7 +277,7 @@ class SocketStream(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport: asyncio.Transport = transport
-        transport.set_write_buffer_limits(high=1)  # `write` returns when the kernel has the payload
+        transport.set_write_buffer_limits(high=0)  # `write` returns when the kernel has the payload
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             self.host = sock.getsockname()[0]

@@ -176,8 +176,8 @@ static PyObject *SenderWords_publish(SenderWords *self, PyObject *args)
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(blocks); k++) {
         Py_ssize_t i = block_index(self, PyTuple_GET_ITEM(blocks, k));
         Block *block = &self->blocks[i];
-        if (!self->peers[i].open)
-            continue; /* its process has gone */
+        if (!self->peers[i].open || version_in(block->published) >= version)
+            continue; /* its process has gone; or it has connected in the middle of a transaction, and was given it */
         store(pending ? &block->pending : &block->published, word_of(version, slot, acknowledge));
         if (!pending && block->pending)
             store(&block->pending, 0);

@@ -425,7 +425,9 @@ class World:
             else:
                 update.undecided = False
                 self.requires[name] = dict(update.requires)
-                self.outlets[name].commit(update, INDICES)
+                self.outlets[name].announce_commit(update, INDICES)
+        for name, update in () if refused else updates.items():
+            self.outlets[name].commit(update, INDICES)
         self.say("abort" if refused else "commit", parts=parts)
         await asyncio.sleep(0)
         if not refused and self.random.random() < 0.7:
