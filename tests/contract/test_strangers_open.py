@@ -197,7 +197,7 @@ class Apart(Overlapping):
 
 
 def test_11_a_tensor_that_overlaps_itself_is_refused_by_name(backend: BuiltIn) -> None:
-    with pytest.raises(wsync.WeightSyncError, match="'rows'"), joined(backend, Apart(), Overlapping, timeout=5.0):
+    with pytest.raises(wsync.WeightSyncError, match="'rows'"), joined(backend, Apart(), Overlapping, timeout=60.0):
         pass
     with suppress(WorkerError):
         backend.pool.close()
