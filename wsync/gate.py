@@ -1,7 +1,8 @@
 """The gate: no model changes while its forward runs.
 
 There is one gate per process, a re-entrant lock, for all synchronised models in it. A forward of a gated model holds
-it. Each receiver is a *hook* of the gate. When a thread enters the gate from outside, each hook installs what has
+it, and so does a call of any public method that its class defines; what is said here of forwards holds for these, too.
+Each receiver is a *hook* of the gate. When a thread enters the gate from outside, each hook installs what has
 arrived; so a forward sees one version from its first layer to its last. When the thread leaves, each hook releases what
 the forward has used (a slot of shared memory).
 
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from wsync.deadlines import remaining
@@ -250,10 +252,11 @@ _gated_classes: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.M
 
 
 def gate_model(module: nn.Module) -> None:
-    """Make every call of ``module`` pass through the gate. Called inside the gate.
+    """Make calls of ``module``, and of its public methods but ``forward``, pass through the gate. Called inside it.
 
-    The module's class is replaced by a subclass of the same name; no attribute is added. A copy or unpickled module has
-    the original class, and is not gated (except a copy that the module's own ``__deepcopy__`` makes by ``type(self)``).
+    These are the methods that its class and the bases below ``nn.Module`` define. The class is replaced by a subclass
+    of the same name; no attribute is added. A copy or unpickled module has the original class, and is not gated (except
+    a copy that the module's own ``__deepcopy__`` makes by ``type(self)``).
     TypeError: its ``forward`` is a generator or a coroutine, which would run through several versions.
     """
     original = type(module)
@@ -281,6 +284,25 @@ def _new(cls: type, *arguments: Any) -> Any:
     return cls.__new__(cls, *arguments)
 
 
+def _entering(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that enters the gate; or, if it runs later than it is called, that has to be called inside."""
+    runs_later = _runs_later(method)
+    if runs_later and hasattr(nn.Module, name):  # such as ``named_parameters``
+        return method
+
+    @functools.wraps(method)
+    def enter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(self, *args, **kwargs)
+        if not runs_later:
+            return _gate.call_model(self, method, (self, *args), kwargs)
+        if not _gate.held_here:
+            raise RuntimeError(f"{type(self).__name__}.{name}() runs later than it is called: use it in wsync.gate()")
+        return method(self, *args, **kwargs)
+
+    return enter
+
+
 def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
     inner = original.__call__
 
@@ -294,7 +316,10 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
             function = _new  # with the other, pickle checks that the class is the object's own
         return (function, tuple(original if item is type(self) else item for item in arguments), *rest)
 
-    namespace = {
+    own = original.__mro__[: original.__mro__.index(nn.Module)]
+    methods = {name: value for base in reversed(own) for name, value in vars(base).items() if inspect.isfunction(value)}
+    namespace: dict[str, Any] = {
+        **{name: _entering(name, value) for name, value in methods.items() if name[0] != "_" and name != "forward"},
         _ORIGINAL: original,
         "__call__": __call__,
         "__reduce_ex__": __reduce_ex__,

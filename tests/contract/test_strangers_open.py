@@ -49,7 +49,6 @@ def pass_many(state: WorkerState, passes: int) -> tuple[int, int]:
     return torn, len(seen)
 
 
-@issue("57.1")
 def test_1_every_public_method_of_a_model_enters_the_gate(backend: BuiltIn) -> None:
     with backend.connected(2, make=Agent) as session:
         for worker in session.workers:
