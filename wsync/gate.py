@@ -292,7 +292,7 @@ def _entering(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def enter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and _gate._depth:  # called by a forward that is compiled, and inside
             return method(self, *args, **kwargs)
         if not runs_later:
             return _gate.call_model(self, method, (self, *args), kwargs)

@@ -30,6 +30,7 @@ from wsync.control.session import LATE, Medium, WorkerSession, checksum_of, wait
 from wsync.control.wire import NewLayout, Offer, Settings
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed, join_indices
+from wsync.gate import process_gate
 from wsync.native import native, why_not
 from wsync.shm.arena import SenderArena
 from wsync.transforms import Delta
@@ -47,7 +48,7 @@ class Member:
     session: WorkerSession  # its connection; set once it is accepted
 
     def __init__(self, pid: int) -> None:
-        self.pidfd = _pidfd(pid)  # of its process; -1 if that is on another machine
+        self.pid, self.pidfd = pid, _pidfd(pid)  # its process; 0 and -1 if that is on another machine
         self.block = -1  # its words in the arena, if it uses that
         self.wake = -1  # the eventfd that wakes it there
         self.fresh = True  # it has connected since the last `connect` or `readmit`, which takes it for a replacement
@@ -93,6 +94,7 @@ class Workers(Outlet):
         self.workers: Sequence[int] = ()  # those that are present; replaced whenever that changes
         self._all_blocks: tuple[int, ...] = ()  # those of all workers, if all are present and use the arena
         self._members: Mapping[int, Member] = {}  # replaced, never changed
+        self._has_worker_here = False  # in the trainer's own process
         self._causes: Mapping[int, str] = {}
         self._newest: list[Update | None] = [None] * num_workers
         self._given: dict[int, Mapping[int, Member]] = {}  # by version: to whom it was given
@@ -203,6 +205,7 @@ class Workers(Outlet):
         self.workers = tuple(self._members)
         blocks = tuple(member.block for member in members.values())
         self._all_blocks = blocks if len(blocks) == self._num_workers and min(blocks) >= 0 else ()
+        self._has_worker_here = os.getpid() in (member.pid for member in members.values())
 
     def _release_when_dead(self, member: Member) -> None:
         """A process that was disconnected may still read its slot: its words are its own until it ends."""
@@ -317,6 +320,10 @@ class Workers(Outlet):
 
     def reserve(self, deadline: float | None) -> Buffer:
         assert self._layout is not None, "set_layout() comes first"
+        if self._has_worker_here and process_gate().held_here:
+            raise RuntimeError(
+                "call send() outside any forward and any wsync.gate() block: a worker is in this process"
+            )
         return self._pool.reserve(self._layout) if self._arena is None else self._arena.reserve(deadline)
 
     def publish(self, update: Update, workers: Sequence[int]) -> bool:

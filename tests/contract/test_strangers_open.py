@@ -166,7 +166,6 @@ def test_8_an_answer_that_a_signal_swallowed_is_made_up_for(backend: BuiltIn) ->
         assert session.workers[0].result() > 0 and session.outputs() == [151]
 
 
-@issue("59.9")
 def test_9_a_send_inside_the_gate_of_its_own_worker_says_so() -> None:
     with wsync.SharedMemWeightSyncScheme(timeout=1.0) as sender:
         sender.init_on_sender("policy", model=model_of(1), num_workers=1)

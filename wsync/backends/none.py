@@ -67,5 +67,3 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     def pull(self, timeout: float | None = None) -> int:
         return 0
-
-    get_sender, get_receiver = WeightSyncScheme.create_sender, WeightSyncScheme.create_receiver
