@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from workers_here import connect, make_worker, model_of
 
 import wsync
-from wsync.testing import Worker, WorkerPool, commands
+from wsync.testing import Worker, WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 
@@ -336,3 +337,87 @@ def test_10_a_call_that_the_machine_blocks_is_named(call: str, monkeypatch: pyte
             sender.init_on_sender("policy", model=model_of(1), num_workers=1)
             with make_worker(sender, 0) as worker:
                 connect(sender.connect, worker)
+
+
+# --- 57.1: methods enter the gate ---
+
+
+class Agent(nn.Module):
+    """As CleanRL's: no ``forward``, and an actor and a critic that one method calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def get_action_and_value(self, x: torch.Tensor) -> tuple[float, float]:
+        """The first weight of each part, as the outputs have them."""
+        return self.actor(x)[0].item(), self.critic(x)[0].item()
+
+
+def pass_many(state: WorkerState, passes: int) -> tuple[int, int]:
+    """How many passes mixed two versions, and how many versions were seen."""
+    agent, x, seen, torn = state.models["policy"], torch.eye(64)[0], set[float](), 0
+    for _ in range(passes):
+        action, value = agent.get_action_and_value(x)
+        torn += action != value
+        seen.add(action)
+    return torn, len(seen)
+
+
+def test_1_every_public_method_of_a_model_enters_the_gate(backend: BuiltIn) -> None:
+    with backend.connected(2, make=Agent) as session:
+        for worker in session.workers:
+            worker.start(pass_many, 10_000)
+        over, sent = threading.Event(), [1]
+
+        def send() -> None:
+            while not over.is_set():
+                sent[0] += 1
+                session.send(sent[0])
+
+        trainer = threading.Thread(target=send)
+        trainer.start()
+        try:
+            for torn, versions in session.workers.results():
+                assert torn == 0 and versions > 5
+        finally:
+            over.set()
+            trainer.join()
+
+
+# --- 59.9, 59.11 ---
+
+
+def test_9_a_send_inside_the_gate_of_its_own_worker_says_so() -> None:
+    with wsync.SharedMemWeightSyncScheme(timeout=1.0) as sender:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        with make_worker(sender, 0) as worker:
+            connect(sender.connect, worker)
+            started = time.monotonic()
+            with wsync.gate(), pytest.raises(RuntimeError, match="forward"):
+                sender.send(model_of(2))
+            assert time.monotonic() - started < 0.5
+
+
+class Overlapping(nn.Module):
+    """A buffer whose rows have two values in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(6).as_strided((2, 4), (2, 1)))
+
+    def forward(self) -> torch.Tensor:
+        return self.rows
+
+
+class Apart(Overlapping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.zeros(2, 4)
+
+
+def test_11_a_tensor_that_overlaps_itself_is_refused_by_name(backend: BuiltIn) -> None:
+    with pytest.raises(wsync.WeightSyncError, match="'rows'"), joined(backend, Apart(), Overlapping, timeout=20.0):
+        pass
+    with suppress(WorkerError):
+        backend.pool.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -14,10 +12,10 @@ from backends import BuiltIn, SharedMemoryPublished
 from tensordict import TensorDict
 from test_strangers import act, joined
 from torch import nn
-from workers_here import connect, make_worker, model_of
+from workers_here import make_worker, model_of
 
 import wsync
-from wsync.testing import WorkerError, WorkerPool
+from wsync.testing import WorkerPool
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import fill
 
@@ -25,49 +23,6 @@ from wsync.testing.models import fill
 def issue(number: str) -> pytest.MarkDecorator:
     """An expected failure, until the rebuilt core takes it."""
     return pytest.mark.xfail(strict=False, reason=f"issue {number}")
-
-
-class Agent(nn.Module):
-    """As CleanRL's: no ``forward``, and an actor and a critic that one method calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.actor, self.critic = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-
-    def get_action_and_value(self, x: torch.Tensor) -> tuple[float, float]:
-        """The first weight of each part, as the outputs have them."""
-        return self.actor(x)[0].item(), self.critic(x)[0].item()
-
-
-def pass_many(state: WorkerState, passes: int) -> tuple[int, int]:
-    """How many passes mixed two versions, and how many versions were seen."""
-    agent, x, seen, torn = state.models["policy"], torch.eye(64)[0], set[float](), 0
-    for _ in range(passes):
-        action, value = agent.get_action_and_value(x)
-        torn += action != value
-        seen.add(action)
-    return torn, len(seen)
-
-
-def test_1_every_public_method_of_a_model_enters_the_gate(backend: BuiltIn) -> None:
-    with backend.connected(2, make=Agent) as session:
-        for worker in session.workers:
-            worker.start(pass_many, 10_000)
-        over, sent = threading.Event(), [1]
-
-        def send() -> None:
-            while not over.is_set():
-                sent[0] += 1
-                session.send(sent[0])
-
-        trainer = threading.Thread(target=send)
-        trainer.start()
-        try:
-            for torn, versions in session.workers.results():
-                assert torn == 0 and versions > 5
-        finally:
-            over.set()
-            trainer.join()
 
 
 def export_while_pending(state: WorkerState) -> list[float]:
@@ -164,38 +119,3 @@ def test_8_an_answer_that_a_signal_swallowed_is_made_up_for(backend: BuiltIn) ->
         for value in range(2, 152):
             session.update(value)
         assert session.workers[0].result() > 0 and session.outputs() == [151]
-
-
-def test_9_a_send_inside_the_gate_of_its_own_worker_says_so() -> None:
-    with wsync.SharedMemWeightSyncScheme(timeout=1.0) as sender:
-        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
-        with make_worker(sender, 0) as worker:
-            connect(sender.connect, worker)
-            started = time.monotonic()
-            with wsync.gate(), pytest.raises(RuntimeError, match="forward"):
-                sender.send(model_of(2))
-            assert time.monotonic() - started < 0.5
-
-
-class Overlapping(nn.Module):
-    """A buffer whose rows have two values in common."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("rows", torch.zeros(6).as_strided((2, 4), (2, 1)))
-
-    def forward(self) -> torch.Tensor:
-        return self.rows
-
-
-class Apart(Overlapping):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = torch.zeros(2, 4)
-
-
-def test_11_a_tensor_that_overlaps_itself_is_refused_by_name(backend: BuiltIn) -> None:
-    with pytest.raises(wsync.WeightSyncError, match="'rows'"), joined(backend, Apart(), Overlapping, timeout=60.0):
-        pass
-    with suppress(WorkerError):
-        backend.pool.close()
