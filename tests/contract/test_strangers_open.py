@@ -15,7 +15,7 @@ from torch import nn
 from workers_here import make_worker, model_of
 
 import wsync
-from wsync.testing import WorkerPool
+from wsync.testing import WorkerError, WorkerPool
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import fill
 
@@ -114,8 +114,12 @@ def receive_under_signals(state: WorkerState, last: int) -> int:
 
 @issue("59.8")
 def test_8_an_answer_that_a_signal_swallowed_is_made_up_for(backend: BuiltIn) -> None:
-    with backend.connected(1, timeout=1.0) as session:
-        session.workers[0].start(receive_under_signals, 151)
-        for value in range(2, 152):
-            session.update(value)
-        assert session.workers[0].result() > 0 and session.outputs() == [151]
+    try:
+        with backend.connected(1, timeout=1.0) as session:
+            session.workers[0].start(receive_under_signals, 151)
+            for value in range(2, 152):
+                session.update(value)
+            assert session.workers[0].result() > 0 and session.outputs() == [151]
+    finally:  # the worker may be struck for ever
+        with suppress(WorkerError):
+            backend.pool.close()
