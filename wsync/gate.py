@@ -63,7 +63,7 @@ class Gate:
         self.subject: object = None
         self._lock = threading.RLock()  # guards the models of this process, and all attributes here
         self._depth = 0  # above 0 while a thread is inside: the nesting of `hold`
-        self._wanted = False  # something has arrived: whoever leaves the gate looks for it
+        self._wanted = False  # something has arrived: it is looked for when the gate is left
         self._jobs: deque[Callable[[], object]] = deque()
         self._task: object = None  # the asyncio task that holds the gate by `hold`
 
@@ -287,7 +287,7 @@ def _new(cls: type, *arguments: Any) -> Any:
 def _entering(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that enters the gate; or, if it runs later than it is called, that has to be called inside."""
     runs_later = _runs_later(method)
-    if runs_later and hasattr(nn.Module, name):  # such as ``named_parameters``
+    if runs_later and name in vars(nn.Module):  # PyTorch calls it: ``named_parameters``, …
         return method
 
     @functools.wraps(method)

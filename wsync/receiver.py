@@ -179,12 +179,12 @@ class Receiver:
         self._target.install(update.views, load_extra(update.extra))
 
     def _break_if_unusable(self, update: Update, error: str) -> None:
-        who = f"worker {self.worker_idx}: version {update.version} of '{self.model_id}' could not be installed"
+        failure = f"worker {self.worker_idx}: version {update.version} of '{self.model_id}' could not be installed"
         if self._target is not None and self._target.mixed:
-            text = f"{who}, and the model may have weights of two versions until one is:\n{error}"
+            text = f"{failure}, and the model may have weights of two versions until one is:\n{error}"
             self._broken = partial(WeightSyncError, text)
         elif self._target is not None and self._target.misfit:
-            self._broken = partial(LayoutMismatch, f"{who}; until a version fits, forwards are refused:\n{error}")
+            self._broken = partial(LayoutMismatch, f"{failure}; until a version fits, forwards are refused:\n{error}")
 
     async def _pass(self, update: Update) -> None:
         """Pass an update on, unless a newer one was installed meanwhile, and is passed on instead."""

@@ -373,7 +373,7 @@ class WeightSyncScheme:
                 it has connected is then an error at once, with its exit code.
 
         Raises:
-            NotConnected: not initialised; or the sender is gone, or rejected this worker.
+            NotConnected: not initialised; or the sender has ended, or has refused this worker.
             SyncTimeout: a worker did not connect or install the first weights in time; or the sender did not answer.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch, WeightSyncError: the weights do not fit a model, it raised an error, or the memory is full.

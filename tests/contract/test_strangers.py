@@ -400,7 +400,7 @@ def test_9_a_send_inside_the_gate_of_its_own_worker_says_so() -> None:
 
 
 class Overlapping(nn.Module):
-    """A buffer whose rows have two values in common."""
+    """A buffer with two rows that overlap by two values."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from wsync.weights.layout import Buffer
 
 
 class _Nothing(Outlet, Connection):
-    """An outlet and a connection that nobody uses."""
+    """An outlet and a connection without effect."""
 
     name = "none"
 

@@ -35,7 +35,7 @@ _SILENCE = 10  # seconds after which a TCP connection to a machine that does not
 
 @dataclass
 class Contact:
-    """One end of a connection whose other end has proved that it has the key.
+    """One end of an authenticated connection.
 
     Attributes:
         end: which one: ``"trainer"``, where the worker waits to be accepted, or ``"worker"``, which was.
@@ -221,7 +221,7 @@ async def dial(address: Address, hello: Hello, deadline: float | None) -> Contac
         NotConnected: no sender is there (any more), or it has refused this worker.
         SyncTimeout: no answer by the deadline.
     """
-    who, where = f"worker {hello.worker}", f" at {address.host} port {address.port}" if address.host else ""
+    worker, where = f"worker {hello.worker}", f" at {address.host} port {address.port}" if address.host else ""
     body, text = msgspec.msgpack.encode(hello), b""
     with ExitStack() as opened:
         try:
@@ -237,18 +237,18 @@ async def dial(address: Address, hello: Hello, deadline: float | None) -> Contac
                     text = await _receive(sock, size)
         except TimeoutError:
             raise SyncTimeout(
-                f"{who}: the sender{where} did not answer in time: does it call connect() or readmit()?"
+                f"{worker}: no answer of the sender{where} in time: has connect() or readmit() been called there?"
             ) from None
         except OSError as error:
             raise NotConnected(
-                f"{who}: the sender{where} is gone, has been shut down, cannot be reached, or has another key ({error})"
+                f"{worker}: the sender{where} has ended, cannot be reached, or was given another key ({error})"
             ) from error
         for fd in fds:
             opened.callback(os.close, fd)
         if not hmac.compare_digest(status[1:], handshake.mac("trainer", text)):
-            raise NotConnected(f"{who}: what listens{where} does not have the sender's key")
+            raise NotConnected(f"{worker}: the listener{where} did not prove the sender's key")
         if refused:
-            raise NotConnected(f"{who}: the sender has rejected it: {text.decode(errors='replace')}")
+            raise NotConnected(f"{worker}: rejected by the sender: {text.decode(errors='replace')}")
         opened.pop_all()  # its user closes it
         return Contact(sock, hello, "worker", peer_pid(sock), handshake, fds)
 

@@ -67,7 +67,7 @@ class CudaMedium(Medium):
     async def _next(self) -> bytes:
         said = await self._said.get()
         if said is None:
-            self.close()  # for whoever else waits
+            self.close()  # ends the other waits
             raise ConnectionError("the connection has ended")
         return said
 

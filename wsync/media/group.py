@@ -100,7 +100,7 @@ class _LinkStore(TorchStore):
 
 
 class GroupMedium(BlockingMedium):
-    """One end of a connection whose large updates go through a process group of ``backend``: gloo or nccl.
+    """One end of a connection with a process group (``backend``: gloo or nccl) for large updates.
 
     Args:
         inline_bytes: updates with at most this many bytes follow their offer, unless nccl carries all.
