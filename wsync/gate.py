@@ -10,7 +10,7 @@ The control thread, which brings updates, never waits for the gate: it only trie
 thread holds it, that thread looks once more after it has left. So an update is installed as soon as the running forward
 ends, even if no other forward follows.
 
-What bypasses the gate, such as ``model.forward(...)``, a submodule called on its own, or a plain read of a parameter
+What bypasses the gate, such as ``model.forward(...)``, a single layer called on its own, or a plain read of a parameter
 (docs/lifecycle.md has all), may see two versions. Hold the gate for it, and around forward *and* backward::
 
     with wsync.gate():
@@ -28,8 +28,9 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -61,6 +62,7 @@ class Gate:
         # Inside the gate, the model that was called from outside; None for ``gate()`` and ``gated()``; ``NO_FORWARD``
         # for a thread that only installs: hooks raise no errors that are meant for a forward.
         self.subject: object = None
+        self.used = False  # by any forward or ``gate()`` of this process
         self._lock = threading.RLock()  # guards the models of this process, and all attributes here
         self._depth = 0  # above 0 while a thread is inside: the nesting of `hold`
         self._wanted = False  # something has arrived: it is looked for when the gate is left
@@ -74,6 +76,8 @@ class Gate:
                 if self._depth:
                     return function(*args, **kwargs)
                 self.subject, self._depth = model, 1
+                if model is not NO_FORWARD:
+                    self.used = True
                 try:
                     for hook in self.hooks:
                         if hook.poll_update():
@@ -122,7 +126,7 @@ class Gate:
                 if depth and self._task is not None and task is not self._task:
                     raise RuntimeError("wsync.gate() is held across an await by another task of this thread")
                 if not depth:
-                    self.subject, self._task = None, task
+                    self.subject, self._task, self.used = None, task, True
                 self._depth = depth + 1
                 try:
                     if not depth:
@@ -247,36 +251,56 @@ def _runs_later(function: object) -> bool:
 # --- gating a model ---
 
 _ORIGINAL = "_wsync_original"  # attribute of a gated class: the class that it was made from
-# Each class that has been gated → its gated subclass.
-_gated_classes: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.Module]]] = weakref.WeakKeyDictionary()
+_PART = "_compiled_call_impl"  # what PyTorch calls in place of ``_call_impl``; it is in no copy and no pickle
+# Each class that has been gated → its gated subclass, by the methods that are gated.
+_gated_classes: weakref.WeakKeyDictionary[type, dict[Any, weakref.ref[type[nn.Module]]]] = weakref.WeakKeyDictionary()
 
 
-def gate_model(module: nn.Module) -> None:
-    """Make calls of ``module``, and of its public methods but ``forward``, pass through the gate. Called inside it.
+def gate_model(module: nn.Module, methods: Collection[str] | None = None) -> None:
+    """Make calls of ``module``, of its public methods but ``forward``, and of its parts pass through the gate.
 
-    These are the methods that its class and the bases below ``nn.Module`` define. The class is replaced by a subclass
-    of the same name; no attribute is added. A copy or unpickled module has the original class, and is not gated (except
-    a copy that the module's own ``__deepcopy__`` makes by ``type(self)``).
+    The methods are those that its class and the bases below ``nn.Module`` define, or only the given ones. The class is
+    replaced by a subclass of the same name. A part is a submodule that has submodules itself. A copy or unpickled
+    module is not gated (except a copy that the module's own ``__deepcopy__`` makes by ``type(self)``). Called inside
+    the gate.
+
     TypeError: its ``forward`` is a generator or a coroutine, which would run through several versions.
+    AttributeError: it has no method of a given name.
     """
     original = type(module)
     if _ORIGINAL in vars(original):
         return
     if _runs_later(original.forward):
         raise TypeError(f"{original.__name__}.forward runs later than it is called: use wsync.gate() inside it")
-    reference = _gated_classes.get(original)
+    names = None if methods is None else frozenset(methods)
+    made = _gated_classes.setdefault(original, {})
+    reference = made.get(names)
     subclass = None if reference is None else reference()
     if subclass is None:
-        subclass = _gated_class(original)
-        _gated_classes[original] = weakref.ref(subclass)
+        subclass = _gated_class(original, names)
+        made[names] = weakref.ref(subclass)
     module.__class__ = subclass
+    for part in module.modules():
+        if part is not module and next(part.children(), None) is not None and _ORIGINAL not in vars(type(part)):
+            call = part._compiled_call_impl or part._call_impl
+            vars(part)[_PART] = partial(_call_part, part, call)
 
 
 def ungate_model(module: nn.Module) -> None:
-    """Give ``module`` its own class back. Called inside the gate."""
+    """Give ``module`` its own class back, and its parts their calls. Called inside the gate."""
     original = vars(type(module)).get(_ORIGINAL)
     if original is not None:
         module.__class__ = original
+    for part in module.modules():
+        entry = vars(part).get(_PART)
+        if isinstance(entry, partial) and entry.func is _call_part:
+            del vars(part)[_PART]
+            if entry.args[1] != part._call_impl:  # the user has compiled it
+                vars(part)[_PART] = entry.args[1]
+
+
+def _call_part(part: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _gate.call_model(part, call, args, kwargs)
 
 
 def _new(cls: type, *arguments: Any) -> Any:
@@ -303,7 +327,7 @@ def _entering(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return enter
 
 
-def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
+def _gated_class(original: type[nn.Module], chosen: frozenset[str] | None) -> type[nn.Module]:
     inner = original.__call__
 
     @functools.wraps(inner)
@@ -318,8 +342,11 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
 
     own = original.__mro__[: original.__mro__.index(nn.Module)]
     methods = {name: value for base in reversed(own) for name, value in vars(base).items() if inspect.isfunction(value)}
+    names = {name for name in methods if name[0] != "_" and name != "forward"} if chosen is None else chosen
+    if unknown := names - methods.keys():
+        raise AttributeError(f"gate= names methods of the model, and {original.__name__} has no {sorted(unknown)}")
     namespace: dict[str, Any] = {
-        **{name: _entering(name, value) for name, value in methods.items() if name[0] != "_" and name != "forward"},
+        **{name: _entering(name, methods[name]) for name in names},
         _ORIGINAL: original,
         "__call__": __call__,
         "__reduce_ex__": __reduce_ex__,

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import json
 import select
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from wsync.control.auth import Address
-from wsync.deadlines import deadline_in, milliseconds, readable, remaining
+from wsync.deadlines import deadline_in, milliseconds, readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.paths import RemoteWorker, find_or_none
 from wsync.transport import TransportBackend
@@ -28,8 +26,6 @@ from wsync.transport import TransportBackend
 if TYPE_CHECKING:
     from wsync.scheme import WeightSyncScheme
     from wsync.update import SyncReport
-
-_PAUSE = 0.02  # seconds between two attempts to end the wait of a connecting thread
 
 
 class WeightSender:
@@ -69,14 +65,10 @@ class WeightReceiver:
 
         They are installed as they arrive, also without this call. NotConnected: the sender has shut down.
         """
-        scheme, deadline = self._scheme, deadline_in(timeout)
+        scheme = self._scheme
         if not scheme.sends_weights:
             return False
-        if scheme._connecting is not None:
-            if not wait([scheme._connecting], timeout).done:
-                return False
-            scheme._connecting.result()
-        received = scheme.receive(remaining(deadline))
+        received = scheme.receive(timeout)
         if received is None and scheme.finished:
             raise NotConnected("the sender has shut down: there will be no more weights")
         return received is not None
@@ -117,28 +109,7 @@ def init_on_worker(
     if model is None and context is not None:
         model = find_or_none(context, model_id) or getattr(context, "model", None)
     scheme.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
-    receiver, connected = scheme._as_receiver("init_on_worker"), Future[None]()
-
-    def connect() -> None:
-        try:
-            receiver.connect(worker_idx, scheme.timeout)
-            connected.set_result(None)
-        except BaseException as error:  # noqa: BLE001  raised again by `receive`
-            connected.set_exception(error)
-
-    threading.Thread(target=connect, name="wsync-connect", daemon=True).start()
-    scheme._connecting = connected
-
-
-def end_connecting(scheme: WeightSyncScheme) -> None:
-    """End a worker's connecting thread, and close what it connected meanwhile."""
-    connecting, receiver = scheme._connecting, scheme._receiver
-    if connecting is None or receiver is None or scheme._inherited:
-        return
-    while not wait([connecting], _PAUSE).done:
-        receiver.close()  # again: the thread may not have begun to wait for the sender before
-    receiver.close()
-    scheme._connecting = None
+    scheme.connect(wait=False)
 
 
 def transport_to(scheme: WeightSyncScheme, given: object) -> TransportBackend:

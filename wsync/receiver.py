@@ -12,24 +12,29 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import threading
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch._guards import active_fake_mode
 
 from wsync.control.loop import control_loop, run_blocking
 from wsync.control.session import choose
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, error_of
 from wsync.gate import entered_for_forward_of, gate_model, process_gate, ungate_model
-from wsync.update import Connection, Inbox, Update
+from wsync.update import LAST_VERSION, Connection, Inbox, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
 from wsync.weights.strategy import WeightStrategy
 from wsync.weights.targets import Destination, Target, load_extra, unshare
 
+_PAUSE = 0.02  # seconds between two attempts to end the wait of a connecting thread
 _receivers: list[Receiver] = []  # those of this process that are connected; changed inside the gate
 os.register_at_fork(after_in_child=_receivers.clear)
 
@@ -37,10 +42,11 @@ os.register_at_fork(after_in_child=_receivers.clear)
 class Receiver:
     """Installs one model's updates in one worker. It is a hook of the gate.
 
-    ``on_request``: updates are installed only by ``pull``, and before forwards that are more than ``max_staleness``
-    versions behind. ``timeout``: seconds that a forward waits for a version that it needs. ``pass_on``: passes an
-    update on to workers of this worker; called after it is installed and before it is acknowledged, outside the gate,
-    in a thread of its own. ``device``: where updates are received that do not come by the arena.
+    ``gate``: as in ``WeightSyncScheme``. ``on_request``: updates are installed only by ``pull``, and before forwards
+    that are more than ``max_staleness`` versions behind. ``timeout``: seconds that a forward waits for a version that
+    it needs. ``pass_on``: passes an update on to workers of this worker; called after it is installed and before it is
+    acknowledged, outside the gate, in a thread of its own. ``device``: where updates are received that do not come by
+    the arena.
 
     Attributes:
         sender: identifies the sender of the present connection.
@@ -58,6 +64,7 @@ class Receiver:
         strategy: WeightStrategy,
         *,
         bind: bool = True,
+        gate: bool | Collection[str] = True,
         on_request: bool = False,
         max_staleness: int | None = None,
         timeout: float | None = None,
@@ -71,7 +78,7 @@ class Receiver:
         self.sender = ""
         self.worker_idx, self._version = -1, 0
         self.announced_at = 0.0
-        self.bind, self.on_request = bind, on_request
+        self.bind, self.on_request, self._gate = bind, on_request, gate
         self._strategy = strategy
         self._max_staleness, self._timeout = max_staleness, timeout
         self.passes_on, self._pass_on = pass_on is not None, pass_on
@@ -83,9 +90,11 @@ class Receiver:
         self._bound: Buffer | None = None  # of the version that the model has: its parameters may point there
         self._broken: Callable[[], WeightSyncError] | None = None  # why forwards are refused, if they are
         self._failed_version, self._failure = 0, ""
+        self._first = LAST_VERSION  # the version that `connect` has installed
         self._pulling = 0  # threads that want the newest version
         self._returned = 0  # the version that `receive` or `pull` has returned last
         self._end_returned = False
+        self._connecting: Future[None] | None = None
         self._waiters: set[queue.SimpleQueue[None]] = set()
         # new: before ``connect``. finished: the sender or this end has shut down. lost: the sender died, or has
         # disconnected this worker, or ``connect`` has failed.
@@ -104,7 +113,7 @@ class Receiver:
         again = False
         if not self.on_request or self._pulling or self._is_too_old():
             updates = self.inbox.poll()
-            if updates:
+            if updates and active_fake_mode() is None:  # `torch.export` has put fake tensors in the model's place
                 again = self._install_newest(updates)
         if self._broken and entered_for_forward_of(self.destination.model):
             raise self._broken()
@@ -266,6 +275,23 @@ class Receiver:
 
     def connect(self, worker_idx: int, timeout: float | None) -> None:
         """Connect to the sender, and install the first weights if it has any yet; see ``WeightSyncScheme.connect``."""
+        self._connect(worker_idx, timeout)
+        self._connecting = None
+
+    def connect_in_thread(self, worker_idx: int, timeout: float | None) -> None:
+        """Begin to ``connect``; ``receive`` and ``pull`` wait for it, and raise what it raises."""
+        connecting = self._connecting = Future[None]()
+
+        def connect() -> None:
+            try:
+                self._connect(worker_idx, timeout)
+                connecting.set_result(None)
+            except BaseException as error:  # noqa: BLE001  raised again
+                connecting.set_exception(error)
+
+        threading.Thread(target=connect, name="wsync-connect", daemon=True).start()
+
+    def _connect(self, worker_idx: int, timeout: float | None) -> None:
         self._require_outside("connect()")
         if self._phase == "open":
             raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
@@ -290,7 +316,7 @@ class Receiver:
                 raise self._ended_error() if self.closed else late
             if self.version < first:
                 raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{self._failure}")
-            self._returned = first
+            self._returned = self._first = first
         except BaseException:
             self.close()
             self._phase = "lost"
@@ -299,9 +325,18 @@ class Receiver:
             self._pulling = 0  # no other thread can pull yet
 
     def _gate_model(self) -> None:
-        if self.destination.module is not None:
-            gate_model(self.destination.module)
+        if self.destination.module is not None and self._gate is not False:
+            gate_model(self.destination.module, None if self._gate is True else self._gate)
         _receivers.append(self)
+
+    def shutdown(self) -> None:
+        """``close``, and end the thread of ``connect_in_thread``."""
+        self.close()
+        while self._connecting is not None and not self._loop.inherited:
+            ended = wait([self._connecting], _PAUSE).done
+            self.close()  # again: the thread may not have begun to wait for the sender before
+            if ended:
+                self._connecting = None
 
     def close(self) -> None:
         """Close the connection; the model keeps its weights, in its own memory. Idempotent."""
@@ -315,6 +350,14 @@ class Receiver:
 
     def _detach(self) -> None:
         process_gate().detach(self._hook)
+        newest = max(self.version, self.inbox.newest)
+        if newest > self._first and not process_gate().used and self.destination.module is not None and self._gate:
+            warnings.warn(
+                f"worker {self.worker_idx}: updates up to version {newest} of '{self.model_id}' came, and its model "
+                "was never called through the gate, where they are installed between two forwards. What bypasses it: "
+                "docs/lifecycle.md",
+                stacklevel=2,
+            )
         if self in _receivers:
             _receivers.remove(self)
         self.copy_to_own_memory()
@@ -376,8 +419,9 @@ class Receiver:
 
     def receive(self, timeout: float | None, take: Callable[[], Any] | None = None) -> Any | None:
         """Wait for the next version; return what ``take()`` (default: ``weights``), called inside the gate, returns."""
-        self._require_begun("receive()")
         deadline, take = deadline_in(timeout), take or self.weights
+        if not self._has_begun("receive()", timeout):
+            return None
         end_returned = self._end_returned
 
         def attempt() -> Any | None:
@@ -397,8 +441,9 @@ class Receiver:
 
     def pull(self, timeout: float | None) -> int:
         """Install the newest version, and return its number; see ``WeightSyncScheme.pull``."""
-        self._require_begun("pull()")
         deadline = deadline_in(timeout)
+        if not self._has_begun("pull()", timeout):
+            raise SyncTimeout(f"worker {self.worker_idx} has not connected yet")
         self._pulling += 1
         try:
             if not self.closed:
@@ -429,10 +474,16 @@ class Receiver:
         if process_gate().held_here:
             raise RuntimeError(f"call {call} outside any forward and any wsync.gate() block")
 
-    def _require_begun(self, call: str) -> None:
+    def _has_begun(self, call: str, timeout: float | None) -> bool:
+        """Wait until ``connect_in_thread`` has connected; return whether it has. NotConnected: nothing connects."""
         self._require_outside(call)
-        if self._phase == "new":
+        if self._connecting is not None:
+            if not wait([self._connecting], timeout).done:
+                return False
+            self._connecting.result()
+        elif self._phase == "new":
             raise NotConnected(f"not connected yet: call connect(worker_idx=…) before {call}")
+        return True
 
     def _ended_error(self) -> NotConnected:
         if self._phase == "finished":

@@ -64,6 +64,7 @@ class SchemeOptions(TypedDict, total=False):
 
     timeout: float | None
     bind: bool
+    gate: bool | Sequence[str]
     send_transform: Transform | Sequence[Transform] | None
     receive_transform: Transform | Sequence[Transform] | None
     initiator: Literal["sender", "receiver"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from copy import deepcopy
 from functools import partial
 from multiprocessing import util
@@ -58,6 +57,8 @@ class WeightSyncScheme:
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
         bind: whether a worker's parameters may point into received, possibly shared memory. False for a worker that
             writes to its parameters, e.g. trains: it would corrupt the shared copy.
+        gate: whether calls of a worker's model and of its public methods are gated; or the methods that are, beside the
+            call of the model itself.
         send_transform: a function, or a list (``wsync.transforms``), that ``send`` applies to weights, in its thread.
         receive_transform: the same, before they are installed; picklable. Called inside the gate.
         initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: a worker installs the newest
@@ -97,6 +98,7 @@ class WeightSyncScheme:
         *,
         timeout: float | None = 60.0,
         bind: bool = True,
+        gate: bool | Sequence[str] = True,
         send_transform: Transform | Sequence[Transform] | None = None,
         receive_transform: Transform | Sequence[Transform] | None = None,
         initiator: Literal["sender", "receiver"] = "sender",
@@ -112,6 +114,7 @@ class WeightSyncScheme:
         self.sync = sync
         self.timeout = timeout
         self.bind = bind
+        self.gate = gate
         self.send_transform = send_transform
         self.receive_transform = receive_transform
         self.initiator: Literal["sender", "receiver"] = initiator
@@ -122,7 +125,6 @@ class WeightSyncScheme:
         self._sender_model_id: str | None = None  # the model that is sent from there
         self._listening: Address | None = None  # on the sender: what `announce` publishes
         self._pipes: list[Any] = []  # of the older API, by worker: see ``wsync.legacy``
-        self._connecting: Future[None] | None = None  # of the older API, in a worker
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Have ``inspect.signature`` name every option of a scheme."""
@@ -131,7 +133,7 @@ class WeightSyncScheme:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, models and connections; for workers, no ``send_transform``."""
-        own = ("_sender", "_receiver", "model_id", "context", "model", "worker_idx", "_listening", "_connecting")
+        own = ("_sender", "_receiver", "model_id", "context", "model", "worker_idx", "_listening")
         metrics = SyncMetrics(self.metrics.scheme)
         state = {**self.__dict__, **dict.fromkeys(own), "_sentinels": {}, "_pipes": [], "metrics": metrics}
         return state if self._sender_model_id is None else {**state, "send_transform": None}
@@ -330,6 +332,7 @@ class WeightSyncScheme:
             Destination(model, load=load, transform=compose(self.receive_transform, "receive_transform")),
             self.strategy,
             bind=self.bind,
+            gate=self.gate,
             on_request=self.initiator == "receiver",
             max_staleness=self.max_staleness,
             timeout=self._timeout,
@@ -360,7 +363,12 @@ class WeightSyncScheme:
     # --- connect ---
 
     def connect(
-        self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        processes: Processes | None = None,
+        wait: bool = True,
     ) -> None:
         """Wait until the other end calls ``connect`` too; deliver the first weights.
 
@@ -371,6 +379,8 @@ class WeightSyncScheme:
             weights: on the sender, first weights instead of the model's.
             processes: on the sender, the workers' processes, ``[process, …]`` or ``{worker: …}``: one that ends before
                 it has connected is then an error at once, with its exit code.
+            wait: False: return at once. The sender then connects by its first ``send``; a receiver in a thread:
+                ``receive`` and ``pull`` wait for that, and until then the model acts with the weights that it has.
 
         Raises:
             NotConnected: not initialised; or the sender has ended, or has refused this worker.
@@ -386,6 +396,9 @@ class WeightSyncScheme:
             if self._listening is not None and not self._sender.connected:
                 rendezvous = self.create_rendezvous()
                 rendezvous.announce(self._listening, str(self.model_id), deadline_in(self.timeout))
+            if not wait:
+                self._sender.connect_first = partial(self.connect, weights=weights, processes=processes)
+                return
             self._sender.connect(weights, processes if processes is not None else self._sentinels or None)
         elif self._receiver is not None:
             if weights is not None or processes is not None:
@@ -393,7 +406,8 @@ class WeightSyncScheme:
             self.worker_idx = self.worker_idx if worker_idx is None else worker_idx
             if self.worker_idx is None:
                 raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
-            self._receiver.connect(self.worker_idx, self.timeout)
+            connect = self._receiver.connect if wait else self._receiver.connect_in_thread
+            connect(self.worker_idx, self.timeout)
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect(), also after shutdown()")
 
@@ -521,8 +535,7 @@ class WeightSyncScheme:
             self._sender.close()
             self._address = self._sender_model_id = None  # a worker keeps both: it may connect again
         if self._receiver is not None:
-            self._receiver.close()
-            legacy.end_connecting(self)
+            self._receiver.shutdown()
         self._sender = self._receiver = self._listening = None
         self.model_id = self.context = self.model = self.worker_idx = None
         self._pipes = []

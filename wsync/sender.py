@@ -80,6 +80,7 @@ class Sender:
         self.sent_version = 0  # the newest version that workers were given
         self.layout: Layout | None = None  # of the weights
         self.connected = False  # `connect` has found all workers
+        self.connect_first: Callable[[], object] | None = None  # what the first `send` does, if that connects
         self.on_published: Callable[[Buffer], None] | None = (
             None  # set where weights are registered: called after each update of all workers
         )
@@ -311,6 +312,8 @@ class Sender:
         return self._newest.views
 
     def _recipients(self, worker_ids: Any) -> Sequence[int]:
+        if not self.connected and self.connect_first is not None:
+            self.connect_first()
         if not self.connected:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) first")
         if worker_ids is None:
@@ -464,7 +467,7 @@ class Sender:
 
     def close(self, *, graceful: bool = True) -> None:
         """Close the outlet; a call in another thread ends with an error. Idempotent."""
-        self.connected = False
+        self.connected, self.connect_first = False, None
         self.outlet.close(graceful=graceful)
         self._newest = None  # its memory
 

@@ -8,15 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from asgi_server import serve
-from backends import BuiltIn, Multiprocess
+from backends import BuiltIn, Multiprocess, SharedMemoryPublished
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from workers_here import connect, make_worker, model_of
@@ -89,6 +91,10 @@ class Aliased(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return input @ self.cached + self.bias
+
+
+def make_linear() -> nn.Module:
+    return nn.Linear(2, 1)
 
 
 def act(state: WorkerState) -> list[float]:
@@ -385,6 +391,98 @@ def test_1_every_public_method_of_a_model_enters_the_gate(backend: BuiltIn) -> N
             trainer.join()
 
 
+class Parts(nn.Module):
+    """Calls ``on_call`` in each of its ways to be called."""
+
+    def __init__(self, on_call: Callable[[], object]) -> None:
+        super().__init__()
+        self.on_call, self.layer = on_call, nn.Linear(2, 1)
+        self.inner = nn.Sequential(nn.Sequential(nn.Identity()))
+        self.inner[0].register_forward_pre_hook(lambda *_: on_call())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(x)
+
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        self.on_call()
+        return x
+
+    def value(self) -> None:
+        self.on_call()
+
+
+@pytest.mark.parametrize(
+    ("gate", "entering"), [(True, "call act value inner part"), (False, ""), (["act"], "call act inner part")]
+)
+def test_1_parts_enter_the_gate_and_what_enters_can_be_chosen(gate: Any, entering: str) -> None:
+    with wsync.SharedMemWeightSyncScheme(timeout=1.0, gate=gate) as sender:
+        sender.init_on_sender("policy", model=Parts(print), num_workers=1)
+        model: Any = Parts(lambda: sender.send())  # raises inside the gate of a worker of this process
+        with make_worker(sender, 0, model=model) as worker:
+            connect(sender.connect, worker)
+            x, inner = torch.ones(2), model.inner
+            ways = {"call": partial(model, x), "act": partial(model.act, x), "value": model.value}
+            entered = list[str]()
+            for name, call in {**ways, "inner": partial(inner, x), "part": partial(inner[0], x)}.items():
+                try:
+                    call()
+                except RuntimeError as error:
+                    assert "gate" in str(error)
+                    entered.append(name)
+            assert " ".join(entered) == entering
+        assert type(model) is Parts and "Parts" in repr(model)
+        model.on_call = bool
+        assert "_compiled_call_impl" not in vars(model.inner) and model(torch.ones(1)).item() == 1
+
+
+def never_calls_its_model(state: WorkerState) -> list[str]:
+    """Close, and return what was warned of."""
+    scheme = state.schemes["policy"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scheme.shutdown()
+    return [str(one.message) for one in caught if "never called through the gate" in str(one.message)]
+
+
+def test_1_a_model_that_is_never_called_through_the_gate_is_warned_of() -> None:
+    pool = SharedMemoryPublished.pool = WorkerPool()  # its processes have called no model yet
+    with ExitStack() as stack:
+        stack.callback(pool.close)
+        scheme, (idle, acting) = stack.enter_context(joined(SharedMemoryPublished(), model_of(1), make_linear, 2))
+        scheme.send(model_of(2))
+        acting.call(act)
+        assert len(idle.call(never_calls_its_model)) == 1 and not acting.call(never_calls_its_model)
+
+
+# --- 57.5, 57.15 ---
+
+
+def export_while_pending(state: WorkerState) -> list[float]:
+    """Export the model when an update is pending; return its output."""
+    model: Any = state.models["policy"]
+    torch.export.export(model, (torch.ones(2),))
+    return model(torch.ones(2)).tolist()
+
+
+def test_5_an_update_is_not_installed_inside_a_foreign_mode(backend: BuiltIn) -> None:
+    source = fill(nn.Linear(2, 2), 1)
+    with joined(backend, source, partial(nn.Linear, 2, 2)) as (scheme, (worker,)):
+        scheme.send(fill(source, 2))
+        assert worker.call(export_while_pending) == [6.0, 6.0]
+        scheme.send(fill(source, 3))
+        assert worker.call(act) == [9.0, 9.0]
+
+
+def test_15_both_ends_may_connect_on_first_use() -> None:
+    with wsync.SharedMemWeightSyncScheme(timeout=20.0) as sender:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        sender.connect(wait=False)
+        with make_worker(sender, 0) as worker:
+            worker.connect(wait=False)
+            sender.send(model_of(2))
+            assert worker.model(torch.ones(2)).item() == 6
+
+
 # --- 59.9, 59.11 ---
 
 
@@ -404,6 +502,7 @@ class Overlapping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.rows: torch.Tensor
         self.register_buffer("rows", torch.zeros(6).as_strided((2, 4), (2, 1)))
 
     def forward(self) -> torch.Tensor:

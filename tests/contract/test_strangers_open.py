@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from backends import BuiltIn, SharedMemoryPublished
+from backends import BuiltIn
 from tensordict import TensorDict
-from test_strangers import act, joined
 from torch import nn
-from workers_here import make_worker, model_of
 
 import wsync
-from wsync.testing import WorkerError, WorkerPool
+from wsync.testing import WorkerError
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import fill
 
 
 def issue(number: str) -> pytest.MarkDecorator:
@@ -25,37 +22,8 @@ def issue(number: str) -> pytest.MarkDecorator:
     return pytest.mark.xfail(strict=False, reason=f"issue {number}")
 
 
-def export_while_pending(state: WorkerState) -> list[float]:
-    """Export the model when an update is pending; return its output."""
-    model: Any = state.models["policy"]
-    torch.export.export(model, (torch.ones(2),))
-    return model(torch.ones(2)).tolist()
-
-
 def linear() -> nn.Module:
     return nn.Linear(2, 2)
-
-
-@issue("57.5")
-def test_5_an_update_is_not_installed_inside_a_foreign_mode(pool: WorkerPool) -> None:
-    SharedMemoryPublished.pool = pool
-    source = fill(nn.Linear(2, 2), 1)
-    with joined(SharedMemoryPublished(), source, linear) as (scheme, (worker,)):
-        scheme.send(fill(source, 2))
-        assert worker.call(export_while_pending) == [6.0, 6.0]
-        scheme.send(fill(source, 3))
-        assert worker.call(act) == [9.0, 9.0]
-
-
-@issue("57.15")
-def test_15_both_ends_may_connect_on_first_use() -> None:
-    with wsync.SharedMemWeightSyncScheme(timeout=20.0) as sender:
-        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
-        sender.connect(wait=False)  # type: ignore[call-arg]
-        with make_worker(sender, 0) as worker:
-            worker.connect(wait=False)  # type: ignore[call-arg]
-            sender.send(model_of(2))
-            assert worker.model(torch.ones(2)).item() == 6
 
 
 @issue("57.18")

@@ -53,7 +53,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def init_in_process(self, model_id: str, model: Any, source: Any = None) -> None:
         self.init_on_sender(model_id, model=model)
 
-    def connect(self, *, worker_idx: int | None = None, weights: Any = None, processes: Any = None) -> None:
+    def connect(self, *, worker_idx: int | None = None, **_: Any) -> None:
         self.worker_idx = self.worker_idx if worker_idx is None else worker_idx
 
     def _nothing(self, *_: Any, **__: Any) -> None:

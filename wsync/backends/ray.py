@@ -76,14 +76,19 @@ class RayWeightSyncScheme(GroupScheme):
         return {"actors": len(self._actors)} if self._actors else {}
 
     def connect(
-        self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        processes: Processes | None = None,
+        wait: bool = True,
     ) -> None:
         """Connect; actors that have not joined are called to join.
 
         WorkerFailed: an actor could not, with its own error. NotConnected: ``ray.shutdown`` was called since.
         """
-        if not self._actors:
-            return super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
+        if not self._actors or not wait:
+            return super().connect(worker_idx=worker_idx, weights=weights, processes=processes, wait=wait)
         if processes is not None:
             raise ValueError("Ray reports the end of its actors: leave processes= out")
         present = self.sender.outlet.workers
