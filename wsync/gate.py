@@ -68,6 +68,7 @@ class Gate:
         self._wanted = False  # something has arrived: it is looked for when the gate is left
         self._jobs: deque[Callable[[], object]] = deque()
         self._task: object = None  # the asyncio task that holds the gate by `hold`
+        self._owned: Callable[[], bool] = self._lock._is_owned  # pyright: ignore[reportAttributeAccessIssue]
 
     def call_model(self, model: object, function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Call ``function`` inside the gate, as a forward of ``model`` (None: of any model)."""
@@ -103,19 +104,26 @@ class Gate:
     def call_before(self, deadline: float | None, function: Callable[[], R]) -> R | None:
         """As ``call_without_forward``; None if another thread holds the gate until the deadline has passed.
 
-        Called outside the gate. Ctrl-C may come between ``acquire`` and the next line, so the ``finally`` asks whether
-        this thread has the lock.
+        Called outside the gate.
         """
         left = remaining(deadline)
         try:
-            if self._lock.acquire(timeout=-1 if left is None else left):
-                return self.call_without_forward(function)
-            return None
+            return self._try(-1 if left is None else left, function)
         finally:
-            if self._lock._is_owned():  # pyright: ignore[reportAttributeAccessIssue]
-                self._lock.release()
             if self._wanted:
                 self.settle()
+
+    def _try(self, seconds: float, function: Callable[[], R]) -> R | None:
+        locked = False
+        try:
+            locked = self._lock.acquire(timeout=seconds)
+            if not locked:
+                return None
+            self._wanted = bool(self._jobs)
+            return self.call_without_forward(function)
+        finally:
+            if locked or self._owned():  # a signal handler may have raised before the assignment
+                self._lock.release()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -146,31 +154,30 @@ class Gate:
         while any([hook.poll_update() for hook in self.hooks]):
             pass
 
-    def settle(self) -> None:
-        """Install what has arrived, if no thread holds the gate; else its holder does so on leaving. Never waits."""
+    def settle(self) -> bool:
+        """Install what has arrived, if no thread holds the gate; else its holder does so on leaving. Never waits.
+
+        Returns whether that was done.
+        """
         self._wanted = True
-        while self._wanted and self._lock.acquire(blocking=False):
-            try:
-                if self._depth:  # this thread is inside
-                    return
-                self._wanted = False
-                self.call_model(NO_FORWARD, self._run_jobs, (), {})
-            finally:
-                self._lock.release()
+        while self._wanted and not self._owned() and self._try(0, self._run_jobs):
+            pass
+        return not self._wanted
 
     def soon(self, job: Callable[[], object]) -> None:
         """Have ``job`` called inside the gate, now or by the thread that holds it. It must raise nothing."""
         self._jobs.append(job)
         self.settle()
 
-    def _run_jobs(self) -> None:
+    def _run_jobs(self) -> bool:
         while self._jobs:
             self._jobs.popleft()()
+        return True
 
     @property
     def held_here(self) -> bool:
         """Whether the calling thread is inside the gate."""
-        return self._lock._is_owned() and self._depth > 0  # pyright: ignore[reportAttributeAccessIssue]
+        return self._owned() and self._depth > 0
 
     def attach(self, hook: GateHook) -> None:
         """Call ``hook`` from now on, after those that are attached already."""

@@ -35,6 +35,7 @@ from wsync.weights.strategy import WeightStrategy
 from wsync.weights.targets import Destination, Target, load_extra, unshare
 
 _PAUSE = 0.02  # seconds between two attempts to end the wait of a connecting thread
+_LOOK_AGAIN = 0.1  # seconds
 _receivers: list[Receiver] = []  # those of this process that are connected; changed inside the gate
 os.register_at_fork(after_in_child=_receivers.clear)
 
@@ -91,6 +92,8 @@ class Receiver:
         self._broken: Callable[[], WeightSyncError] | None = None  # why forwards are refused, if they are
         self._failed_version, self._failure = 0, ""
         self._first = LAST_VERSION  # the version that `connect` has installed
+        self._unanswered: tuple[Update, str, float, float] | None = None  # as ``Inbox.answer`` takes it
+        self._next_look: asyncio.TimerHandle | None = None
         self._pulling = 0  # threads that want the newest version
         self._returned = 0  # the version that `receive` or `pull` has returned last
         self._end_returned = False
@@ -122,6 +125,7 @@ class Receiver:
     def leaving_gate(self) -> None:
         """The forward has ended."""
         self.inbox.leave()
+        self._answer()
 
     def candidates(self) -> Sequence[Update]:
         """Return the updates that may be installed, the oldest first."""
@@ -167,6 +171,7 @@ class Receiver:
         started = time.perf_counter()
         wait = max(0.0, started - self.announced_at) if self.announced_at else 0.0
         error = update.damage or error_of(self._apply, update)
+        self._unanswered = update, error, wait, time.perf_counter() - started
         self.announced_at = 0.0
         if error:
             self._failed_version, self._failure = update.version, error
@@ -175,13 +180,21 @@ class Receiver:
             self._version, self._bound, self._broken = update.version, update.buffer, None
             self._failed_version = 0  # a store's next trainer may begin below it
         self.inbox.settled(update, error)
+        self._answer()
+        if self._waiters:
+            self._notify()
+
+    def _answer(self) -> None:
+        """Answer what was installed last; called again when the gate is left, if a signal has ended the first call."""
+        if self._unanswered is None:
+            return
+        update, error, wait, apply = self._unanswered
         if self._pass_on is not None and not error:
             self._passing = update
             self._loop.post(lambda: asyncio.ensure_future(self._pass(update)))
         elif update.acknowledge or error:
-            self.inbox.answer(update, error, wait, time.perf_counter() - started)
-        if self._waiters:
-            self._notify()
+            self.inbox.answer(update, error, wait, apply)
+        self._unanswered = None
 
     def _apply(self, update: Update) -> None:
         assert self._target is not None, "an inbox delivers no update before its layout"
@@ -258,7 +271,16 @@ class Receiver:
     def settle(self) -> None:
         """Install what has arrived, if the gate is free."""
         self.announced_at = time.perf_counter()
-        process_gate().settle()
+        self.look()
+
+    def look(self) -> None:
+        """As ``settle``; if the gate is not free, again later: a signal may have stopped its holder's look."""
+        if not process_gate().settle() and self._next_look is None:
+            self._next_look = asyncio.get_running_loop().call_later(_LOOK_AGAIN, self._look_again)
+
+    def _look_again(self) -> None:
+        self._next_look = None
+        self.look()
 
     def missed(self, version: int, error: str) -> None:
         """A version has not arrived, and will not."""
@@ -496,9 +518,9 @@ class Receiver:
     def _wait(self, deadline: float | None, attempt: Callable[[], Any]) -> Any | None:
         """Call ``attempt`` inside the gate at each change until it returns a result; None at the deadline or end."""
         changes = queue.SimpleQueue[None]()
-        self._waiters.add(changes)
-        process_gate().soon(self._set_wakeups)
         try:
+            self._waiters.add(changes)
+            process_gate().soon(self._set_wakeups)
             while True:
                 closed = self.closed  # before the attempt: what came before the end counts
                 result = process_gate().call_before(deadline, attempt)

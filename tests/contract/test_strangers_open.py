@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import signal
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from backends import BuiltIn
 from tensordict import TensorDict
 from torch import nn
 
 import wsync
-from wsync.testing import WorkerError
-from wsync.testing.commands import WorkerState
 
 
 def issue(number: str) -> pytest.MarkDecorator:
@@ -51,43 +46,3 @@ def test_20_the_newest_pages_order_and_what_exists_before_init() -> None:
     assert by_position("state_dict", False).strategy == "state_dict"
     with pytest.raises(RuntimeError, match="init_on_sender"):
         wsync.NoWeightSyncScheme().get_sender()
-
-
-def receive_under_signals(state: WorkerState, last: int) -> int:
-    """Receive until version ``last``, while a handler raises every two milliseconds; how often it did."""
-    struck = 0
-
-    def strike(*_: object) -> None:
-        raise TimeoutError("struck")
-
-    signal.signal(signal.SIGALRM, strike)
-    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
-    try:
-        while True:
-            try:
-                while state.schemes["policy"].version < last:
-                    state.schemes["policy"].receive(1.0)
-                    with wsync.gate():
-                        pass
-                break
-            except (TimeoutError, wsync.SyncTimeout):
-                struck += 1
-    finally:
-        while True:
-            with suppress(TimeoutError):
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                break
-    return struck
-
-
-@issue("59.8")
-def test_8_an_answer_that_a_signal_swallowed_is_made_up_for(backend: BuiltIn) -> None:
-    try:
-        with backend.connected(1, timeout=1.0) as session:
-            session.workers[0].start(receive_under_signals, 151)
-            for value in range(2, 152):
-                session.update(value)
-            assert session.workers[0].result() > 0 and session.outputs() == [151]
-    finally:  # the worker may be struck for ever
-        with suppress(WorkerError):
-            backend.pool.close()

@@ -205,8 +205,7 @@ static int state_of(SenderWords *self, const Py_ssize_t *blocks, Py_ssize_t coun
     return state;
 }
 
-/* Wait until blocks have a version, or without blocks for the signal; until a moment in nanoseconds, -1 for no limit.
- * Called without the GIL. */
+/* Wait, without the GIL, until blocks have a version, or for the signal; until a moment in nanoseconds, -1: no limit. */
 static int await(SenderWords *self, const Py_ssize_t *blocks, Py_ssize_t count, int64_t version, int64_t until)
 {
     for (;;) {

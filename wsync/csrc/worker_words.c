@@ -188,7 +188,7 @@ static int install(WorkerWords *self, PyObject *installer)
             return 1;
     }
     double started = now();
-    PyObject *views = views_of(self, 0); /* the views of all slots are alike */
+    PyObject *views = views_of(self, 0); /* all slots' are alike */
     int fits = views ? Installer_check((Installer *)installer, views) : 0;
     if (fits <= 0 || !self->block) /* a finalizer may have closed it */
         return fits < 0 ? -1 : 0;
@@ -228,7 +228,9 @@ static PyObject *WorkerWords_leaving_gate(WorkerWords *self, PyObject *Py_UNUSED
 {
     if (self->receiver && !(self->installer && self->block))
         return PyObject_CallMethodNoArgs(self->receiver, names.leaving_gate);
-    return WorkerWords_release(self, NULL);
+    if (self->block)
+        release(self), answer(self, self->version, 1, 0, 0); /* if a signal has ended the call that had to answer */
+    Py_RETURN_NONE;
 }
 
 static PyMemberDef WorkerWords_members[] = {

@@ -438,7 +438,7 @@ class ArenaInbox(Inbox):
             os.eventfd_read(self.wake)
         if self.newest > max(self.words.version, self.words.failed_version):
             self.words.announced_at = time.perf_counter()
-        process_gate().settle()
+        self._owner.look()
 
     def set_wakeups(self, wanted: bool) -> None:
         self._waited_for = wanted
