@@ -62,7 +62,7 @@ class Gate:
         # Inside the gate, the model that was called from outside; None for ``gate()`` and ``gated()``; ``NO_FORWARD``
         # for a thread that only installs: hooks raise no errors that are meant for a forward.
         self.subject: object = None
-        self.used = False  # by any forward or ``gate()`` of this process
+        self.used = False  # by any forward, ``gate()`` or ``receive`` of this process
         self._lock = threading.RLock()  # guards the models of this process, and all attributes here
         self._depth = 0  # above 0 while a thread is inside: the nesting of `hold`
         self._wanted = False  # something has arrived: it is looked for when the gate is left

@@ -499,6 +499,7 @@ class Receiver:
     def _has_begun(self, call: str, timeout: float | None) -> bool:
         """Wait until ``connect_in_thread`` has connected; return whether it has. NotConnected: nothing connects."""
         self._require_outside(call)
+        process_gate().used = True
         if self._connecting is not None:
             if not wait([self._connecting], timeout).done:
                 return False
