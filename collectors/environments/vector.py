@@ -7,6 +7,7 @@ row instead of acting in it; such a row is not a frame, and ``Driver.reset_step`
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_i
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from collectors.environments.specs import ACTION_MASK, Array, map_tree
+from collectors.environments.specs import ACTION_MASK, Array, validated
 
 Raw = Any
 """Observations as Gymnasium gives them: an array, or dictionaries and tuples of arrays, each ``[E, *]``."""
@@ -48,18 +49,18 @@ class VectorDriver:
 
     def reset(self, seed: int | None) -> Raw:
         """Reset all rows; return observations. Called before the first step and after an error."""
-        return self.env.reset(seed=seed)[0]
+        return validated(self.env.reset(seed=seed)[0], self.env.observation_space)
 
     def step(self, action: Array) -> Step:
         """Return the true successors, rewards, terminated, truncated. May raise whatever the environment raises."""
-        return self.env.step(action)[:4]
+        return validated_step(self.env.step(action), self.env.observation_space, self.num_envs)[:4]
 
     def reset_rows(self, mask: Array) -> Raw:
         """Reset the rows of ``mask``, which include all ended ones; other rows of the result are undefined.
 
         Called after each step in which an episode has ended.
         """
-        return self.env.reset(options={"reset_mask": mask})[0]
+        return validated(self.env.reset(options={"reset_mask": mask})[0], self.env.observation_space)
 
     def close(self) -> None:
         """Close the environments. May be called twice."""
@@ -67,22 +68,17 @@ class VectorDriver:
 
 
 class ScalarDriver(VectorDriver):
-    """One environment that is not vectorised, as arrays with a leading dimension of 1."""
+    """One environment that is not vectorised; observations have no leading dimension."""
 
     def __init__(self, env: gym.Env) -> None:
-        self.env, self.num_envs = env, 1
+        self.env, self.num_envs = Validated(env), 1
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self.actions = batch_space(env.action_space, 1)
         self._is_choice = isinstance(env.action_space, spaces.Discrete)
 
-    def reset(self, seed: int | None) -> Raw:
-        """Reset the environment."""
-        return map_tree(_row, self.env.reset(seed=seed)[0])
-
     def step(self, action: Array) -> Step:
         """Step the environment."""
-        observation, *results, _ = self.env.step(action.item() if self._is_choice else action[0])
-        return map_tree(_row, observation), *results
+        return self.env.step(action.item() if self._is_choice else action[0])[:4]
 
     def reset_rows(self, mask: Array) -> Raw:
         """Reset the environment."""
@@ -106,7 +102,7 @@ class NextStepDriver(VectorDriver):
 
     def step(self, action: Array) -> Step:
         """Step the environments; those that ended in the step before are reset."""
-        self._observation, reward, terminated, truncated, _ = self.env.step(action)
+        self._observation, reward, terminated, truncated = super().step(action)
         self.reset_step, self._ended = self._ended, np.logical_or(terminated, truncated)
         return self._observation, reward, terminated, truncated
 
@@ -115,8 +111,38 @@ class NextStepDriver(VectorDriver):
         return self._observation
 
 
-def _row(value: Any) -> Array:
-    return np.asarray(value)[None]
+def validated_step(step: Any, space: spaces.Space, *rows: int) -> tuple[Raw, Any, Any, Any, Any]:
+    """Return a step's results, ``[*rows]`` each; raise ValueError if one is no number, or does not fit `space`."""
+    observation, *results, info = step
+    for i, (name, kinds) in enumerate((("reward", "fiub"), ("terminated", "biu"), ("truncated", "biu"))):
+        array = np.asarray(results[i])
+        if array.dtype.kind not in kinds or array.size != math.prod(rows):
+            what = "number" if i == 0 else "bool"
+            raise ValueError(f"the environment's {name} is {results[i]!r}, not one {what} for each environment")
+        results[i] = array.reshape(rows)[()]
+    return validated(observation, space), *results, info
+
+
+class Validated(gym.Wrapper):
+    """Raises ValueError for observations and results that do not fit; a vector environment would cast them."""
+
+    def __init__(self, env: gym.Env) -> None:
+        super().__init__(env)
+        self._space = env.observation_space
+        self._usual = (self._space.dtype, self._space.shape)
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment."""
+        observation, info = self.env.reset(**options)
+        return validated(observation, self._space), info
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Step the environment."""
+        observation, reward, terminated, truncated, _ = step = self.env.step(action)
+        is_usual = type(terminated) is type(truncated) is bool and isinstance(reward, float)
+        if is_usual and type(observation) is np.ndarray and (observation.dtype, observation.shape) == self._usual:
+            return step  # without a call
+        return validated_step(step, self._space)
 
 
 EnvSource = str | EnvSpec | gym.Env | VectorEnv | Callable[[], gym.Env | VectorEnv]
@@ -146,7 +172,7 @@ def _scalar(make: Callable[[], gym.Env | VectorEnv]) -> gym.Env:
     _check_environment(env)
     if isinstance(env, VectorEnv):
         raise ValueError(f"the function makes {env}, which brings its own num_envs; leave num_envs out")
-    return env
+    return Validated(env)
 
 
 def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dict[str, Any]) -> VectorDriver:
@@ -165,7 +191,14 @@ def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dic
         return _from_made(gym.make_vec(env_id, num_envs, vectorization_mode=mode, **kwargs), num_envs)
     vector_kwargs = {"copy": False, "autoreset_mode": AutoresetMode.DISABLED}  # GymEnv copies before the next step
     return VectorDriver(
-        gym.make_vec(env_id, num_envs, vectorization_mode=mode or "sync", vector_kwargs=vector_kwargs, **kwargs)
+        gym.make_vec(
+            env_id,
+            num_envs,
+            vectorization_mode=mode or "sync",
+            vector_kwargs=vector_kwargs,
+            wrappers=[Validated],
+            **kwargs,
+        )
     )
 
 
