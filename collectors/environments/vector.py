@@ -16,9 +16,10 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
+from collectors.environments.actions import action_codec
 from collectors.environments.specs import ACTION_MASK, Array, validated
 
 Raw = Any
@@ -231,6 +232,19 @@ def _from_made(env: gym.Env | VectorEnv, num_envs: int | None) -> VectorDriver:
     raise ValueError(f"{env} has autoreset mode {mode}: make it with gymnasium's AutoresetMode.DISABLED or NEXT_STEP")
 
 
+def refuse_own_statistics(env: Any) -> None:
+    """Raise ValueError if a wrapper of `env` normalises by statistics of its own that it still updates."""
+    while isinstance(env, gym.Wrapper | VectorWrapper):
+        has_some = any(type(one).__name__ == "RunningMeanStd" for one in vars(env).values())
+        if has_some and getattr(env, "update_running_mean", True):
+            raise ValueError(
+                f"{type(env).__name__} has statistics of its own in each environment, which no checkpoint and no other "
+                "worker has: leave it out, and let train.py normalise (env.normalize_observations=true, "
+                "env.rewards=normalized), or your policy; or set its update_running_mean=False"
+            )
+        env = env.env
+
+
 class ActionMask(gym.Wrapper):
     """Moves the action mask from an environment's ``info`` into its observation, where policies read it.
 
@@ -242,17 +256,14 @@ class ActionMask(gym.Wrapper):
         key: the key of the mask in ``info``.
 
     Raises:
-        TypeError: the actions are neither Discrete nor MultiDiscrete.
+        TypeError: the actions are no choices.
     """
 
     def __init__(self, env: gym.Env, key: str = ACTION_MASK) -> None:
         super().__init__(env)
-        if isinstance(env.action_space, spaces.Discrete):
-            size = int(env.action_space.n)
-        elif isinstance(env.action_space, spaces.MultiDiscrete):
-            size = int(env.action_space.nvec.sum())
-        else:
-            raise TypeError(f"an action mask is for Discrete and MultiDiscrete actions, not {env.action_space}")
+        size = sum(action_codec(env.action_space).spec.options)
+        if not size:
+            raise TypeError(f"an action mask is for actions that are choices, not {env.action_space}")
         self._key, space = key, env.observation_space
         self._nested = isinstance(space, spaces.Dict)
         entries = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
@@ -277,7 +288,7 @@ class ActionMask(gym.Wrapper):
         return {**entries, ACTION_MASK: flat.astype(np.int8)}
 
 
-class PartialObservation(gym.ObservationWrapper):
+class PartialObservation(gym.wrappers.TransformObservation):
     """Hides elements of a vector observation, so that a policy has to remember: only `keep` are left.
 
     Args:
@@ -286,16 +297,11 @@ class PartialObservation(gym.ObservationWrapper):
     """
 
     def __init__(self, env: gym.Env, keep: Sequence[int]) -> None:
-        super().__init__(env)
-        space = env.observation_space
+        space, left = env.observation_space, list(keep)
         if not isinstance(space, spaces.Box) or len(space.shape) != 1:
             raise TypeError(f"PartialObservation is for vector observations, not {space}")
-        self._keep = list(keep)
-        self.observation_space = spaces.Box(space.low[self._keep], space.high[self._keep], dtype=space.dtype.type)
-
-    def observation(self, observation: Any) -> Any:
-        """Return the elements that are left."""
-        return observation[self._keep]
+        rest = spaces.Box(space.low[left], space.high[left], dtype=space.dtype.type)
+        super().__init__(env, lambda observation: observation[left], rest)
 
 
 def build(make: Callable[[], gym.Env], wrappers: Sequence[Callable[[gym.Env], gym.Env]]) -> gym.Env:

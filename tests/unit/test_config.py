@@ -284,6 +284,13 @@ def test_an_environment_that_there_is_not_is_refused() -> None:
         sample(config("env.wrappers=[{target: gymnasium.wrappers.TimeLimit}]").env)
 
 
+@pytest.mark.parametrize("wrapper", ["NormalizeObservation", "NormalizeReward"])
+def test_a_wrapper_with_statistics_of_its_own_is_refused_with_what_to_use(wrapper: str) -> None:
+    wrappers = [{"_target_": f"gymnasium.wrappers.{wrapper}"}, {"_target_": "gymnasium.wrappers.ClipAction"}]
+    with pytest.raises(ConfigError, match=rf"{wrapper} has statistics .*env\.normalize_observations=true"):
+        sample(EnvConfig("Pendulum-v1", wrappers=wrappers))
+
+
 def resumed(folder: Path, earlier: list[str], *argv: str, config_folder: str | None = None) -> TrainConfig:
     """The config of a run that resumes one which was started with the overrides `earlier`."""
     (folder / SETTINGS).parent.mkdir(exist_ok=True)

@@ -94,7 +94,7 @@ def test_rows_are_those_of_scalar_environments(
 ) -> None:
     env = SOURCES[source](env_id, num_envs)
     limit = limit if env.stepper.driver.can_truncate else None
-    env.stepper.max_frames_per_traj = limit
+    env.stepper.limit(limit)
     env.set_seed(seed)
     batch = env.rollout(steps)
     env.close()
