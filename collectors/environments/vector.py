@@ -263,7 +263,7 @@ class ActionMask(gym.Wrapper):
         super().__init__(env)
         size = sum(action_codec(env.action_space).spec.options)
         if not size:
-            raise TypeError(f"an action mask is for actions that are choices, not {env.action_space}")
+            raise TypeError(f"an action mask is for Discrete and MultiDiscrete actions, not {env.action_space}")
         self._key, space = key, env.observation_space
         self._nested = isinstance(space, spaces.Dict)
         entries = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
