@@ -63,7 +63,7 @@ from collectors.config import env_config, env_factory, instantiate_setting, solv
 from collectors.distributed import is_worker, join_trainer
 from collectors.errors import ConfigError
 from collectors.rollouts.rollout import seed_generators
-from learning.config import TRACEBACKS, describe_error, folders_named, line_prefix, resolved, run_hydra
+from learning.config import CONF, TRACEBACKS, describe_error, folders_named, line_prefix, resolved, run_hydra
 from learning.loop import Goal, StopRequest, Training, WeightDelay, resumed_seed
 from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
@@ -158,7 +158,7 @@ def console_of(cfg: TrainConfig, training: Training) -> ConsoleReporter:
     )
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(composed: DictConfig) -> float:
     """Check what Hydra composed, and train; return the objective, for a sweeper."""
     run = HydraConfig.get()

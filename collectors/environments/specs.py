@@ -138,7 +138,7 @@ class OneHotCodec:
         self._starts = np.ravel(space.start)
         self._offsets = np.cumsum(self._counts) - self._counts
         size = torch.Size((int(self._counts.sum()),))
-        self.spec = Spec(size, torch.float32, torch.zeros(size), torch.ones(size))
+        self.spec = Spec(size, torch.float32, *float_bounds(np.zeros(size), np.ones(size)))
 
     def write(self, raw: Array, out: Array) -> None:
         """Set one element of ``out`` to 1 for each component; raise ValueError for one outside ``space``."""
