@@ -100,8 +100,7 @@ class WandbLogger(Reporter):
             raise missing_extra(error, "train") from error
         limit: Any = {"init_timeout": self.close_within / 2} if self.close_within else {}  # 0: nothing waits for wandb
         settings = wandb.Settings(**unless_set(console="off", silent=True, **limit))
-        mode: Any = self.mode or os.environ.get("WANDB_MODE")
-        mode = mode or ("online" if wandb.login(prompt=False) else "offline")
+        mode: Any = self.mode or os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
         options: Any = {**self._init, "settings": settings, "reinit": "create_new"}
         try:
             run = wandb.init(**options, mode=mode)
