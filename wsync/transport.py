@@ -144,10 +144,14 @@ class SchemeTransport(TransportBackend):
         self._scheme.create_sender().send(weights, self._worker_ids)
 
     def setup_connection_and_weights_on_receiver(self, *, worker_idx: int | None = None, **into: Any) -> Any | None:
-        self._scheme.connect(worker_idx=worker_idx)
-        if not self._scheme.version:
-            return None
-        return process_gate().call_model(self._scheme.model, self._copy_to, (), into)
+        scheme = self._scheme
+        if scheme.model_id is None:  # a pickled one, without init_on_receiver
+            given = into.get("weights") if into.get("model") is None else into["model"]
+            scheme.init_on_receiver(scheme._sender_model_id or "policy", model=given)
+        scheme.connect(worker_idx=worker_idx)
+        if not scheme.version:  # the first `send` defines the weights
+            return self.receive_weights(scheme.timeout, **into)
+        return process_gate().call_model(scheme.model, self._copy_to, (), into)
 
     def receive_weights(self, timeout: float | None = None, **into: Any) -> Any | None:
         if not self._scheme.sends_weights:
