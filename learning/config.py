@@ -85,8 +85,7 @@ def resolved(composed: DictConfig, run: HydraConf) -> TrainConfig:
     """Return the checked config of a run; raises ConfigError."""
     cfg = OmegaConf.to_object(composed)
     if not isinstance(cfg, TrainConfig):
-        how = "give that run's overrides again (overrides.yaml), or continue it by resume=<its folder>"
-        raise ConfigError(f"--config-path has another config than train.yaml; for that of an earlier run, {how}")
+        raise ConfigError("--config-path: to repeat a run, give its overrides.yaml again; resume=<folder> continues it")
     check(cfg, settings())
     if run.mode is RunMode.MULTIRUN and hasattr(cfg.logger, "group"):  # wandb's logger
         if cfg.logger.group is None and "WANDB_RUN_GROUP" not in os.environ:

@@ -353,4 +353,4 @@ def test_a_link_to_the_script_finds_its_configs_and_a_runs_config_path_is_refuse
     options = ["--config-path", str(tmp_path / "run" / ".hydra"), "--config-name", "config"]
     done = run_program(ROOT / "train.py", *options, folder=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("train.py: --config-path has another config") and "resume=" in done.stderr
+    assert done.stderr.startswith("train.py: --config-path: to repeat a run") and "resume=" in done.stderr
