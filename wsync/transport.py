@@ -1,17 +1,10 @@
 """The interface of transports, which carry weights from a sender to a worker.
 
 A custom backend is a class with the four methods of ``TransportBackend`` (a class that derives from it may leave out
-the two set-up methods), and a scheme that returns it from ``create_transport``::
-
-    class MyScheme(WeightSyncScheme):
-        name = "mine"
-
-        def create_transport(self, worker_idx=None):
-            return MyTransport(self.folder, worker_idx)
-
-The scheme handles versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates. A transport may
-have a ``close()``, which makes a call that blocks in another thread end. It is called when the worker has gone, at a
-deadline, at shutdown, and after a set-up that failed.
+the two set-up methods), and a scheme that returns it from ``create_transport``: see ``docs/backends.md``. The scheme
+handles versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates. A transport may have a
+``close()``, which makes a call that blocks in another thread end. It is called when the worker has gone, at a deadline,
+at shutdown, and after a set-up that failed.
 """
 
 from __future__ import annotations

@@ -86,7 +86,11 @@ class MPTransport(TransportBackend):
             left = remaining(deadline)
             slice = _SLICE if left is None else min(left, _SLICE)
             try:
-                return of.get(timeout=slice) if not isinstance(of, Connection) else _next(of, slice)
+                if not isinstance(of, Connection):
+                    return of.get(timeout=slice)
+                if of.poll(slice):
+                    return of.recv()
+                raise queue.Empty
             except queue.Empty:
                 if left is not None and left <= _SLICE:
                     raise
@@ -95,9 +99,3 @@ class MPTransport(TransportBackend):
 
 def _put(to: WeightQueue | Connection, item: Any) -> None:
     to.send(item) if isinstance(to, Connection) else to.put(item)
-
-
-def _next(pipe: Connection, timeout: float) -> Any:
-    if not pipe.poll(timeout):
-        raise queue.Empty
-    return pipe.recv()
