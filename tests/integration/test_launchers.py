@@ -25,9 +25,16 @@ def test_the_slurm_launcher_names_its_extra(tmp_path: Path) -> None:
 
 
 COLLECTS = """
+import multiprocessing
 from collectors import GymEnv, MultiSyncCollector
-with MultiSyncCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=16) as collector:
-    next(collector)
+if __name__ == "__main__":
+    with MultiSyncCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=16) as collector:
+        next(collector)
+    look = ("import os; os._exit('PYTHONSAFEPATH' in os.environ)",)  # in another child of the same server
+    other = multiprocessing.get_context("forkserver").Process(target=exec, args=look)
+    other.start()
+    other.join()
+    assert other.exitcode == 0
 """
 
 
