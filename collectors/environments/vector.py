@@ -197,7 +197,7 @@ def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dic
             num_envs,
             vectorization_mode=mode or "sync",
             vector_kwargs=vector_kwargs,
-            wrappers=[Validated],
+            wrappers=[*kwargs.pop("wrappers", ()), Validated],
             **kwargs,
         )
     )
