@@ -28,7 +28,8 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
 def start_fork_server() -> None:
     """Start the server that workers are forked from: it imports its modules while this process imports the ones below.
 
-    The server ignores Ctrl-C. Until ``run_hydra``, Ctrl-C ends this process without a traceback.
+    The server ignores Ctrl-C, and imports what this process would: not from the current folder first. Until
+    ``run_hydra``, Ctrl-C ends this process without a traceback.
     """
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server
     forkserver.set_forkserver_preload(["collectors.worker", "learning"])
@@ -37,7 +38,11 @@ def start_fork_server() -> None:
         tempfile.tempdir = "/tmp"
     util.get_temp_dir()
     tempfile.tempdir = usual
+    environment = dict(os.environ)
+    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     forkserver.ensure_running()
+    os.environ.clear()
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL if handler is signal.default_int_handler else handler)
 
 
@@ -58,7 +63,7 @@ from collectors.config import env_config, env_factory, instantiate_setting, solv
 from collectors.distributed import is_worker, join_trainer
 from collectors.errors import ConfigError
 from collectors.rollouts.rollout import seed_generators
-from learning.config import TRACEBACKS, describe_error, folders_named, line_prefix, resolved, run_hydra
+from learning.config import CONF, TRACEBACKS, describe_error, folders_named, line_prefix, resolved, run_hydra
 from learning.loop import Goal, StopRequest, Training, WeightDelay, resumed_seed
 from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
@@ -153,7 +158,7 @@ def console_of(cfg: TrainConfig, training: Training) -> ConsoleReporter:
     )
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(composed: DictConfig) -> float:
     """Check what Hydra composed, and train; return the objective, for a sweeper."""
     run = HydraConfig.get()

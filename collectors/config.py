@@ -16,7 +16,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import MISSING
 
-from collectors.environments.vector import build, with_version
+from collectors.environments.vector import build, refuse_own_statistics, with_version
 from collectors.envs import GymEnv
 from collectors.errors import ConfigError, lines_of_user
 from wsync import WeightSyncScheme
@@ -149,6 +149,7 @@ def sample(env: EnvConfig, option: str | None = None) -> GymEnv:
         try:
             made = env_factory(env, None)()
             opened.callback(made.close)
+            refuse_own_statistics(made.stepper.driver.env)
             made.reset()
         except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):

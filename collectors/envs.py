@@ -31,10 +31,9 @@ class GymEnv:
         num_envs: how many (1 by default; a VectorEnv brings its own number).
         seed: for the first reset and random actions; row i is seeded as Gymnasium does.
         max_frames_per_traj: truncate episodes after so many steps.
-        vectorization_mode: how several environments are stepped: "sync" (the default) or "async", in which an ended
-            episode starts again within the same step; "vector_entry_point", Gymnasium's native vector environment; or
-            "auto": the native one of several environments if it is registered without additional wrappers, and neither
-            ``make_kwargs`` nor ``max_frames_per_traj`` are given, else "sync".
+        vectorization_mode: "sync" (the default) or "async", in which an ended episode starts again within the same
+            step; "vector_entry_point", Gymnasium's native vector environment; or "auto": that one, if it is registered
+            without wrappers, and neither ``make_kwargs`` nor ``max_frames_per_traj`` are given, else "sync".
         transforms: what changes rewards on their way out; see ``append_transform``.
         make_kwargs: for ``gymnasium.make``.
 
@@ -65,7 +64,7 @@ class GymEnv:
         self.stepper = Stepper(make_driver(env, num_envs, vectorization_mode, make_kwargs), seed)
         self.num_envs = self.stepper.num_envs
         self.batch_size = torch.Size(() if self.num_envs == 1 else (self.num_envs,))
-        self.stepper.max_frames_per_traj = max_frames_per_traj
+        self.stepper.limit(max_frames_per_traj)
         self.transform: list[Transform] = []
         for transform in transforms:
             self.append_transform(transform)

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 import wsync
 from collectors.arguments import make_env
 from collectors.batches import BatchLayout
+from collectors.environments.vector import refuse_own_statistics
 from collectors.rollouts.rollout import Actor, policy_scheme
 from collectors.rollouts.sampled import check_policy
 from collectors.workers.connections import Connection
@@ -63,6 +64,7 @@ class RolloutWorker:
         with ExitStack() as opened:
             env = make_env(unpickled.create_env_fn)
             opened.callback(env.close)
+            refuse_own_statistics(env.stepper.driver.env)
             policy = unpickled.policy if factory is None else factory()
             check_policy(policy)
             self._actor = Actor(

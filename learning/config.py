@@ -84,10 +84,14 @@ def settings() -> list[str]:
 def resolved(composed: DictConfig, run: HydraConf) -> TrainConfig:
     """Return the checked config of a run; raises ConfigError."""
     cfg = OmegaConf.to_object(composed)
-    assert isinstance(cfg, TrainConfig)
+    if not isinstance(cfg, TrainConfig):
+        raise ConfigError("--config-path: to repeat a run, give its overrides.yaml again; resume=<folder> continues it")
     check(cfg, settings())
-    if run.mode is RunMode.MULTIRUN and getattr(cfg.logger, "group", "") is None:  # only wandb's logger has a group
-        cfg.logger.group = "-".join(Path(run.sweep.dir).parts[-2:])
+    if run.mode is RunMode.MULTIRUN and hasattr(cfg.logger, "group"):  # wandb's logger
+        if cfg.logger.group is None and "WANDB_RUN_GROUP" not in os.environ:
+            cfg.logger.group = "-".join(Path(run.sweep.dir).parts[-2:])
+        if getattr(cfg.logger, "id", "") is None and "WANDB_RUN_ID" in os.environ:
+            cfg.logger.id = f"{os.environ['WANDB_RUN_ID']}-{run.job.num}"
     return cfg
 
 

@@ -27,7 +27,7 @@ Observation = Any
 
 def linear(fan_in: int, fan_out: int, gain: float = math.sqrt(2.0)) -> nn.Linear:
     """Return a linear layer with orthogonal weights (https://arxiv.org/abs/1312.6120) and biases of zero."""
-    layer = nn.Linear(fan_in, fan_out)
+    layer = nn.Linear(fan_in, fan_out, dtype=torch.float32)  # as observations, not torch's default
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -52,7 +52,7 @@ def feature_size(network: nn.Module, spec: SpecTree) -> int:
     state_size = getattr(network, "state_size", None)
     observation = as_tensors(specs.zeros(spec, 2, 3), 2, 3)
     with torch.no_grad(), without_side_effects(network):
-        state = () if state_size is None else (torch.zeros(2, 3, state_size),)
+        state = () if state_size is None else (torch.zeros(2, 3, state_size, dtype=torch.float32),)
         features = network(observation, *state)
         features = features[0] if state else features
     if not isinstance(features, Tensor) or features.ndim != 3 or features.shape[:2] != (2, 3):
@@ -119,7 +119,7 @@ class NatureCNN(nn.Module):
         self.divisor = _divisor(spec)
         layers: list[nn.Module] = []
         for fan_in, fan_out, kernel, stride in ((channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)):
-            convolution = nn.Conv2d(fan_in, fan_out, kernel, stride)
+            convolution = nn.Conv2d(fan_in, fan_out, kernel, stride, dtype=torch.float32)
             nn.init.orthogonal_(convolution.weight, math.sqrt(2.0))
             nn.init.constant_(convolution.get_parameter("bias"), 0.0)
             layers += [convolution, nn.ReLU()]

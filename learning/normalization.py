@@ -30,8 +30,8 @@ class Moments(nn.Module):
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(shape))
-        self.register_buffer("var", torch.ones(shape))
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float32))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float32))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()

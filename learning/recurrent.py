@@ -77,7 +77,7 @@ class RNN(RecurrentNetwork):
             raise ValueError(f"unknown cell {cell!r}: one of {', '.join(cells)}")
         images = any(suits_convolutions(spec) for _, spec in leaves(observation_spec))
         self.encoder = CNN(observation_spec, features) if images else MLP(observation_spec, hidden, activation)
-        self.cell = cells[cell](feature_size(self.encoder, observation_spec), size, batch_first=True)
+        self.cell = cells[cell](feature_size(self.encoder, observation_spec), size, batch_first=True).float()
         for name, weight in self.cell.named_parameters():
             nn.init.zeros_(weight) if "bias" in name else nn.init.orthogonal_(weight)
         self.state_size = 2 * size if cell == "lstm" else size
@@ -173,7 +173,7 @@ class RecurrentPolicy(TensorDictModuleBase):
         if state is None:
             trunk = self.network.trunk
             assert isinstance(trunk, RecurrentNetwork)
-            state = torch.zeros(*tensordict.batch_size, trunk.state_size, device=next(self.parameters()).device)
+            state = next(self.parameters()).new_zeros(*tensordict.batch_size, trunk.state_size)
         features, state = self.network.trunk(self.network.normalized(observation), state)
         parameters = self.actions.to_parameters(self.network.head(features), action_mask(observation))
         action = self.actions.choose(parameters, None if greedy() else self.actions.noise(parameters))

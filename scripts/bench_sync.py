@@ -262,34 +262,29 @@ def short(value: float) -> str:
 
 
 def picture(rows: list[Row], path: Path) -> None:
-    """Plot latency over payload for the largest number of workers: a panel for each kind, dotted the peer."""
+    """Plot latency over payload for the largest number of workers: a panel for each kind, narrow as a phone."""
     rows = [row for row in rows if "p50_us" in row]
     kinds = [kind for kind in _TITLES if any(row["kind"] == kind for row in rows)]
     if not kinds:
         return
-    figure, axes = new_figure(
-        6 * len(kinds), len(kinds), "Weight sync", "dotted: the peer", (1,) * len(kinds), height=6
-    )
+    figure, axes = new_figure(4.4, len(kinds), "Weight sync", "", height=5.4 * len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
         workers = max(row["workers"] for row in rows if row["kind"] == kind)
-        mine = sorted(
-            (one for one in rows if (one["kind"], one["workers"]) == (kind, workers)), key=lambda one: one["mib"]
-        )
+        mine = [one for one in rows if (one["kind"], one["workers"]) == (kind, workers)]
+        mine.sort(key=lambda one: one["mib"])
         for label in dict.fromkeys(row["label"] for row in mine):
             points = [one for one in mine if one["label"] == label]
             (line,) = ax.plot([one["mib"] for one in points], [one["p50_us"] for one in points], "o-", label=label)
-            peer = [
-                (one["mib"], side["p50_us"]) for one in points for side in one["peers"].values() if "p50_us" in side
-            ]
-            if peer:
-                ax.plot(*zip(*peer, strict=True), "x:", color=line.get_color())
-        ax.plot([one["mib"] for one in mine], [one["copy_us"] for one in mine], "--", color=INK, label="a plain copy")
+            peers = [(one["mib"], side) for one in points for side in one["peers"].values() if "p50_us" in side]
+            ax.plot([at for at, _ in peers], [side["p50_us"] for _, side in peers], "x:", color=line.get_color())
+        copies = {one["mib"]: one["copy_us"] for one in mine}
+        ax.plot([*copies], [*copies.values()], "--", color=INK, label="a plain copy")
         ax.set(xscale="log", yscale="log", xlabel="weights, MiB", ylabel="median, µs")
         ax.set_xticks(sizes := sorted({one["mib"] for one in mine}), [f"{size:g}" for size in sizes])
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
-        ax.set_title(f"{_TITLES[kind]}, workers: {workers}", loc="left", fontsize=10, color=INK)
-        ax.legend(fontsize=8, frameon=False)
+        ax.set_title(f"{_TITLES[kind]},\nto {workers} workers; dotted: the peer", loc="left", fontsize=8.5, color=INK)
+        ax.legend(fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.45, -0.13))
     figure.savefig(path)
 
 

@@ -14,6 +14,7 @@ import select
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 
@@ -26,6 +27,8 @@ from wsync.transport import TransportBackend
 if TYPE_CHECKING:
     from wsync.scheme import WeightSyncScheme
     from wsync.update import SyncReport
+
+_shared = WeakValueDictionary[int, TransportBackend]()  # by the id of its scheme, which it refers to
 
 
 class WeightSender:
@@ -53,12 +56,27 @@ class WeightSender:
     def wait_async(self) -> SyncReport | None:
         return self._scheme.wait_async()
 
+    def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        self._scheme.create_transport(pipe_or_context)
+
+    update_weights = send
+
 
 class WeightReceiver:
     """Receives one model's weights in one worker."""
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
+        self._model: nn.Module | None = None
+
+    def register_model(self, model: nn.Module) -> None:
+        self._model = model
+
+    def register_worker_transport(self, pipe: Any) -> None:
+        self._scheme.init_on_worker(pipe=pipe, model=self._model)
+
+    def apply_weights(self, weights: Any) -> None:
+        self._scheme.apply_weights(weights)
 
     def receive(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds for weights newer than those of the last call; return whether there are any.
@@ -113,20 +131,23 @@ def init_on_worker(
 
 
 def transport_to(scheme: WeightSyncScheme, given: object) -> TransportBackend:
-    """Return the scheme's own way to a worker, or to all of them.
+    """Return the scheme's own way to a worker, or to all of them: one object for all where they share one memory.
 
-    ``given`` is the worker's index; a pipe to it, which before ``init_on_sender`` is added to the scheme's; the worker
-    (``RemoteWorker``); or None or a context, which mean all workers, as all do where they share one memory.
+    ``given`` is the worker's index; a pipe to it; the worker (``RemoteWorker``); or None or a context, which mean all
+    workers. Before ``init_on_sender``, the pipe, or those of the context, are added to the scheme's.
     """
-    if isinstance(given, RemoteWorker):
-        given = given.worker_idx
-    elif isinstance(given, Connection):
-        if scheme.model_id is None and given not in scheme._pipes:
-            scheme._pipes.append(given)
-        if given not in scheme._pipes:
+    pipes = [given] if isinstance(given, Connection) else getattr(given, "pipes", None) or ()
+    for pipe in [pipe for pipe in pipes if isinstance(pipe, Connection) and pipe not in scheme._pipes]:
+        if scheme.model_id is not None:
             raise ValueError("this scheme was not given that pipe: give init_on_sender() all of them, pipes=[…]")
+        scheme._pipes.append(pipe)
+    if isinstance(given, Connection):
         given = scheme._pipes.index(given)
-    return scheme.transport_class(scheme, [given] if isinstance(given, int) and not scheme.binds else None)
+    elif isinstance(given, RemoteWorker):
+        given = given.worker_idx
+    if not scheme.binds:
+        return scheme.transport_class(scheme, [given] if isinstance(given, int) else None)
+    return _shared.setdefault(id(scheme), scheme.transport_class(scheme))
 
 
 # --- pipes ---

@@ -670,7 +670,7 @@ class WeightSyncScheme:
     @property
     def shared_transport(self) -> TransportBackend | None:
         """On the sender, one transport to all workers; None on a receiver."""
-        return self.transport_class(self) if self.num_workers else None
+        return legacy.transport_to(self, None) if self.num_workers else None
 
     @property
     def receiver_transport(self) -> TransportBackend | None:

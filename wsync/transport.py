@@ -1,17 +1,10 @@
 """The interface of transports, which carry weights from a sender to a worker.
 
 A custom backend is a class with the four methods of ``TransportBackend`` (a class that derives from it may leave out
-the two set-up methods), and a scheme that returns it from ``create_transport``::
-
-    class MyScheme(WeightSyncScheme):
-        name = "mine"
-
-        def create_transport(self, worker_idx=None):
-            return MyTransport(self.folder, worker_idx)
-
-The scheme handles versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates. A transport may
-have a ``close()``, which makes a call that blocks in another thread end. It is called when the worker has gone, at a
-deadline, at shutdown, and after a set-up that failed.
+the two set-up methods), and a scheme that returns it from ``create_transport``: see ``docs/backends.md``. The scheme
+handles versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates. A transport may have a
+``close()``, which makes a call that blocks in another thread end. It is called when the worker has gone, at a deadline,
+at shutdown, and after a set-up that failed.
 """
 
 from __future__ import annotations
@@ -144,10 +137,14 @@ class SchemeTransport(TransportBackend):
         self._scheme.create_sender().send(weights, self._worker_ids)
 
     def setup_connection_and_weights_on_receiver(self, *, worker_idx: int | None = None, **into: Any) -> Any | None:
-        self._scheme.connect(worker_idx=worker_idx)
-        if not self._scheme.version:
-            return None
-        return process_gate().call_model(self._scheme.model, self._copy_to, (), into)
+        scheme = self._scheme
+        if scheme.model_id is None:  # a pickled one, without init_on_receiver
+            given = into.get("weights") if into.get("model") is None else into["model"]
+            scheme.init_on_receiver(scheme._sender_model_id or "policy", model=given)
+        scheme.connect(worker_idx=worker_idx)
+        if not scheme.version:  # the first `send` defines the weights
+            return self.receive_weights(scheme.timeout, **into)
+        return process_gate().call_model(scheme.model, self._copy_to, (), into)
 
     def receive_weights(self, timeout: float | None = None, **into: Any) -> Any | None:
         if not self._scheme.sends_weights:

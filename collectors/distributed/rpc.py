@@ -169,7 +169,9 @@ def join_group(name: str, rank: int, size: int, address: StoreAddress, timeout: 
     key = f"{name}-{address[1]}"
     _stores[key] = store
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"wsync://{key}", rpc_timeout=timeout)
-    with _reset_counters(), _loopback(), warnings.catch_warnings():
+    # gloo and TensorPipe use the loopback interface, unless the environment has another.
+    loopback = {name: os.environ.get(name, "lo") for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")}
+    with _reset_counters(), processes.environment(**loopback), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
 
@@ -186,18 +188,6 @@ def _reset_counters() -> Iterator[None]:
         rpc._init_counter = before
         rpc.api._all_gather_sequence_id.clear()
         rpc.api._all_gather_sequence_id.update(gathered)
-
-
-@contextmanager
-def _loopback() -> Iterator[None]:
-    """Make gloo and TensorPipe use the loopback interface, unless the environment sets another."""
-    mine = {name: "lo" for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name not in os.environ}
-    os.environ.update(mine)
-    try:
-        yield
-    finally:
-        for name in mine:
-            del os.environ[name]
 
 
 def join_or_end(size: int, address: StoreAddress, timeout: float, sentinels: Sequence[int]) -> int | None:

@@ -185,7 +185,7 @@ def key_from_environment(env: Mapping[str, str]) -> bytes:
 def resolved(host: str) -> str:
     """Return the IP address of ``host``; both ends authenticate by it, whatever name each of them was given."""
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        return host if "%" in host else str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return host  # the error of listening there, or of connecting, is the better one
 

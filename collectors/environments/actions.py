@@ -8,6 +8,7 @@ environments, as a policy would give them, with their log-probabilities ``[E]`` 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,6 +20,19 @@ from collectors.environments.specs import Array, Spec, float_bounds
 def _has_rows(action: Array, num_envs: int) -> bool:
     """Whether `action` has one row for each environment; the action of one environment needs no row."""
     return num_envs == 1 or len(action) == num_envs
+
+
+def _checked(index: Array, options: Sequence[int]) -> Array:
+    """Return indices ``[E, k]`` as a copy, int64; raise ValueError for one that is no index of its choice."""
+    with np.errstate(invalid="ignore"):  # of NaN
+        taken = index.astype(np.int64)  # a copy: an environment may keep it
+    wrong = (taken != index) | (taken < 0) | (taken >= options)
+    if np.count_nonzero(wrong):
+        row, choice = np.argwhere(wrong)[0]
+        which = f"choice {choice} of the action" if len(options) > 1 else "the action"
+        last = options[choice] - 1
+        raise ValueError(f"{which} for environment {row} is {index[row, choice]}, and an index is 0 to {last}")
+    return taken
 
 
 class DiscreteActions:
@@ -38,24 +52,13 @@ class DiscreteActions:
                 raise ValueError(f"the scores of actions 0 to {self.n - 1} for environment {row} are {values}")
             taken = scores.argmax(-1)
         elif action.size == num_envs and _has_rows(action, num_envs):
-            taken = self._checked(action.reshape(num_envs))
+            taken = _checked(action.reshape(num_envs, 1), (self.n,))[:, 0]
         else:
             raise ValueError(
                 f"an action for {num_envs} environment(s) with {self.n} choices is an index [{num_envs}] or "
                 f"scores [{num_envs}, {self.n}], not {list(action.shape)}"
             )
-        if self.start:
-            taken += self.start
-        return taken
-
-    def _checked(self, index: Array) -> Array:
-        with np.errstate(invalid="ignore"):  # of NaN
-            taken = index.astype(np.int64)  # a copy: an environment may keep it
-        wrong = (taken != index) | (taken < 0) | (taken >= self.n)
-        if np.count_nonzero(wrong):
-            row = int(wrong.argmax())
-            raise ValueError(f"the action for environment {row} is {index[row]}, and an index is 0 to {self.n - 1}")
-        return taken
+        return taken + self.start
 
     def from_env(self, action: Array) -> Array:
         """Return indices, counted from 0."""
@@ -136,15 +139,8 @@ class MultiDiscreteActions:
         shape = [num_envs, len(self.nvec)]
         if action.size != math.prod(shape) or not _has_rows(action, num_envs):
             raise ValueError(f"an action for these environments is indices {shape}, not {list(action.shape)}")
-        indices = action.reshape(shape)
-        wrong = ~((indices >= 0) & (indices < self.nvec) & (indices == np.floor(indices)))  # true for NaN as well
-        if wrong.any():
-            row, choice = np.argwhere(wrong)[0]
-            raise ValueError(
-                f"choice {choice} of the action for environment {row} is {indices[row, choice]}, and an index is "
-                f"0 to {self.nvec[choice] - 1}"
-            )
-        return (indices + self._start).astype(self.space.dtype).reshape(num_envs, *self.space.shape)
+        taken = _checked(action.reshape(shape), self.spec.options) + self._start
+        return taken.astype(self.space.dtype).reshape(num_envs, *self.space.shape)
 
     def from_env(self, action: Array) -> Array:
         """Return indices ``[E, k]``, counted from 0."""

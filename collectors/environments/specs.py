@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,13 +34,27 @@ class ArrayTree:
             part[index] = values.parts[name]
 
 
-def map_tree(function: Callable[[Any], Array], tree: Any) -> Any:
-    """Apply `function` to each leaf of dictionaries and tuples; the result has the form of `tree`."""
-    if isinstance(tree, Mapping):
-        return {name: map_tree(function, part) for name, part in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(map_tree(function, part) for part in tree)
-    return function(tree)
+def validated(observation: Any, space: spaces.Space) -> Any:
+    """Return an observation as arrays, in the form of its space; raise ValueError if it does not fit.
+
+    Arrays have the shape of the space and numbers of its kind: to others, numpy would cast them without a word.
+    """
+    if isinstance(space, spaces.Dict):
+        return {key: _part(observation, key, one) for key, one in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_part(observation, i, one) for i, one in enumerate(space.spaces))
+    array, dtype = np.asarray(observation), np.dtype(space.dtype)
+    if array.shape != space.shape or not (array.dtype == dtype or np.can_cast(array.dtype, dtype, "same_kind")):
+        form = f"of shape {list(array.shape)} and dtype {array.dtype}"
+        raise ValueError(f"an observation {form} does not fit the environment's space {space}")
+    return array
+
+
+def _part(observation: Any, key: Any, space: spaces.Space) -> Any:
+    try:
+        return validated(observation[key], space)
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"part {key!r} of the observation: {error or type(error).__name__}") from error
 
 
 def as_tensors(observation: Observation, *batch_size: int) -> torch.Tensor | TensorDict:
@@ -112,7 +126,7 @@ class BoxCodec:
         self.spec = Spec(shape, dtype, low.to(dtype), high.to(dtype))
 
     def write(self, raw: Array, out: Array) -> None:
-        """Write `raw` ``[E, *space.shape]`` into `out` ``[E, *spec.shape]``, cast to its dtype."""
+        """Write `raw` (``[E, *space.shape]``, E may be missing if 1) into `out` ``[E, *spec.shape]``, in its dtype."""
         out[...] = raw if raw.shape == out.shape else raw.reshape(out.shape)
 
 
@@ -124,7 +138,7 @@ class OneHotCodec:
         self._starts = np.ravel(space.start)
         self._offsets = np.cumsum(self._counts) - self._counts
         size = torch.Size((int(self._counts.sum()),))
-        self.spec = Spec(size, torch.float32, torch.zeros(size), torch.ones(size))
+        self.spec = Spec(size, torch.float32, *float_bounds(np.zeros(size), np.ones(size)))
 
     def write(self, raw: Array, out: Array) -> None:
         """Set one element of ``out`` to 1 for each component; raise ValueError for one outside ``space``."""

@@ -64,21 +64,18 @@ class Stepper:
         self._rewards.append(RewardModel(transform, self.observation, self.reward, self._actions))
         self.reward = self._rewards[-1].reward
 
-    @property
-    def max_frames_per_traj(self) -> int | None:
-        """Steps after which an episode is truncated, in addition to the environment's own limit."""
-        return self._limit
-
-    @max_frames_per_traj.setter
-    def max_frames_per_traj(self, limit: int | None) -> None:
-        if limit is not None and limit < 1:
-            raise ValueError(f"max_frames_per_traj is a number of steps, at least 1, not {limit}")
-        if limit is not None and not self.driver.can_truncate:
+    def limit(self, frames: int | None) -> None:
+        """Truncate episodes after so many steps, if nothing else ends them earlier; None: no limit by this call."""
+        if frames is None:
+            return
+        if frames < 1:
+            raise ValueError(f"max_frames_per_traj is a number of steps, at least 1, not {frames}")
+        if not self.driver.can_truncate:
             raise ValueError(
                 "this vector environment cannot reset single rows, which max_frames_per_traj needs: make it with "
                 'vectorization_mode="sync"'
             )
-        self._limit = limit
+        self._limit = min(frames, self._limit or frames)
 
     def seed(self, seed: int) -> None:
         """Seed the random actions, and a reset that precedes the next step."""

@@ -7,6 +7,7 @@ row instead of acting in it; such a row is not a frame, and ``Driver.reset_step`
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,10 +16,11 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
-from collectors.environments.specs import ACTION_MASK, Array, map_tree
+from collectors.environments.actions import action_codec
+from collectors.environments.specs import ACTION_MASK, Array, validated
 
 Raw = Any
 """Observations as Gymnasium gives them: an array, or dictionaries and tuples of arrays, each ``[E, *]``."""
@@ -48,18 +50,18 @@ class VectorDriver:
 
     def reset(self, seed: int | None) -> Raw:
         """Reset all rows; return observations. Called before the first step and after an error."""
-        return self.env.reset(seed=seed)[0]
+        return validated(self.env.reset(seed=seed)[0], self.env.observation_space)
 
     def step(self, action: Array) -> Step:
         """Return the true successors, rewards, terminated, truncated. May raise whatever the environment raises."""
-        return self.env.step(action)[:4]
+        return validated_step(self.env.step(action), self.env.observation_space, self.num_envs)[:4]
 
     def reset_rows(self, mask: Array) -> Raw:
         """Reset the rows of ``mask``, which include all ended ones; other rows of the result are undefined.
 
         Called after each step in which an episode has ended.
         """
-        return self.env.reset(options={"reset_mask": mask})[0]
+        return validated(self.env.reset(options={"reset_mask": mask})[0], self.env.observation_space)
 
     def close(self) -> None:
         """Close the environments. May be called twice."""
@@ -67,22 +69,17 @@ class VectorDriver:
 
 
 class ScalarDriver(VectorDriver):
-    """One environment that is not vectorised, as arrays with a leading dimension of 1."""
+    """One environment that is not vectorised; observations have no leading dimension."""
 
     def __init__(self, env: gym.Env) -> None:
-        self.env, self.num_envs = env, 1
+        self.env, self.num_envs = Validated(env), 1
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self.actions = batch_space(env.action_space, 1)
         self._is_choice = isinstance(env.action_space, spaces.Discrete)
 
-    def reset(self, seed: int | None) -> Raw:
-        """Reset the environment."""
-        return map_tree(_row, self.env.reset(seed=seed)[0])
-
     def step(self, action: Array) -> Step:
         """Step the environment."""
-        observation, *results, _ = self.env.step(action.item() if self._is_choice else action[0])
-        return map_tree(_row, observation), *results
+        return self.env.step(action.item() if self._is_choice else action[0])[:4]
 
     def reset_rows(self, mask: Array) -> Raw:
         """Reset the environment."""
@@ -106,7 +103,7 @@ class NextStepDriver(VectorDriver):
 
     def step(self, action: Array) -> Step:
         """Step the environments; those that ended in the step before are reset."""
-        self._observation, reward, terminated, truncated, _ = self.env.step(action)
+        self._observation, reward, terminated, truncated = super().step(action)
         self.reset_step, self._ended = self._ended, np.logical_or(terminated, truncated)
         return self._observation, reward, terminated, truncated
 
@@ -115,8 +112,38 @@ class NextStepDriver(VectorDriver):
         return self._observation
 
 
-def _row(value: Any) -> Array:
-    return np.asarray(value)[None]
+def validated_step(step: Any, space: spaces.Space, *rows: int) -> tuple[Raw, Any, Any, Any, Any]:
+    """Return a step's results, ``[*rows]`` each; raise ValueError if one is no number, or does not fit `space`."""
+    observation, *results, info = step
+    for i, (name, kinds) in enumerate((("reward", "fiub"), ("terminated", "biu"), ("truncated", "biu"))):
+        array = np.asarray(results[i])
+        if array.dtype.kind not in kinds or array.size != math.prod(rows):
+            what = "number" if i == 0 else "bool"
+            raise ValueError(f"the environment's {name} is {results[i]!r}, not one {what} for each environment")
+        results[i] = array.reshape(rows)[()]
+    return validated(observation, space), *results, info
+
+
+class Validated(gym.Wrapper):
+    """Raises ValueError for observations and results that do not fit; a vector environment would cast them."""
+
+    def __init__(self, env: gym.Env) -> None:
+        super().__init__(env)
+        self._space = env.observation_space
+        self._usual = (self._space.dtype, self._space.shape)
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment."""
+        observation, info = self.env.reset(**options)
+        return validated(observation, self._space), info
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Step the environment."""
+        observation, reward, terminated, truncated, _ = step = self.env.step(action)
+        is_usual = type(terminated) is type(truncated) is bool and isinstance(reward, float)
+        if is_usual and type(observation) is np.ndarray and (observation.dtype, observation.shape) == self._usual:
+            return step  # without a call
+        return validated_step(step, self._space)
 
 
 EnvSource = str | EnvSpec | gym.Env | VectorEnv | Callable[[], gym.Env | VectorEnv]
@@ -146,7 +173,7 @@ def _scalar(make: Callable[[], gym.Env | VectorEnv]) -> gym.Env:
     _check_environment(env)
     if isinstance(env, VectorEnv):
         raise ValueError(f"the function makes {env}, which brings its own num_envs; leave num_envs out")
-    return env
+    return Validated(env)
 
 
 def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dict[str, Any]) -> VectorDriver:
@@ -165,7 +192,14 @@ def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dic
         return _from_made(gym.make_vec(env_id, num_envs, vectorization_mode=mode, **kwargs), num_envs)
     vector_kwargs = {"copy": False, "autoreset_mode": AutoresetMode.DISABLED}  # GymEnv copies before the next step
     return VectorDriver(
-        gym.make_vec(env_id, num_envs, vectorization_mode=mode or "sync", vector_kwargs=vector_kwargs, **kwargs)
+        gym.make_vec(
+            env_id,
+            num_envs,
+            vectorization_mode=mode or "sync",
+            vector_kwargs=vector_kwargs,
+            wrappers=[*kwargs.pop("wrappers", ()), Validated],
+            **kwargs,
+        )
     )
 
 
@@ -198,6 +232,19 @@ def _from_made(env: gym.Env | VectorEnv, num_envs: int | None) -> VectorDriver:
     raise ValueError(f"{env} has autoreset mode {mode}: make it with gymnasium's AutoresetMode.DISABLED or NEXT_STEP")
 
 
+def refuse_own_statistics(env: Any) -> None:
+    """Raise ValueError if a wrapper of `env` normalises by statistics of its own that it still updates."""
+    while isinstance(env, gym.Wrapper | VectorWrapper):
+        has_some = any(type(one).__name__ == "RunningMeanStd" for one in vars(env).values())
+        if has_some and getattr(env, "update_running_mean", True):
+            raise ValueError(
+                f"{type(env).__name__} has statistics of its own in each environment, which no checkpoint and no other "
+                "worker has: leave it out, and let train.py normalise (env.normalize_observations=true, "
+                "env.rewards=normalized), or your policy; or set its update_running_mean=False"
+            )
+        env = env.env
+
+
 class ActionMask(gym.Wrapper):
     """Moves the action mask from an environment's ``info`` into its observation, where policies read it.
 
@@ -209,16 +256,13 @@ class ActionMask(gym.Wrapper):
         key: the key of the mask in ``info``.
 
     Raises:
-        TypeError: the actions are neither Discrete nor MultiDiscrete.
+        TypeError: the actions are no choices.
     """
 
     def __init__(self, env: gym.Env, key: str = ACTION_MASK) -> None:
         super().__init__(env)
-        if isinstance(env.action_space, spaces.Discrete):
-            size = int(env.action_space.n)
-        elif isinstance(env.action_space, spaces.MultiDiscrete):
-            size = int(env.action_space.nvec.sum())
-        else:
+        size = sum(action_codec(env.action_space).spec.options)
+        if not size:
             raise TypeError(f"an action mask is for Discrete and MultiDiscrete actions, not {env.action_space}")
         self._key, space = key, env.observation_space
         self._nested = isinstance(space, spaces.Dict)
@@ -244,7 +288,7 @@ class ActionMask(gym.Wrapper):
         return {**entries, ACTION_MASK: flat.astype(np.int8)}
 
 
-class PartialObservation(gym.ObservationWrapper):
+class PartialObservation(gym.wrappers.TransformObservation):
     """Hides elements of a vector observation, so that a policy has to remember: only `keep` are left.
 
     Args:
@@ -253,16 +297,11 @@ class PartialObservation(gym.ObservationWrapper):
     """
 
     def __init__(self, env: gym.Env, keep: Sequence[int]) -> None:
-        super().__init__(env)
-        space = env.observation_space
+        space, left = env.observation_space, list(keep)
         if not isinstance(space, spaces.Box) or len(space.shape) != 1:
             raise TypeError(f"PartialObservation is for vector observations, not {space}")
-        self._keep = list(keep)
-        self.observation_space = spaces.Box(space.low[self._keep], space.high[self._keep], dtype=space.dtype.type)
-
-    def observation(self, observation: Any) -> Any:
-        """Return the elements that are left."""
-        return observation[self._keep]
+        rest = spaces.Box(space.low[left], space.high[left], dtype=space.dtype.type)
+        super().__init__(env, lambda observation: observation[left], rest)
 
 
 def build(make: Callable[[], gym.Env], wrappers: Sequence[Callable[[gym.Env], gym.Env]]) -> gym.Env:

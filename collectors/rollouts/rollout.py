@@ -60,9 +60,7 @@ class Rollout:
         self.policy = policy
         self.init_random_frames = init_random_frames
         self.frames = 0
-        if max_frames_per_traj is not None:
-            own = self.stepper.max_frames_per_traj
-            self.stepper.max_frames_per_traj = max_frames_per_traj if own is None else min(own, max_frames_per_traj)
+        self.stepper.limit(max_frames_per_traj)
         self._batched = len(self.batch_size) > 0
         self._device = torch.device(device or "cpu")
         self._gate, self._version = gate, version

@@ -21,39 +21,51 @@ SHUTDOWN_GRACE = 5.0  # seconds in which a worker has to end after the message t
 PRELOAD = ["collectors.worker"]
 """Modules that the fork server imports once, so that a worker starts in a fraction of a second."""
 
-_main_lock = threading.Lock()  # several threads may make collectors at once; there is one __main__
+_OURS = "wsync, before: "  # begins the value of PYTHONSAFEPATH that `start` sets; any value has the same meaning
+_starting = threading.Lock()  # several threads may make collectors at once; there is one __main__, and one environment
+
+if (given := os.environ.get("PYTHONSAFEPATH", "")).startswith(_OURS):  # in the fork server, which may have other users
+    os.environ["PYTHONPATH"] = given.removeprefix(_OURS)
+    del os.environ["PYTHONSAFEPATH"]
 
 
 @contextmanager
-def hidden_main() -> Iterator[None]:
-    """Prevent a new process from running the trainer's script again.
+def environment(**variables: str) -> Iterator[None]:
+    """Set environment variables for a while."""
+    former = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(former)
 
-    What a worker is sent from ``__main__`` is pickled by value, so the worker does not need that module; and a script
-    without ``if __name__ == "__main__"`` works.
+
+@contextmanager
+def _prepared_to_start() -> Iterator[None]:
+    """Change what a new process takes over from this one.
+
+    It does not run the trainer's script again: what is sent from ``__main__`` is pickled by value, and a script without
+    ``if __name__ == "__main__"`` works. It has this process's ``sys.path`` from its beginning: the current folder would
+    come first, and a file ``queue.py`` there would be imported. And it knows its default start method: joblib's,
+    "loky", is known to joblib alone.
     """
-    names = vars(sys.modules["__main__"])
-    with _main_lock:
-        hidden = {name: names[name] for name in ("__spec__", "__file__") if name in names}
+    path = {"PYTHONSAFEPATH": _OURS + os.environ.get("PYTHONPATH", ""), "PYTHONPATH": os.pathsep.join(sys.path)}
+    names, method = vars(sys.modules["__main__"]), multiprocessing.get_start_method(allow_none=True)
+    is_foreign = method not in (None, *multiprocessing.get_all_start_methods())
+    hidden = {name: names[name] for name in ("__spec__", "__file__") if name in names}
+    with environment(**path):
         names["__spec__"] = None
         names.pop("__file__", None)
+        if is_foreign:
+            multiprocessing.set_start_method("spawn", force=True)
         try:
             yield
         finally:
             names.update(hidden)
-
-
-@contextmanager
-def known_start_method() -> Iterator[None]:
-    """Keep a child from being given a default start method that it does not know: joblib's is "loky"."""
-    method = multiprocessing.get_start_method(allow_none=True)
-    if method is None or method in multiprocessing.get_all_start_methods():
-        yield
-        return
-    multiprocessing.set_start_method("spawn", force=True)
-    try:
-        yield
-    finally:
-        multiprocessing.set_start_method(method, force=True)
+            if is_foreign:
+                multiprocessing.set_start_method(method, force=True)
 
 
 def start(target: Callable[..., None], worker_idx: int, *arguments: Any) -> BaseProcess:
@@ -63,7 +75,7 @@ def start(target: Callable[..., None], worker_idx: int, *arguments: Any) -> Base
     process = context.Process(
         target=_run, args=(target, os.getpid(), dict(os.environ), arguments), name=f"collector-worker-{worker_idx}"
     )
-    with hidden_main(), known_start_method():  # the second one inside the lock of the first
+    with _starting, _prepared_to_start():
         process.start()
     return process
 

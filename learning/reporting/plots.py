@@ -29,10 +29,11 @@ Groups = Mapping[str, Sequence["Run"]]
 def new_figure(
     width: float, columns: int, title: str, subtitle: str, ratios: Sequence[float] = (1,), height: float = 4.6
 ) -> tuple[Figure, list[Axes]]:
-    """An empty picture in the style of all of them, `width` by `height` inches."""
+    """An empty picture in the style of all, `width` by `height` inches; if it is higher than wide, columns are rows."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, columns, width_ratios=ratios, squeeze=False)[0]
+    shape: Any = {"nrows": columns} if height > width else {"ncols": columns, "width_ratios": ratios}
+    axes = figure.subplots(squeeze=False, **shape).ravel()
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     axes[0].set_title(subtitle, loc="left", fontsize=9.5, color=MUTED)
     for ax in axes:

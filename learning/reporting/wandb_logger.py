@@ -23,22 +23,26 @@ HISTOGRAM_EVERY = 100  # updates
 class WandbLogger(Reporter):
     """Sends rows to Weights & Biases: online if the user is logged in, offline otherwise.
 
+    What is None is that of wandb's variable, ``WANDB_PROJECT`` for instance, or a default where that is not set.
+
     A thread imports and starts wandb `start_after` seconds into the run, or at its end, since that takes more processor
     time than a short run; rows from before are sent then.
 
     Args:
-        project: wandb's project.
+        project: wandb's project; by default "wsync".
         entity: wandb's entity.
         group: wandb's group; shared by the runs of a sweep.
+        id: wandb's id of the run; in a sweep, ``WANDB_RUN_ID`` and the number of the run.
         tags: wandb's tags.
-        mode: "online", "offline" or "disabled"; None: WANDB_MODE, else online if logged in, else offline.
+        mode: "online", "offline" or "disabled"; by default online if logged in, else offline.
         start_after: seconds before wandb is started.
         close_within: seconds that the end of a run waits for the remaining rows to be sent.
     """
 
-    project: str = "wsync"
+    project: str | None = None
     entity: str | None = None
     group: str | None = None
+    id: str | None = None
     tags: Sequence[str] = ()
     mode: str | None = None
     start_after: float = 10.0
@@ -46,7 +50,8 @@ class WandbLogger(Reporter):
 
     def __post_init__(self) -> None:
         """Start nothing yet."""
-        self._init: dict[str, Any] = {"project": self.project, "entity": self.entity, "group": self.group}
+        given = {name: getattr(self, name) for name in ("project", "entity", "group", "id", "tags")}
+        self._init: dict[str, Any] = {name: value for name, value in given.items() if value}
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._ending = threading.Event()
         self._summary: dict[str, Any] = {}
@@ -55,7 +60,7 @@ class WandbLogger(Reporter):
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Start the thread; wandb's files go to `folder`, and `config` is wandb's config."""
-        self._init |= {"dir": str(folder), "name": folder.name, "config": config, "tags": list(self.tags)}
+        self._init = unless_set(project="wsync", name=folder.name, dir=str(folder)) | self._init | {"config": config}
         # A daemon thread, so that the process can end even if wandb hangs.
         self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
         self._thread.start()
@@ -94,9 +99,8 @@ class WandbLogger(Reporter):
         except ModuleNotFoundError as error:
             raise missing_extra(error, "train") from error
         limit: Any = {"init_timeout": self.close_within / 2} if self.close_within else {}  # 0: nothing waits for wandb
-        settings = wandb.Settings(console="off", silent=True, **limit)
-        mode: Any = self.mode or os.environ.get("WANDB_MODE")
-        mode = mode or ("online" if wandb.login(prompt=False) else "offline")
+        settings = wandb.Settings(**unless_set(console="off", silent=True, **limit))
+        mode: Any = self.mode or os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
         options: Any = {**self._init, "settings": settings, "reinit": "create_new"}
         try:
             run = wandb.init(**options, mode=mode)
@@ -115,6 +119,11 @@ class WandbLogger(Reporter):
         run.summary.update(self._summary)
         self._where = f"offline; send it with: wandb sync {Path(run.dir).parent}" if run.offline else run.url
         run.finish(exit_code=1 if self._summary.get("status") == "failed" else 0)
+
+
+def unless_set(**defaults: Any) -> dict[str, Any]:
+    """Return those of the defaults for which there is no variable of wandb's in the environment."""
+    return {name: value for name, value in defaults.items() if f"WANDB_{name.upper()}" not in os.environ}
 
 
 def flat(row: Row) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
+import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,20 +14,23 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from asgi_server import serve
 from backends import BuiltIn, Multiprocess, SharedMemoryPublished
+from tensordict import TensorDict
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from workers_here import connect, make_worker, model_of
 
 import wsync
+from wsync.control import ChannelListener, connect_channel
 from wsync.testing import Worker, WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
@@ -562,3 +568,76 @@ def test_11_a_tensor_that_overlaps_itself_is_refused_by_name(backend: BuiltIn) -
         pass
     with suppress(WorkerError):
         backend.pool.close()
+
+
+# --- 57.18, 57.20, 57.22: what the reference documents have ---
+
+
+def test_18_the_transport_of_shared_memory_is_one_object_with_the_registered_buffers() -> None:
+    weights, (ours, _) = TensorDict({"weight": torch.ones(2)}), multiprocessing.Pipe()
+    with wsync.SharedMemWeightSyncScheme({"policy": weights}) as scheme:
+        transport: Any = scheme.create_transport(None)
+        assert scheme.create_transport(SimpleNamespace(pipes=[ours])) is transport
+        assert scheme.create_transport(ours) is transport
+        assert [one["weight"].tolist() for one in transport.unique_weights] == [[1.0, 1.0]]
+
+
+def test_18_a_transport_of_a_pickled_scheme_delivers_into_the_model_that_it_is_given() -> None:
+    with wsync.SharedMemWeightSyncScheme(timeout=20.0) as sender:
+        sender.init_on_sender("policy", num_workers=1)  # the first `send` defines the weights
+        worker, model = pickle.loads(pickle.dumps(sender)), nn.Linear(2, 2)
+        sending = threading.Thread(target=lambda: sender.create_transport(None).send_weights(fill(nn.Linear(2, 2), 3)))
+        sending.start()
+        worker.create_transport(0).setup_connection_and_weights_on_receiver(worker_idx=0, model=model)
+        sending.join()
+        assert model(torch.ones(2)).tolist() == [9.0, 9.0]
+        worker.shutdown()
+
+
+def test_18_weights_and_answers_through_a_pipe() -> None:
+    (ours, theirs), model = multiprocessing.Pipe(), nn.Linear(2, 2)
+    worker = wsync.MPTransport(theirs, timeout=20.0)
+    setting_up = threading.Thread(target=lambda: worker.setup_connection_and_weights_on_receiver(model=model))
+    setting_up.start()
+    wsync.MPTransport(ours, timeout=20.0).send_weights(fill(nn.Linear(2, 2), 3))
+    assert model(torch.ones(2)).tolist() == [9.0, 9.0]
+    setting_up.join()
+    with pytest.raises(wsync.SyncTimeout):
+        wsync.MPTransport(ours, timeout=0.01).send_weights(nn.Linear(2, 2))
+
+
+def test_18_a_worker_registers_its_model_and_its_pipe() -> None:
+    (ours, theirs), model = multiprocessing.Pipe(), nn.Linear(2, 2)
+    with wsync.MultiProcessWeightSyncScheme("state_dict") as trainer, wsync.MultiProcessWeightSyncScheme() as worker:
+        sender, receiver = trainer.create_sender(), worker.create_receiver()
+        sender.register_worker(worker_idx=0, pipe_or_context=ours)
+        receiver.register_model(model)
+        joining = threading.Thread(target=receiver.register_worker_transport, args=(theirs,))
+        joining.start()
+        sender.update_weights(fill(nn.Linear(2, 2), 3).state_dict())
+        joining.join()
+        assert receiver.receive(timeout=20.0) and model(torch.ones(2)).tolist() == [9.0, 9.0]
+
+
+def test_20_the_newest_pages_order_and_what_exists_before_init() -> None:
+    scheme = wsync.SharedMemWeightSyncScheme("state_dict", False)  # type: ignore
+    assert (scheme.strategy.extract_as, scheme.sync) == ("state_dict", False)
+    assert wsync.SharedMemWeightSyncScheme("tensordict").sync
+    with pytest.raises(RuntimeError, match="init_on_sender"):
+        wsync.NoWeightSyncScheme().get_sender()
+
+
+def test_22_a_host_may_be_a_link_local_address_with_its_scope() -> None:
+    lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    local = [(ipaddress.IPv6Address(bytes.fromhex(one[0])), one[5]) for one in lines if one[3] == "20"]
+    if not local:
+        pytest.skip("no interface has a link-local address")
+    listener = ChannelListener("test", host="{}%{}".format(*local[0]))
+    try:
+        channel = connect_channel(replace(listener.address, unix=""), "test", 3, time.monotonic() + 20)
+        accepted = listener.accept(time.monotonic() + 20)
+        assert accepted is not None and accepted[1].worker == 3
+        for one in (channel, accepted[0]):
+            one.close()
+    finally:
+        listener.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import gymnasium
 import pytest
 from torch import nn
 
@@ -39,6 +40,18 @@ def make_env() -> GymEnv:
 def network() -> nn.Module:
     env = make_env()
     return make_policy(env.observation_spec["observation"].shape[-1], env.action_spec)
+
+
+def test_statistics_of_each_worker_are_refused_unless_they_are_fixed() -> None:
+    def normalized(fixed: bool) -> GymEnv:
+        env = gymnasium.wrappers.NormalizeObservation(gymnasium.make("CartPole-v1"))
+        env.update_running_mean = not fixed
+        return GymEnv(gymnasium.wrappers.TimeLimit(env, 9))
+
+    with pytest.raises(wsync.WorkerFailed, match="NormalizeObservation has statistics of its own"):
+        MultiSyncCollector([lambda: normalized(False)], network(), frames_per_batch=16)
+    with MultiSyncCollector([lambda: normalized(True)], network(), frames_per_batch=16) as collector:
+        assert next(collector).numel() == 16
 
 
 # --- reports ---

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from programs import run_program
@@ -137,3 +138,9 @@ def test_an_entry_point_trains(folder: Path) -> None:
         f"[{section}]\nfiles = file_backend:FileScheme\nabsent = no_such_module:Scheme\n"
     )
     train(folder, "weight_sync=files", f"weight_sync.folder={folder}/weights")
+
+
+def test_no_word_of_a_diagram_depends_on_a_font() -> None:
+    for diagram in sorted((ROOT / "docs" / "images" / "diagrams").glob("*.svg")):
+        tags = {one.tag.rpartition("}")[2] for one in ElementTree.parse(diagram).iter()}
+        assert "path" in tags and not tags & {"text", "foreignObject"}, diagram.name

@@ -343,3 +343,14 @@ def test_a_report_of_an_empty_folder_is_an_error(tmp_path: Path) -> None:
     main = runpy.run_path(str(ROOT / "scripts" / "report.py"))["main"]
     with pytest.raises(SystemExit, match=rf"^report\.py: no run has ended in {tmp_path}"):
         main(tmp_path)
+
+
+def test_a_link_to_the_script_finds_its_configs_and_a_runs_config_path_is_refused_with_the_way(tmp_path: Path) -> None:
+    (tmp_path / "linked.py").symlink_to(ROOT / "train.py")
+    options = [*QUICK, "weight_sync=none", "total_frames=256", "hydra.run.dir=run"]
+    done = run_program(tmp_path / "linked.py", *options, folder=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    options = ["--config-path", str(tmp_path / "run" / ".hydra"), "--config-name", "config"]
+    done = run_program(ROOT / "train.py", *options, folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("train.py: --config-path: to repeat a run") and "resume=" in done.stderr

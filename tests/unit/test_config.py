@@ -3,12 +3,14 @@
 import inspect
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -282,6 +284,23 @@ def test_an_environment_that_there_is_not_is_refused() -> None:
         sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
     with pytest.raises(ConfigError, match=r"env\.wrappers\[0\] has no _target_: name the class of the wrapper"):
         sample(config("env.wrappers=[{target: gymnasium.wrappers.TimeLimit}]").env)
+
+
+def test_each_run_of_a_sweep_has_an_id_of_its_own_and_the_group_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = SimpleNamespace(mode=RunMode.MULTIRUN, sweep=SimpleNamespace(dir="day/time"))
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    for number, group in enumerate(["day-time", None]):
+        run.job = SimpleNamespace(num=number)
+        logger = learning.config.resolved(composed(), run).logger
+        assert (logger.id, logger.group) == (f"mine-{number}", group)
+        monkeypatch.setenv("WANDB_RUN_GROUP", "ours")
+
+
+@pytest.mark.parametrize("wrapper", ["NormalizeObservation", "NormalizeReward"])
+def test_a_wrapper_with_statistics_of_its_own_is_refused_with_what_to_use(wrapper: str) -> None:
+    wrappers = [{"_target_": f"gymnasium.wrappers.{wrapper}"}, {"_target_": "gymnasium.wrappers.ClipAction"}]
+    with pytest.raises(ConfigError, match=rf"{wrapper} has statistics .*env\.normalize_observations=true"):
+        sample(EnvConfig("Pendulum-v1", wrappers=wrappers))
 
 
 def resumed(folder: Path, earlier: list[str], *argv: str, config_folder: str | None = None) -> TrainConfig:

@@ -94,7 +94,7 @@ def test_rows_are_those_of_scalar_environments(
 ) -> None:
     env = SOURCES[source](env_id, num_envs)
     limit = limit if env.stepper.driver.can_truncate else None
-    env.stepper.max_frames_per_traj = limit
+    env.stepper.limit(limit)
     env.set_seed(seed)
     batch = env.rollout(steps)
     env.close()
@@ -296,3 +296,38 @@ def test_an_index_out_of_range_or_scores_of_nan_are_an_error(name: str, mode: st
     env = GymEnv("CartPole-v1", 2, vectorization_mode=mode)
     with pytest.raises(ValueError, match=message):
         env.step(TensorDict({"action": torch.as_tensor(action)}, [2]))
+
+
+class Misfit(Scripted):
+    """Gives one thing that does not fit, in its first step."""
+
+    def __init__(self, space: spaces.Space, **wrong: Any) -> None:
+        super().__init__(space)
+        self.wrong = wrong
+
+    def step(self, action: Any) -> Any:
+        results = dict(zip(("observation", "reward", "terminated", "truncated"), super().step(action), strict=False))
+        return *(results | self.wrong).values(), {}
+
+
+IMAGE = spaces.Box(0, 255, (3, 4, 4), np.uint8)
+MISFITS: list[tuple[spaces.Space, dict[str, Any], str]] = [
+    (IMAGE, {"observation": np.zeros((4, 4, 3), np.uint8)}, "an observation of shape"),
+    (IMAGE, {"observation": np.full((3, 4, 4), 0.5)}, "dtype float64"),
+    (IMAGE, {"observation": np.full((3, 4, 4), -1)}, "dtype int64"),
+    (spaces.Discrete(3), {"observation": np.eye(3)[1]}, "an observation of shape"),
+    (spaces.Dict(x=spaces.Discrete(3)), {"observation": {"y": 1}}, "part 'x' of the observation"),
+    (spaces.Discrete(3), {"reward": None}, "reward is None"),
+    (spaces.Discrete(3), {"terminated": "False"}, "terminated is 'False'"),
+]
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize(("space", "wrong", "message"), MISFITS)
+def test_what_does_not_fit_its_space_is_refused_by_name(
+    num_envs: int, space: spaces.Space, wrong: dict[str, Any], message: str
+) -> None:
+    env = GymEnv(lambda: Misfit(space, **wrong), num_envs)
+    env.reset()
+    with pytest.raises(ValueError, match=message):
+        env.step(TensorDict({"action": torch.zeros(env.batch_size, dtype=torch.int64)}, env.batch_size))

@@ -6,8 +6,9 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 
+from collectors import Collector, GymEnv
 from collectors.environments.specs import Spec
-from learning import Policy, make_policy
+from learning import PPO, RNN, Policy, make_actor_critic, make_policy
 
 CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
 TORQUES = Spec(torch.Size([2]), torch.float32, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 10.0]))
@@ -85,3 +86,15 @@ def test_survives_cloudpickle(spec: Spec) -> None:
     torch.manual_seed(1)
     assert (act(copy, observation=observation) == expected).all()
     assert (copy.in_keys, copy.out_keys) == (["observation"], ["action", "action_log_prob"])
+
+
+def test_networks_are_of_the_observations_dtype_whatever_the_default_is() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        env = GymEnv("CartPole-v1", 2)
+        policy, critic = make_actor_critic(RNN, env.observation_spec["observation"], env.action_spec)
+        with Collector(env, policy, frames_per_batch=64) as collector:
+            PPO(policy, critic, minibatch_size=32).update(next(collector))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {weight.dtype for one in (policy, critic) for weight in one.parameters()} == {torch.float32}

@@ -151,15 +151,19 @@ def test_the_pictures_are_drawn(tmp_path: Path, sync: bool) -> None:
 
 def test_a_run_for_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    for name, value in {"PROJECT": "our-project", "NAME": "our-name", "TAGS": "our-tag", "RUN_ID": "our-id"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb.teardown()  # it has read the environment of before
     told(WandbLogger(mode="offline", group="sweep", close_within=120.0), tmp_path, [row(1), row(2)], summary())
     wandb.teardown()  # its own process writes the file; this waits for it, as the end of a Python process does
-    (run,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    (run,) = (tmp_path / "wandb").glob("offline-run-*/run-our-id.wandb")
     written = run.read_bytes()
     for name in (
         b"weight_sync/p99_us",
         b"weight_sync/phases/pack_us",
         b"latency_histogram_us",
         b"learning/loss_policy",
+        *(b"our-project", b"our-name", b"our-tag"),
     ):
         assert name in written
 

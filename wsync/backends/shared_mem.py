@@ -36,7 +36,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization through shared memory, for workers on the trainer's machine.
 
     Args:
-        policy_weights: ``{model_id: TensorDict}``, registered as by ``register_shared_weights``.
+        policy_weights: ``{model_id: TensorDict}``, registered as by ``register_shared_weights``. A string here is the
+            ``strategy``, and ``sync`` follows: the order of the other schemes.
         auto_register: whether the first weights that are sent define the shared buffers. Otherwise weights have to be
             registered before ``init_on_sender``: without them, ``connect`` and ``send`` raise ``NotConnected``.
         per_worker_weights: whether each worker has slots of its own; for workers that are given different weights.
@@ -53,7 +54,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     def __init__(
         self,
-        policy_weights: Mapping[str, TensorDictBase] | None = None,
+        policy_weights: Mapping[str, TensorDictBase] | str | None = None,
         strategy: Format = "tensordict",
         auto_register: bool = True,
         sync: bool = True,
@@ -64,6 +65,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         if acknowledge not in ("installed", "published"):
             raise ValueError(f"acknowledge is 'installed' or 'published', not {acknowledge!r}")
+        if isinstance(policy_weights, str):  # the newest documents' order: strategy, sync
+            sync, strategy, policy_weights = strategy if isinstance(strategy, bool) else sync, policy_weights, None  # type: ignore
         super().__init__(strategy, sync, **options)
         self.auto_register = auto_register
         self.per_worker_weights = per_worker_weights

@@ -49,8 +49,8 @@ class Address:
 
     @property
     def public(self) -> bytes:
-        """What both ends know of the address; their MACs cover it."""
-        return (f"{self.host} {self.port}" if self.port else self.unix).encode()
+        """What both ends know of the address, so not an IPv6 scope; their MACs cover it."""
+        return (f"{self.host.partition('%')[0]} {self.port}" if self.port else self.unix).encode()
 
     def dump(self, *, public: bool = False) -> str:
         """Return the address as text; with the key, unless ``public``."""

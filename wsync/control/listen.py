@@ -265,6 +265,7 @@ async def _open(address: Address, opened: ExitStack) -> socket.socket:
                 raise
     loop = asyncio.get_running_loop()
     family, *_, place = (await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM))[0]
+    place = (address.host, address.port) if "%" in address.host else place  # uvloop loses the scope
     return await _connected(family, place, opened)
 
 

@@ -280,7 +280,7 @@ class SocketStream(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=0)  # `write` returns when the kernel has the payload
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
-            self.host = sock.getsockname()[0]
+            self.host = socket.getnameinfo(sock.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import traceback
+from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue as ProcessQueue
 from typing import Any, TypeAlias
 
@@ -18,18 +19,19 @@ _SLICE = 0.1  # seconds after which a wait for a queue looks whether it was clos
 
 
 class MPTransport(TransportBackend):
-    """Weights through a queue, acknowledgements through another (a ``TransportBackend``).
+    """Weights through a queue, acknowledgements through another (a ``TransportBackend``); or both through a pipe.
 
-    Each end makes one over the same two queues, which have one reader each. ``weight_queue`` carries ``(number,
-    weights)`` to one worker, ``ack_queue`` ``(number, error)`` back, if there is one; ``send_weights`` waits for that,
-    at most ``timeout`` seconds. A user's scheme may return one from ``create_transport``, without an ``ack_queue``:
-    schemes acknowledge by their own connection.
+    Each end makes one over the same two queues, which have one reader each, or over its end of a pipe. ``weight_queue``
+    carries ``(number, weights)`` to one worker, ``ack_queue`` ``(number, error)`` back, if there is one;
+    ``send_weights`` waits for that, at most ``timeout`` seconds. A user's scheme may return one from
+    ``create_transport``, without an ``ack_queue``: schemes acknowledge by their own connection.
     """
 
     def __init__(
-        self, weight_queue: WeightQueue, ack_queue: WeightQueue | None = None, timeout: float | None = 60.0
+        self, weight_queue: WeightQueue | Connection, ack_queue: WeightQueue | None = None, timeout: float | None = 60.0
     ) -> None:
-        self._weights, self._acks, self._timeout = weight_queue, ack_queue, timeout
+        self._weights, self._timeout = weight_queue, timeout
+        self._acks = weight_queue if isinstance(weight_queue, Connection) else ack_queue
         self._number = 0
         self._closed = False
 
@@ -42,7 +44,7 @@ class MPTransport(TransportBackend):
         require_whole(given.tensors)
         copy = {name: tensor.detach().clone() for name, tensor in given.tensors.items()}
         self._number += 1
-        self._weights.put((self._number, {**copy, **(given.extra or {})}))
+        _put(self._weights, (self._number, {**copy, **(given.extra or {})}))
         acknowledged, error, deadline = 0, "", deadline_in(self._timeout)
         while self._acks is not None and acknowledged < self._number:  # older ones are of sends that timed out
             try:
@@ -67,7 +69,7 @@ class MPTransport(TransportBackend):
             raise
         finally:
             if self._acks is not None:
-                self._acks.put((number, error))
+                _put(self._acks, (number, error))
 
     def setup_connection_and_weights_on_receiver(self, *, worker_idx: int | None = None, **into: Any) -> Any | None:
         """Without a scheme, wait for the first weights."""
@@ -78,13 +80,22 @@ class MPTransport(TransportBackend):
         """End a call that waits for a queue, within a tenth of a second. The queues stay open."""
         self._closed = True
 
-    def _get(self, of: WeightQueue, deadline: float | None) -> Any:
-        """Return the next item of a queue; queue.Empty: none came in time. ConnectionError: ``close`` was called."""
+    def _get(self, of: WeightQueue | Connection, deadline: float | None) -> Any:
+        """Return the next item; queue.Empty: none came in time. ConnectionError: ``close`` was called."""
         while not self._closed:
             left = remaining(deadline)
+            slice = _SLICE if left is None else min(left, _SLICE)
             try:
-                return of.get(timeout=_SLICE if left is None else min(left, _SLICE))
+                if not isinstance(of, Connection):
+                    return of.get(timeout=slice)
+                if of.poll(slice):
+                    return of.recv()
+                raise queue.Empty
             except queue.Empty:
                 if left is not None and left <= _SLICE:
                     raise
         raise ConnectionError("this transport was closed")
+
+
+def _put(to: WeightQueue | Connection, item: Any) -> None:
+    to.send(item) if isinstance(to, Connection) else to.put(item)

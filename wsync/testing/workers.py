@@ -204,11 +204,7 @@ class WorkerGroup:
 class WorkerPool:
     """Worker processes that serve one test after the other; those that a test leaves unusable are replaced.
 
-    For ``BackendHooks.pool_type``, a subclass overrides ``start_workers``, for instance with workers that are spawned::
-
-        class SpawnedPool(WorkerPool):
-            def start_workers(self, count):
-                return [Worker("spawn") for _ in range(count)]
+    For ``BackendHooks.pool_type``, a subclass overrides ``start_workers``: ``[Worker("spawn") for _ in range(count)]``.
     """
 
     def __init__(self) -> None:
