@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
+import io
 import re
 import secrets
-import ssl
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Literal, NamedTuple
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 import msgspec
 import torch
 from torch import Tensor
 
-from wsync.control.loop import control_loop
-from wsync.deadlines import NOW, remaining
+from wsync.deadlines import NOW, readable, remaining
 from wsync.engine import protocol
-from wsync.errors import missing_extra
 from wsync.update import Update
 from wsync.weights.layout import Layout
 
 _URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:[1-9]\d{0,4})?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 _ANSWER_BYTES = 1 << 20  # the largest part of an answer that is read
-_PIECE = 1 << 20  # bytes of a body that are written at once
 _SHOWN = 2000  # characters of an answer that an error shows
 _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not used again (uvicorn closes it after 5)
 
@@ -50,12 +49,39 @@ def checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
+class _Stream(io.RawIOBase):
+    """What ``http.client`` reads and writes: a socket of which no call, whatever it waits for, passes the deadline."""
+
+    def __init__(self, sock: socket.socket, deadline: float | None) -> None:
+        self._sock, self._deadline = sock, deadline
+
+    def _wait_no_longer(self) -> None:
+        left = remaining(self._deadline)
+        if left == 0.0:
+            raise TimeoutError
+        self._sock.settimeout(left)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._wait_no_longer()
+        return self._sock.recv_into(buffer)
+
+    def sendall(self, data: Any) -> None:
+        self._wait_no_longer()
+        self._sock.sendall(data)
+
+    def makefile(self, _: str) -> io.BufferedReader:
+        return io.BufferedReader(_Stream(self._sock, self._deadline))
+
+
 class EngineClient:
     """Calls one engine: a vLLM server (with ``VLLM_SERVER_DEV_MODE=1``), or ``wsync.engine_app``.
 
     The methods of the phases are those of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines can use
-    this client. They block, and are for a transfer's thread. Weights go to no other host than that of ``url``:
-    redirects are errors, and proxies are not used.
+    this client. All methods but ``give_up`` block, and are called outside the control thread. Weights go to no other
+    host than that of ``url``: redirects are errors, and proxies are not used.
 
     Attributes:
         deadline: of a transfer's requests, on ``time.monotonic``; None for no limit.
@@ -68,22 +94,12 @@ class EngineClient:
         self.url = checked_url(url)
         self.deadline: float | None = None
         self.version, self.phase, self.times = 0, "connect", (0.0, 0.0)
-        self._posting: asyncio.Task[Any] | None = None  # the transfer's request that is in progress, or was the last
-        try:
-            import httpx
-        except ModuleNotFoundError as error:
-            raise missing_extra(error, "engine") from error
-        self._broken = httpx.HTTPError, OSError
-        headers = {"Accept-Encoding": "identity"}
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
-        self._http = httpx.AsyncClient(
-            headers=headers,
-            verify=ssl.create_default_context() if self.url.startswith("https:") else False,  # it takes 20 ms
-            timeout=None,  # `request` has one for all of it
-            trust_env=False,
-            limits=httpx.Limits(keepalive_expiry=_IDLE_LIMIT),
-        )
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        parts = urlsplit(self.url)
+        self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._host, self._port, self._path = parts.hostname or "", parts.port, parts.path
+        self._idle: list[tuple[socket.socket, float]] = []  # connections that no request uses, and since when
+        self._busy: set[socket.socket] = set()  # of the transfer's requests
 
     def init_weight_transfer_engine(self, init_info: Fields) -> None:
         """Phase 1, once for a layout: tell the engine how weights will travel."""
@@ -110,41 +126,55 @@ class EngineClient:
 
     def post(self, phase: str, route: str, body: Fields | memoryview | None = None) -> Fields:
         """Make a request of the transfer, as ``request`` does; called by its thread."""
-
-        async def post() -> Fields:
-            self._posting = asyncio.current_task()
-            return await self.request(phase, route, body, deadline=self.deadline)
-
-        return control_loop().call(post())
+        return self.request(phase, route, body, deadline=self.deadline, transfer=True)
 
     def give_up(self) -> None:
-        """Have the transfer's request that is in progress fail, and each later one. In the control thread."""
+        """Have the transfer's request that is in progress fail, and each later one. Called by any thread."""
         self.deadline = NOW
-        if self._posting is not None:
-            self._posting.cancel()
+        for sock in [*self._busy]:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
-    async def request(
-        self, phase: str, route: str, body: Fields | memoryview | None = None, *, deadline: float | None
+    def request(
+        self,
+        phase: str,
+        route: str,
+        body: Fields | memoryview | None = None,
+        *,
+        deadline: float | None,
+        transfer: bool = False,
     ) -> Fields:
         """Make a request with fields (as JSON) or weights; return the fields of its answer. EngineError: it failed."""
         self.phase = phase
         method = "GET" if route == protocol.WORLD_SIZE else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
-        content, headers = None, {}
-        if isinstance(body, memoryview):
-            content, headers = _pieces(body), {"Content-Length": str(len(body))}
-        elif body is not None:
-            content, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
+        headers = self._headers
+        if body is not None and not isinstance(body, memoryview):
+            body, headers = memoryview(msgspec.json.encode(body)), {**headers, "Content-Type": "application/json"}
+        sock: socket.socket | None = None
         try:
-            async with asyncio.timeout(remaining(deadline)):
-                async with self._http.stream(method, self.url + route, content=content, headers=headers) as response:
-                    answer = await anext(response.aiter_raw(_ANSWER_BYTES), b"")
-        except TimeoutError as error:
-            raise EngineError(f"{where}: no answer before the deadline", "late") from error
-        except self._broken as error:
-            raise EngineError(f"{where}: {_cause_of(error)}", "died") from error
+            sock = self._connected(deadline)
+            if transfer:
+                self._busy.add(sock)
+            connection = HTTPConnection(self._host, self._port)  # only writes and reads what travels by `sock`
+            stream: Any = _Stream(sock, deadline)
+            connection.sock = stream
+            connection.request(method, self._path + route, body, headers)
+            response = connection.getresponse()
+            status, answer = response.status, response.read(_ANSWER_BYTES)
+            if response.isclosed() and not response.will_close:
+                self._idle.append((sock, time.monotonic()))
+                sock = None
+        except (HTTPException, OSError) as error:
+            if remaining(deadline) == 0.0:
+                raise EngineError(f"{where}: no answer before the deadline", "late") from error
+            raise EngineError(f"{where}: {type(error).__name__}: {error}", "died") from error
+        finally:
+            self._busy.clear()
+            if sock is not None:
+                sock.close()
         found: dict[str, Any] | None = None
-        status, said = response.status_code, answer.decode(errors="replace").strip()[:_SHOWN]
+        said = answer.decode(errors="replace").strip()[:_SHOWN]
         with suppress(msgspec.DecodeError, RecursionError):
             found = msgspec.json.decode(answer, type=dict[str, Any])
             said = str(found.get("error") or said)
@@ -155,19 +185,25 @@ class EngineClient:
             raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=status)
         return found
 
-    async def close(self) -> None:
-        await self._http.aclose()
+    def _connected(self, deadline: float | None) -> socket.socket:
+        """Return a connection: one that was used a moment ago, or a new one."""
+        while self._idle:
+            sock, since = self._idle.pop()
+            if time.monotonic() - since < _IDLE_LIMIT and not readable(
+                [sock.fileno()], NOW
+            ):  # the engine has closed it
+                return sock
+            sock.close()
+        left = remaining(deadline)
+        if left == 0.0:
+            raise TimeoutError
+        connection = self._kind(self._host, self._port, timeout=left)
+        connection.connect()
+        return connection.sock
 
-
-async def _pieces(body: memoryview) -> AsyncIterator[bytes]:
-    for begin in range(0, len(body), _PIECE):
-        yield bytes(body[begin : begin + _PIECE])
-
-
-def _cause_of(error: BaseException) -> str:
-    """Return the error that httpx has made another one of."""
-    inner = error.__cause__ or error.__context__
-    return f"{type(error).__name__}: {error}" if inner is None else _cause_of(inner)
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop()[0].close()
 
 
 class ParamMeta(NamedTuple):

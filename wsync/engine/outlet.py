@@ -10,6 +10,7 @@ import secrets
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from wsync.control.loop import control_loop, run_blocking
@@ -53,7 +54,7 @@ class Engine:
         self.cause, said, pause = "", "", _SHORTEST
         while True:
             try:
-                await self.client.request("connect", WORLD_SIZE, deadline=earlier(deadline, deadline_in(_PROBE)))
+                await self._request("connect", WORLD_SIZE, earlier(deadline, deadline_in(_PROBE)))
                 answered = True
             except EngineError as error:
                 if 0 < error.status < 500:
@@ -112,7 +113,7 @@ class Engine:
         with suppress(TimeoutError):
             async with asyncio.timeout(_RESUME_TIMEOUT), self._turn:
                 pass
-        await self.client.close()
+        self.client.close()
 
     # --- one attempt ---
 
@@ -145,21 +146,24 @@ class Engine:
             finally:
                 source.update = None
 
+    async def _request(self, phase: str, route: str, deadline: float | None) -> None:
+        await run_blocking("engine", partial(self.client.request, phase, route, deadline=deadline))
+
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         """Pause generation while the block runs, if that is wanted; also resume it after an error."""
         if self._pause is None:
             yield
             return
-        request, deadline = self.client.request, self.client.deadline
+        deadline = self.client.deadline
         try:
-            await request("pause", f"{PAUSE}?mode={self._pause}", deadline=deadline)
+            await self._request("pause", f"{PAUSE}?mode={self._pause}", deadline)
             yield
-            await request("resume", RESUME, deadline=deadline)
+            await self._request("resume", RESUME, deadline)
         except BaseException:
             phase = self.client.phase
             with suppress(EngineError):  # the other error is the one to report
-                await request("resume", RESUME, deadline=deadline_in(_RESUME_TIMEOUT))
+                await self._request("resume", RESUME, deadline_in(_RESUME_TIMEOUT))
             self.client.phase = phase
             raise
 
