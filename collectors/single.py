@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import InteractionType
 from torch import nn
 
 import wsync
@@ -54,6 +55,7 @@ class Collector(BaseCollector):
         weight_updater: UpdaterOrFactory | None = None,
         max_frames_per_traj: int | None = None,
         init_random_frames: int = 0,
+        exploration_type: InteractionType | str | None = InteractionType.RANDOM,
         track_policy_version: bool = True,
         max_staleness: int | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class Collector(BaseCollector):
                 device=device,
                 init_random_frames=init_random_frames,
                 max_frames_per_traj=max_frames_per_traj,
+                exploration_type=exploration_type,
             )
             self._actor.rollout.buffer(1)  # calls the policy once, so that its errors come now
             for model_id, scheme in self._worker_schemes.items():

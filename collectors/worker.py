@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import torch
 from tensordict import TensorDict
+from tensordict.nn import InteractionType
 
 import wsync
 from collectors.arguments import make_env
@@ -31,6 +32,7 @@ class WorkerOptions:
     device: str | None = None  # of the policy
     init_random_frames: int = 0
     max_frames_per_traj: int | None = None
+    exploration_type: InteractionType | str | None = InteractionType.RANDOM
     threads: int = 1  # of torch, in the worker's process
     log_level: int = logging.WARNING
 
@@ -72,6 +74,7 @@ class RolloutWorker:
                 device=options.device,
                 init_random_frames=options.init_random_frames,
                 max_frames_per_traj=options.max_frames_per_traj,
+                exploration_type=options.exploration_type,
             )
             for model_id, scheme in self._schemes.items():
                 opened.callback(scheme.shutdown)

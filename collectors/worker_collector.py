@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import cloudpickle
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import InteractionType
 
 import wsync
 from collectors import arguments
@@ -53,6 +54,8 @@ class WorkerCollector(BaseCollector):
         weight_updater: one of the older API (deprecated), or a function that makes it.
         max_frames_per_traj: episodes are truncated after this number of steps.
         init_random_frames: number of first frames with random actions, over all workers.
+        exploration_type: how a policy with a distribution (``ProbabilisticActor``, ours) acts: ``RANDOM`` samples, and
+            ``DETERMINISTIC``, ``MODE``, ``MEAN`` do not; None: as the policy's ``default_interaction_type`` says.
         cat_results: synchronous: how the workers' batches are joined: ``"stack"`` with a new leading dimension, or
             along one of their dimensions (0: environments; the last one is time, and joins unrelated frames).
         track_policy_version: whether batches have ``policy_version``.
@@ -112,6 +115,7 @@ class WorkerCollector(BaseCollector):
         weight_updater: UpdaterOrFactory | None = None,
         max_frames_per_traj: int | None = None,
         init_random_frames: int = 0,
+        exploration_type: InteractionType | str | None = InteractionType.RANDOM,
         cat_results: How = "stack",
         track_policy_version: bool = True,
         threads: int = 1,
@@ -146,6 +150,7 @@ class WorkerCollector(BaseCollector):
             buffers=self._gathering.buffers,
             init_random_frames=-(-init_random_frames // count),
             max_frames_per_traj=max_frames_per_traj,
+            exploration_type=exploration_type,
             threads=threads,
             log_level=logging.getLogger().getEffectiveLevel(),
         )

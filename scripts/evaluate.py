@@ -14,11 +14,11 @@ import statistics
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import InteractionType
 
 from collectors import Collector
 from collectors.errors import ConfigError
@@ -51,10 +51,8 @@ def main(
     returns: list[float] = []
     how = InteractionType.RANDOM if sample else InteractionType.DETERMINISTIC
     size = min(200, max_frames)
-    with (
-        set_interaction_type(how),
-        Collector(make_env, policy, frames_per_batch=size, total_frames=max_frames) as collector,
-    ):
+    limits: Any = {"frames_per_batch": size, "total_frames": max_frames}
+    with Collector(make_env, policy, **limits, exploration_type=how) as collector:
         collector.set_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))  # not the episodes of training
         for batch in collector:
             step = batch.get("next")

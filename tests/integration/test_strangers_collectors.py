@@ -1,0 +1,31 @@
+"""What strangers hit in collectors: points of issue 57, each by its input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from collecting import Scores, cartpole
+from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
+
+from collectors import Collector, MultiSyncCollector
+
+EVERY = [Collector, MultiSyncCollector]
+
+
+def actor() -> TensorDictSequential:
+    """What TorchRL's ``ProbabilisticActor`` is: logits, and a distribution that samples if it is asked to."""
+    logits = TensorDictModule(Scores(), in_keys=["observation"], out_keys=["logits"])
+    drawn = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=torch.distributions.Categorical)
+    parts: Any = (logits, drawn)
+    return TensorDictSequential(*parts)
+
+
+@pytest.mark.parametrize("cls", EVERY)
+def test_57_2_a_policy_with_a_distribution_samples_unless_told_otherwise(cls: Any) -> None:
+    makers: list[Any] = [cartpole]
+    with cls(makers, actor(), frames_per_batch=128) as collector:
+        assert next(collector)["action"].unique().numel() == 2
+    with cls(makers, actor(), frames_per_batch=128, exploration_type=InteractionType.DETERMINISTIC) as collector:
+        assert next(collector)["action"].unique().tolist() == [1]
