@@ -43,6 +43,7 @@ class BaseCollector(ABC):
     """
 
     num_workers: int = 1
+    act_through_gate = True  # the workers: a ``send`` that has published need not wait until they have installed
     _last_versions = (0, 0)  # ``_versions`` before the shutdown
 
     def __init__(
@@ -78,7 +79,7 @@ class BaseCollector(ABC):
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         """Return the policy's scheme for a collector that was given no schemes."""
-        return wsync.SharedMemWeightSyncScheme(acknowledge="published")
+        return wsync.SharedMemWeightSyncScheme()
 
     def _require_open(self) -> None:
         if os.getpid() != self._process:

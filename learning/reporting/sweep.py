@@ -243,7 +243,7 @@ img {{ width: 100%; margin: 1.2rem 0 }}
 <div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
 {body}</tbody></table></div>
 <p>Latency is from the call of <code>send</code> until later forwards use the weights. With
-<code>weight_sync.acknowledge=published</code>, as <code>train.py</code> uses <code>shared_mem</code>, no worker has to
+<code>weight_sync.acknowledge=published</code>, the default of <code>shared_mem</code> here, no worker has to
 wake for that; otherwise every worker has installed them. Seconds are counted from the
 first environment step. Medians, and the picture of latencies, are of the runs that were solved or finished. The
 figures are in each run's <code>summary.json</code>.</p>

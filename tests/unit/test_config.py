@@ -2,7 +2,9 @@
 
 import inspect
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,11 +105,13 @@ def test_a_scheme_has_the_same_options_from_its_config_as_from_its_class(name: s
         assert str(of_both[0]) == str(of_both[1]), option  # strategies are objects
 
 
-def test_train_py_chooses_in_its_own_file_when_a_send_is_finished() -> None:
-    by_class, by_config = wsync.SharedMemWeightSyncScheme(), instantiate(config_of(TARGETS["shared_mem"])())
-    assert (by_class.acknowledge, by_config.acknowledge) == ("installed", "installed")
-    assert instantiate(config("weight_sync=shared_mem").weight_sync).acknowledge == "published"
-    assert OmegaConf.load(CONF / "weight_sync" / "shared_mem.yaml")["acknowledge"] == "published"
+def test_57_3_who_acts_decides_in_one_place_when_a_send_is_finished() -> None:
+    configs = [config_of(TARGETS["shared_mem"])(), config("weight_sync=shared_mem").weight_sync]
+    for make in (wsync.SharedMemWeightSyncScheme, *(partial(instantiate, one) for one in configs)):
+        for context, finished in ((SimpleNamespace(act_through_gate=True), "published"), (None, "installed")):
+            with make() as scheme:
+                scheme.init_on_sender("policy", context, num_workers=1)
+                assert scheme.acknowledge == finished
 
 
 @pytest.mark.parametrize("name", BACKENDS)
