@@ -76,6 +76,7 @@ class Collector(BaseCollector):
         if len(makers) != 1:
             raise ValueError(f"a collector in one process has one environment function, not {len(makers)}")
         (factory,) = arguments.policy_factory_of_each(policy_factory, 1)
+        arguments.initialise(policy, makers[0])
         acting = copy_of(policy) if factory is None else factory()
         check_policy(acting)
         self.env = make_env(makers[0])

@@ -144,6 +144,7 @@ class WorkerCollector(BaseCollector):
             staleness=Staleness(max_staleness, self._gathering.buffers - 1),
         )
         arguments.check_fetching(self._worker_schemes)
+        arguments.initialise(policy, makers[0])
         common = WorkerOptions(
             worker_idx=0,
             frames=self._gathering.share(frames_per_batch, count),

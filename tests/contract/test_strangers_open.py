@@ -67,16 +67,6 @@ def test_18_the_transport_of_shared_memory_is_one_object_with_the_registered_buf
         assert [one["weight"].tolist() for one in transport.unique_weights] == [[1.0, 1.0]]
 
 
-@issue("57.19")
-def test_19_a_lazy_policy_is_initialised_by_an_observation() -> None:
-    from collectors import Collector, GymEnv
-
-    policy = nn.LazyLinear(2)
-    with Collector(lambda: GymEnv("CartPole-v1"), policy, frames_per_batch=4) as collector:
-        collector.update_policy_weights_()
-        assert next(collector).numel() == 4 and policy.in_features == 4
-
-
 @issue("57.20")
 def test_20_the_newest_pages_order_and_what_exists_before_init() -> None:
     by_position: Any = wsync.SharedMemWeightSyncScheme
