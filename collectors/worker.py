@@ -17,6 +17,7 @@ from tensordict.nn import InteractionType
 import wsync
 from collectors.arguments import make_env
 from collectors.batches import BatchLayout
+from collectors.output import keep_output_harmless
 from collectors.rollouts.rollout import Actor, policy_scheme
 from collectors.rollouts.sampled import check_policy
 from collectors.workers.connections import Connection
@@ -153,7 +154,8 @@ def _serve(connection: Connection, opened: ExitStack) -> None:
 
 
 def configure_process(options: WorkerOptions) -> None:
-    """Set torch's threads and logging in a process that runs one worker and nothing else."""
+    """Set torch's threads, logging and output in a process that runs one worker and nothing else."""
+    keep_output_harmless()
     torch.set_num_threads(options.threads)
     name = f"worker {options.worker_idx}"
     logging.basicConfig(level=options.log_level, format=f"[{name}] %(levelname)s %(name)s: %(message)s", force=True)

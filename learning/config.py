@@ -25,6 +25,7 @@ from yaml import YAMLError
 import collectors.config
 import wsync.config
 from collectors.errors import ConfigError
+from collectors.output import keep_output_harmless
 from learning.actor_critic import Diverged, UnusableBatch
 from learning.checkpoint import CheckpointError
 from learning.options import PolicyConfig, TrainConfig
@@ -157,6 +158,7 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
     An error that a user can act on is one line on stderr, or a traceback if HYDRA_FULL_ERROR is set. Exit statuses: 1
     after an error, 130 after Ctrl-C.
     """
+    keep_output_harmless()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     try:
         register_configs(config_folders(sys.argv[1:]))

@@ -22,6 +22,7 @@ from tensordict.nn import InteractionType
 
 from collectors import Collector
 from collectors.errors import ConfigError
+from collectors.output import keep_output_harmless
 from learning.checkpoint import CheckpointError
 from learning.reporting.files import FolderError
 from learning.resuming import config_folders_of
@@ -73,4 +74,5 @@ def main(
 
 
 if __name__ == "__main__":
+    keep_output_harmless()
     typer.run(main)

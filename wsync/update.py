@@ -87,7 +87,7 @@ class SyncReport(msgspec.Struct, eq=False):
     def __str__(self) -> str:
         phases = ", ".join(f"{phase} {seconds * 1e6:.0f}" for phase, seconds in self.phases.items())
         to = ", ".join(str(worker) for worker in self.workers)
-        return f"version {self.version} → workers {to}: {self.bytes:,} bytes in {self.seconds * 1e6:.0f} µs ({phases})"
+        return f"version {self.version} -> workers {to}: {self.bytes:,} bytes in {self.seconds * 1e6:.0f} us ({phases})"
 
     __repr__ = __str__
 

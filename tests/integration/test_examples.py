@@ -71,7 +71,7 @@ def test_several_machines_under_slurm(tmp_path: Path) -> None:
 def test_sharded_trainer(tmp_path: Path) -> None:
     printed = run(*TORCHRUN, FOLDER / "sharded_trainer.py", folder=tmp_path)
     lines = printed.splitlines()
-    assert [line.split(" →")[0] for line in lines[:-1]] == [f"version {version}" for version in range(2, 7)]
+    assert [line.split(" ->")[0] for line in lines[:-1]] == [f"version {version}" for version in range(2, 7)]
     assert re.fullmatch(r"version 6, \d+ bytes: both workers have the gathered weights", lines[-1])
 
 
