@@ -56,6 +56,7 @@ class BaseCollector(ABC):
         storing_device: torch.device | str | None,
         weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None,
         track_policy_version: bool,
+        replay_buffer: Any = None,
         weight_updater: UpdaterOrFactory | None = None,
         staleness: Staleness,
     ) -> None:
@@ -70,7 +71,7 @@ class BaseCollector(ABC):
         self.weight_sync_schemes = dict(weight_sync_schemes or {})
         # Those of models in workers; not of hosted ones.
         self._worker_schemes = {key: one for key, one in self.weight_sync_schemes.items() if not one.sender_driven}
-        self.track_policy_version = track_policy_version
+        self.track_policy_version, self.replay_buffer = track_policy_version, replay_buffer
         self.frames = self._batches = 0
         self._seconds = 0.0  # spent in waiting for batches
         self.closed, self._process = False, os.getpid()
@@ -91,10 +92,10 @@ class BaseCollector(ABC):
 
     # --- batches ---
 
-    def __iter__(self) -> Iterator[TensorDictBase]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> TensorDictBase:
+    def __next__(self) -> Any:
         self._require_open()
         if self.total_frames != -1 and self.frames >= self.total_frames:
             raise StopIteration
@@ -108,7 +109,12 @@ class BaseCollector(ABC):
         else:
             batch = batch.exclude("policy_version")
         batch.names = [*[None] * (batch.ndim - 1), "time"]
-        return batch if self.storing_device is None else batch.to(self.storing_device)
+        batch = batch if self.storing_device is None else batch.to(self.storing_device)
+        if self.replay_buffer is None:
+            return batch
+        mask = batch.get("mask", None)
+        self.replay_buffer.extend(batch.reshape(-1) if mask is None else batch[mask])
+        return None
 
     def next(self) -> TensorDictBase | None:
         """Return the next batch; None when ``total_frames`` were collected."""

@@ -57,6 +57,7 @@ class Collector(BaseCollector):
         init_random_frames: int = 0,
         exploration_type: InteractionType | str | None = InteractionType.RANDOM,
         track_policy_version: bool = True,
+        replay_buffer: Any = None,
         max_staleness: int | None = None,
     ) -> None:
         limits = (frames_per_batch, total_frames, max_frames_per_traj)
@@ -69,6 +70,7 @@ class Collector(BaseCollector):
             storing_device=storing_device,
             weight_sync_schemes=weight_sync_schemes,
             track_policy_version=track_policy_version,
+            replay_buffer=replay_buffer,
             weight_updater=weight_updater,
             staleness=Staleness(max_staleness),
         )

@@ -59,6 +59,8 @@ class WorkerCollector(BaseCollector):
         cat_results: synchronous: how the workers' batches are joined: ``"stack"`` with a new leading dimension, or
             along one of their dimensions (0: environments; the last one is time, and joins unrelated frames).
         track_policy_version: whether batches have ``policy_version``.
+        replay_buffer: its ``extend`` gets the frames of each batch, ``[N]``, as TorchRL's buffers take them; iteration
+            yields None then.
         threads: torch threads of each worker.
         on_worker_failure: what happens when a worker dies, raises, or does not answer in time: ``"raise"``; ``"drop"``:
             continue without it (a synchronous batch is smaller by its share); or ``"restart"``: the others continue;
@@ -118,6 +120,7 @@ class WorkerCollector(BaseCollector):
         exploration_type: InteractionType | str | None = InteractionType.RANDOM,
         cat_results: How = "stack",
         track_policy_version: bool = True,
+        replay_buffer: Any = None,
         threads: int = 1,
         on_worker_failure: OnFailure = "raise",
         worker_timeout: float | None = 600.0,
@@ -140,6 +143,7 @@ class WorkerCollector(BaseCollector):
             storing_device=storing_device,
             weight_sync_schemes=weight_sync_schemes,
             track_policy_version=track_policy_version,
+            replay_buffer=replay_buffer,
             weight_updater=weight_updater,
             staleness=Staleness(max_staleness, self._gathering.buffers - 1),
         )

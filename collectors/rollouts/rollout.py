@@ -6,7 +6,7 @@ import operator
 import random
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,9 +177,10 @@ class Actor:
         **limits: Any,
     ) -> None:
         self.env = env
-        self.policy = policy.to(device) if isinstance(policy, nn.Module) and device is not None else policy
+        module = policy if isinstance(policy, nn.Module) else None
+        self.policy = policy if module is None or device is None else module.to(device)
         if scheme is not None:  # the gate makes weights and version match
-            limits |= {"version": lambda: scheme.installed_version, "gate": wsync.gated}
+            limits |= {"version": lambda: scheme.installed_version, "gate": partial(wsync.gated, model=module)}
         self.rollout = Rollout(env, self.policy, device=device, **limits)
 
     def get_model(self, model_id: str) -> nn.Module:

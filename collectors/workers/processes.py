@@ -57,7 +57,15 @@ def known_start_method() -> Iterator[None]:
 
 
 def start(target: Callable[..., None], worker_idx: int, *arguments: Any) -> BaseProcess:
-    """Start a process that runs ``target(*arguments)`` in this environment and ends when this process ends."""
+    """Start a process that runs ``target(*arguments)`` in this environment and ends when this process ends.
+
+    RuntimeError: this process is daemonic, and Python lets it have no children.
+    """
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError(
+            "a collector starts processes, and this one is daemonic, which may have none: start it with daemon=False, "
+            "or use Collector, which acts in this process"
+        )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     process = context.Process(
