@@ -90,8 +90,9 @@ def _run(target: Callable[..., None], trainer: int, environment: Mapping[str, st
 
 
 def set_worker_signals() -> None:
-    """Ignore SIGINT, which Ctrl-C sends to the whole process group; let SIGTERM end the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ignore what the process group gets: SIGINT by Ctrl-C, SIGUSR1 by Slurm; let SIGTERM end the process."""
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

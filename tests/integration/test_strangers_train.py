@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_train import command, environment, summary
@@ -18,3 +21,25 @@ def test_57_9_output_is_no_reason_to_stop(encoding: str, output: str, tmp_path: 
         done = subprocess.run(command(tmp_path / "run", *QUICK), cwd=tmp_path, stdout=stdout, timeout=250, **options)
     assert (done.returncode, summary(tmp_path / "run")["status"]) == (0, "finished"), done.stderr
     assert done.stderr.count("No space left on device") == (output == "/dev/full")
+
+
+def test_57_10_and_16_signals_to_the_process_group_and_a_resume_in_another_folder(tmp_path: Path) -> None:
+    more = ("total_frames=100_000_000", "stop_when_solved=false", "collector.on_worker_failure=restart")
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    first = tmp_path / "first"
+    process = subprocess.Popen(command(first, *more), start_new_session=True, **options)
+    assert process.stdout is not None and any(line.startswith("frames ") for line in process.stdout)
+    os.killpg(process.pid, signal.SIGUSR1)
+    while not (first / "checkpoint.pt").exists():
+        assert process.poll() is None and process.stdout.readline()
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=250)
+    assert process.returncode == 143, err
+    assert "resume=first" in out
+    told = summary(first)
+    assert (told["status"], told["worker_failures"]) == ("interrupted", {})
+    again = command(tmp_path / "again", "resume=first", "hydra.job.chdir=true", f"total_frames={told['frames'] + 1}")
+    done = subprocess.run(again, timeout=250, **options)
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path / "again")["resumed_from"]["frames"] == told["frames"]
