@@ -108,7 +108,7 @@ def env_config(env: Any) -> EnvConfig:
     if isinstance(env, EnvConfig):
         return env
     if not isinstance(env, Mapping) or "_target_" not in env:
-        raise ConfigError("env has no _target_: name the function that makes an environment, or begin with base_gym")
+        raise ConfigError("env has no _target_: name by it what makes an environment: see docs/environments.md")
     ours = {field.name for field in fields(EnvConfig)} - {"kwargs", "make"}
     make = {str(name): value for name, value in env.items() if name not in ours}
     own: dict[str, Any] = {str(name): value for name, value in env.items() if name in ours}
@@ -154,6 +154,8 @@ def sample(env: EnvConfig, option: str | None = None) -> GymEnv:
             if isinstance(error, ConfigError):
                 raise
             detail = " ".join(str(error).split()).rstrip(".?")
+            if isinstance(error, gymnasium.error.UnregisteredEnv) and ":" not in env.id:
+                detail += "; where a module of yours registers it, name that module as well: env.id=module:id"
             chosen = f"env.id={env.id}" if option is None else f"env={option} ({env.id})"
             refused = ConfigError(f"{chosen}: {detail}")
             for line in lines_of_user(error):

@@ -162,6 +162,8 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     try:
         register_configs(config_folders(sys.argv[1:]))
+        if "--help-all" in sys.argv:
+            sys.argv[1:] = ["--help", "hydra/help=all", *(one for one in sys.argv[1:] if one != "--help-all")]
         # Options first: argparse takes overrides only in one piece.
         sys.argv[1:] = sorted(with_earlier_overrides(sys.argv[1:]), key=is_override)
         main()

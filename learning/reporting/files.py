@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.utils import to_absolute_path
 
 from learning.progress import Row
 from learning.reporting import Reporter
@@ -26,9 +25,9 @@ class FolderError(OSError):
 
 
 def relative_path(path: str | Path) -> str:
-    """Return a path as it is printed: relative to the current folder if it lies inside."""
-    path, here = Path(path), Path(to_absolute_path("."))  # where the program was started, also with hydra.job.chdir
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    """Return a path as it is printed: relative to the current folder if it lies inside, and is another one."""
+    path, here = Path(path), Path.cwd()
+    return str(path.relative_to(here) if here in path.parents else path)
 
 
 @contextmanager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import command, environment, summary
+from programs import run_program
+from test_train import ROOT, command, environment, summary
 
 QUICK = ("total_frames=512", "num_workers=1")
 
@@ -43,3 +45,14 @@ def test_57_10_and_16_signals_to_the_process_group_and_a_resume_in_another_folde
     done = subprocess.run(again, timeout=250, **options)
     assert done.returncode == 0, done.stderr
     assert summary(tmp_path / "again")["resumed_from"]["frames"] == told["frames"]
+
+
+def test_57_14_help_fits_a_screen_and_names_every_option(tmp_path: Path) -> None:
+    done = run_program(ROOT / "train.py", "--help", folder=tmp_path)
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 30 and max(map(len, lines)) <= 120, done.stderr
+    for group in ("weight_sync", "env", "env/mujoco", "env/atari", "policy", "logger", "experiment"):
+        assert {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")} <= set(re.findall(r"\w+", done.stdout))
+    everything = run_program(ROOT / "train.py", "env=taxi", "--help-all", folder=tmp_path).stdout
+    assert "init_random_frames: 0" in everything and "Taxi" in everything
+    assert not {"auto_register", "policy_weights", "per_worker_weights", "chaos"} & set(re.findall(r"\w+", everything))

@@ -35,6 +35,7 @@ GROUPS = ("weight_sync", "collector", "env", "policy", "algorithm", "logger", "e
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 TARGETS = {name: scheme.replace(":", ".") for name, scheme in wsync.registered_backends().items()}
 BACKENDS = sorted(TARGETS)
+GIVEN = {"gym": ["env.id=CartPole-v1"], "store": ["weight_sync.url=/somewhere"]}
 SCHEMES = {name: load_backend(name) for name in BACKENDS}
 
 
@@ -67,7 +68,7 @@ def refusal(*overrides: str) -> str:
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
 def test_every_option_composes(group: str, option: str) -> None:
     carried = next(name for name, scheme in SCHEMES.items() if group != "collector" or option in scheme.collectors)
-    more = {"collector": [f"weight_sync={carried}"]}.get(group, ["env.id=CartPole-v1"] if option == "gym" else [])
+    more = {"collector": [f"weight_sync={carried}"]}.get(group, GIVEN.get(option, []))
     chosen = config(*more, f"{group}={option}")
     check(chosen)
     collectors.config.check(chosen.collector, instantiate(chosen.weight_sync), chosen.num_workers)
@@ -280,7 +281,7 @@ def test_an_impossible_pair_is_refused() -> None:
 
 
 def test_an_environment_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"env\.id=CartPol-v1: "):
+    with pytest.raises(ConfigError, match=r"env\.id=CartPol-v1: .*env\.id=module:id"):
         sample(EnvConfig("CartPol-v1"))
     with pytest.raises(ConfigError, match="gravitas"):
         sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
@@ -334,3 +335,12 @@ def test_resuming_from_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not swept over"):
         with_earlier_overrides(["-m", f"resume={tmp_path},{tmp_path / 'other'}"])
     assert with_earlier_overrides(["seed=1", "resume=null"]) == ["seed=1", "resume=null"]
+
+
+def test_57_21_every_backend_of_train_py_has_a_file_and_a_config_that_can_be_imported() -> None:
+    from wsync.config import SharedMemWeightSyncSchemeConfig
+
+    assert OmegaConf.to_object(OmegaConf.structured(SharedMemWeightSyncSchemeConfig(timeout=5.0))).timeout == 5.0
+    shown = {path.stem for path in (CONF / "weight_sync").glob("*.yaml")}
+    assert shown == {name for name, scheme in SCHEMES.items() if scheme.collectors}
+    assert sorted(dir(wsync)) == sorted(wsync.__all__)
