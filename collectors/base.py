@@ -104,6 +104,8 @@ class BaseCollector(ABC):
         self._seconds += time.perf_counter() - started
         self.frames += frames_of(batch)
         self._batches += 1
+        if (scheme := policy_scheme(self._worker_schemes)) is not None:
+            scheme.metrics.observe(batch.get("policy_version"))
         if self.track_policy_version:
             batch.set(("next", "policy_version"), batch.get("policy_version").clone())
         else:

@@ -37,7 +37,6 @@ class SyncRow:
     p95_us: float
     p99_us: float
     bytes: int
-    gib_per_second: float
     phases_us: Mapping[str, float]
 
     @classmethod
@@ -50,7 +49,6 @@ class SyncRow:
             p95,
             p99,
             report.bytes,
-            report.bytes / 2**30 / max(report.seconds, 1e-9),
             {phase: seconds * 1e6 for phase, seconds in report.phases.items()},
         )
 

@@ -101,6 +101,7 @@ class Outlet(Protocol):
 
     name: str  # identifies the sender, in what updates require of one another
     workers: Sequence[int] = ()  # that are present, in order; another object whenever that has changed
+    moves_bytes: bool = True  # in `publish`; else later, or workers read them where they are
     transactional: bool = False  # whether an update can be prepared first, and committed or aborted later
 
     def causes(self) -> Mapping[int, str]:

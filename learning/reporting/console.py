@@ -185,9 +185,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         *((f"latency {key}", microseconds(value)) for key, value in sync["latency_us"].items()),
         *((f"  {phase}", microseconds(sync["phases_us"][phase])) for phase in PHASES if sync["phases_us"][phase]),
     ]
-    if sync["over_plain_copy"]:
-        right += [("a plain copy of it", microseconds(sync["plain_copy_us"]))]
-        right += [("p50 / plain copy", f"{sync['over_plain_copy']:.1f}")]
+    if sync["seconds"]:
+        right += [("all of them", f"{sync['seconds']:.3g} s ({sync['share']:.1%} of the time)")]
     for one, other in zip_longest(left, right, fillvalue=("", "")):
         table.add_row(*one, *other)
     return table

@@ -30,11 +30,10 @@ FIGURES = {
     "sync p50": microseconds,
     "sync p95": microseconds,
     "sync p99": microseconds,
-    "GiB/s": partial(number, digits=3),
     "mean staleness": partial(number, digits=2),
 }
 """The figures of a run in the table, in the units of ``summary.json`` (µs, s), and how each is formatted."""
-_SPARE = ("frames to solved", "sync p95", "sync p99", "GiB/s", "mean staleness")
+_SPARE = ("frames to solved", "sync p95", "sync p99", "mean staleness")
 """Columns that a terminal does without."""
 
 
@@ -73,7 +72,6 @@ class Run:
             "return": self.summary["episode_return_mean_100"],
             "frames/s": self.summary["frames_per_second"],
             **{f"sync {p}": sync["latency_us"].get(p) for p in ("p50", "p95", "p99")},
-            "GiB/s": sync.get("gib_per_second"),
             "mean staleness": self.summary["staleness"]["mean"],
         }
 

@@ -93,3 +93,18 @@ def test_57_21_a_replay_buffer_gets_the_frames_as_they_come() -> None:
     ) as collector:
         assert list(collector) == [None, None]
     assert len(buffer) == 32 and {*buffer[0].keys()} >= {"observation", "action", "next"}
+
+
+def test_57_13_the_metrics_and_a_report_are_printed_in_a_line() -> None:
+    with MultiSyncCollector([cartpole], Scores(), frames_per_batch=16) as collector:
+        metrics = collector.weight_sync_schemes["policy"].metrics
+        for _ in range(3):
+            report = collector.update_policy_weights_()
+        assert report.phases["transfer"] == 0.0  # shared memory: nothing is moved
+        next(collector)
+        for text in (repr(metrics), str(report)):
+            assert text.isascii() and "\n" not in text and len(text) < 200
+        metrics.observe([0, 2])  # in a loop of one's own: versions that acted
+        summary = metrics.summary()
+        assert summary["age"] == pytest.approx((4 + 2) / 18) and 0 < summary["share"] < 1
+        assert summary["seconds"] == metrics.seconds > 0
