@@ -68,11 +68,8 @@ def _check_maker(create_env_fn: Any) -> None:
 # --- numbers, policies and devices ---
 
 
-def check_numbers(frames_per_batch: Any, total_frames: Any, max_frames_per_traj: Any, **others: Any) -> None:
+def check_numbers(max_frames_per_traj: Any, **others: Any) -> None:
     """Check numbers that are used in the workers, before these start; raise TypeError or ValueError."""
-    check_count("frames_per_batch", frames_per_batch, least=1)
-    if total_frames != -1:
-        check_count("total_frames", total_frames, least=1, otherwise=", or -1 for no end")
     if max_frames_per_traj is not None:
         check_count("max_frames_per_traj", max_frames_per_traj, least=1, otherwise=", or None for no limit")
     for name, number in others.items():

@@ -7,8 +7,9 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import Parameter, Signature, signature
 from types import SimpleNamespace
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -44,22 +45,37 @@ class BaseCollector(ABC):
 
     num_workers: int = 1
     act_through_gate = True  # the workers: a ``send`` that has published need not wait until they have installed
+    __signature__: ClassVar[Signature]
     _last_versions = (0, 0)  # ``_versions`` before the shutdown
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Show in ``help`` the arguments that ``**options`` of a collector of this package stands for."""
+        super().__init_subclass__(**given)
+        own = list(signature(cls.__init__).parameters.values())[1:]
+        kinds = {one.kind for one in own}
+        if Parameter.VAR_KEYWORD in kinds and Parameter.VAR_POSITIONAL not in kinds:
+            own = [one for one in own if one.kind is not Parameter.VAR_KEYWORD]
+            hidden = {"start", "sync", "staleness", *(one.name for one in own)}
+            own += [one for name, one in signature(cls.__base__ or cls).parameters.items() if name not in hidden]
+        cls.__signature__ = Signature(own)
 
     def __init__(
         self,
         policy: Any,
         *,
-        policy_factory: Any,
+        policy_factory: Any = None,
         frames_per_batch: int,
-        total_frames: int,
-        storing_device: torch.device | str | None,
-        weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None,
-        track_policy_version: bool,
+        total_frames: int = -1,
+        storing_device: torch.device | str | None = None,
+        weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None = None,
+        track_policy_version: bool = True,
         replay_buffer: Any = None,
         weight_updater: UpdaterOrFactory | None = None,
         staleness: Staleness,
     ) -> None:
+        check_count("frames_per_batch", frames_per_batch, least=1)
+        if total_frames != -1:
+            check_count("total_frames", total_frames, least=1, otherwise=", or -1 for no end")
         arguments.check_schemes(weight_sync_schemes)
         check_policy(policy)
         if weight_sync_schemes is None and (arguments.has_weights(policy) or policy_factory is not None):

@@ -179,29 +179,23 @@ def solved_at(env: EnvConfig) -> float | None:
 
 @dataclass
 class CollectorConfig:
-    """A collector; the numbers of workers, environments and frames per batch are settings of the run, at top level.
+    """The collector in the trainer's process; the numbers of workers, environments and frames are those of the run.
 
     Attributes:
         init_random_frames: number of first frames with random actions, an equal share for each worker.
         max_staleness: versions that acting weights may be behind the newest ones; batches that are older are dropped.
     """
 
-    _target_: str = MISSING
+    _target_: str = "collectors.Collector"
     init_random_frames: int = 0
     max_staleness: int | None = None
-
-
-@dataclass
-class SingleConfig(CollectorConfig):
-    """Collects in the trainer's process."""
-
-    _target_: str = "collectors.Collector"
 
 
 @dataclass
 class WorkerCollectorConfig(CollectorConfig):
     """Several workers."""
 
+    _target_: str = MISSING
     sync: bool = True
     run_ahead: int | None = None
     cat_results: Any = "stack"  # or a dimension, which is a number
@@ -261,7 +255,7 @@ class RayConfig(RemoteConfig):
 
 
 BUNDLED: dict[str, CollectorConfig] = {
-    "single": SingleConfig(),
+    "single": CollectorConfig(),
     "multi_sync": MultiSyncConfig(),
     "multi_async": MultiAsyncConfig(),
     "distributed": DistributedConfig(),

@@ -23,10 +23,7 @@ class _Lenient(io.FileIO):
 
 
 def keep_output_harmless() -> None:
-    """Have this process write what an encoding lacks as a replacement character, and go on after an error of writing.
-
-    Streams that a program has replaced stay as they are.
-    """
+    """Write what an encoding lacks as a replacement character, and go on after an error; not in a replaced stream."""
     for name in ("stderr", "stdout"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper) or stream is not getattr(sys, f"__{name}__"):

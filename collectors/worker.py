@@ -6,13 +6,12 @@ import logging
 import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
 import torch
 from tensordict import TensorDict
-from tensordict.nn import InteractionType
 
 import wsync
 from collectors.arguments import make_env
@@ -31,9 +30,7 @@ class WorkerOptions:
     frames: int  # rows of a batch; rounded up to a multiple of the number of environments
     buffers: int  # batches in flight: 1 for synchronous collection, else one more than the worker may run ahead
     device: str | None = None  # of the policy
-    init_random_frames: int = 0
-    max_frames_per_traj: int | None = None
-    exploration_type: InteractionType | str | None = InteractionType.RANDOM
+    acting: Mapping[str, Any] = field(default_factory=dict)  # options of its ``Rollout``
     threads: int = 1  # of torch, in the worker's process
     log_level: int = logging.WARNING
 
@@ -68,15 +65,8 @@ class RolloutWorker:
             opened.callback(env.close)
             policy = unpickled.policy if factory is None else factory()
             check_policy(policy)
-            self._actor = Actor(
-                env,
-                policy,
-                policy_scheme(self._schemes),
-                device=options.device,
-                init_random_frames=options.init_random_frames,
-                max_frames_per_traj=options.max_frames_per_traj,
-                exploration_type=options.exploration_type,
-            )
+            acting = policy_scheme(self._schemes)
+            self._actor = Actor(env, policy, acting, device=options.device, **options.acting)
             for model_id, scheme in self._schemes.items():
                 opened.callback(scheme.shutdown)
                 scheme.init_on_receiver(model_id, context=self._actor, worker_idx=options.worker_idx)

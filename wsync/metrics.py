@@ -38,7 +38,7 @@ class SyncMetrics:
         self.last = report  # after it is kept: another thread may call ``summary``
 
     def observe(self, versions: torch.Tensor | Sequence[int]) -> None:
-        """Take in which versions acted in frames that are used now, for ``age``; below 0: none did. Collectors do it."""
+        """Take in which versions acted in frames that are used now, for ``age``; below 0: none. Collectors do it."""
         acted = torch.as_tensor(versions)
         acted = acted[acted >= 0]
         self._observed += acted.numel()

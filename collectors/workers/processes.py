@@ -57,10 +57,7 @@ def known_start_method() -> Iterator[None]:
 
 
 def start(target: Callable[..., None], worker_idx: int, *arguments: Any) -> BaseProcess:
-    """Start a process that runs ``target(*arguments)`` in this environment and ends when this process ends.
-
-    RuntimeError: this process is daemonic, and Python lets it have no children.
-    """
+    """Start a process that runs ``target(*arguments)`` in this environment and ends when this process ends."""
     if multiprocessing.current_process().daemon:
         raise RuntimeError(
             "a collector starts processes, and this one is daemonic, which may have none: start it with daemon=False, "
