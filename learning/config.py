@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass
 from functools import cache
 from pathlib import Path
@@ -55,6 +55,15 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
         wsync.config.store_once("algorithm", f"base_{name}", config_of(f"learning.{name.upper()}"))
     wsync.config.store_once("logger", "base_wandb", config_of("learning.reporting.wandb_logger.WandbLogger"))
     wsync.config.store_once("logger", "base_none", config_of("learning.reporting.Reporter"))
+
+
+def run_name(choices: Mapping[str, str], seed: int, env_id: str) -> str:
+    """Return the name of a run's folder: the environment's, the backend's, and the seed."""
+    env = env_id if choices["env"] == "gym" else choices["env"]
+    return f"{re.split('[/:]', env)[-1]}-{choices['weight_sync']}-s{seed}"
+
+
+OmegaConf.register_new_resolver("run_name", run_name, replace=True)  # here: also in the processes of a launcher
 
 
 @cache

@@ -233,7 +233,8 @@ _PAGE = """<!doctype html>
 body {{ font: 15px/1.45 system-ui, sans-serif; color: #1f2933; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }}
 .wide {{ overflow-x: auto }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .25rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e7eb }}
+th, td {{ padding: .25rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e7eb }}
+th {{ white-space: normal; vertical-align: bottom }}
 .median td {{ font-weight: 600; background: #f5f7fa }}
 img {{ width: 100%; margin: 1.2rem 0 }}
 </style></head><body>

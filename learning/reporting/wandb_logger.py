@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,16 +28,16 @@ class WandbLogger(Reporter):
     time than a short run; rows from before are sent then.
 
     Args:
-        project: wandb's project.
+        project: wandb's project; None: WANDB_PROJECT, else "wsync".
         entity: wandb's entity.
-        group: wandb's group; shared by the runs of a sweep.
-        tags: wandb's tags.
+        group: wandb's group; None: WANDB_RUN_GROUP, else the environment and the algorithm. A sweep's runs share one.
+        tags: wandb's tags; none: WANDB_TAGS, else the environment, the scheme and the algorithm.
         mode: "online", "offline" or "disabled"; None: WANDB_MODE, else online if logged in, else offline.
         start_after: seconds before wandb is started.
         close_within: seconds that the end of a run waits for the remaining rows to be sent.
     """
 
-    project: str = "wsync"
+    project: str | None = None
     entity: str | None = None
     group: str | None = None
     tags: Sequence[str] = ()
@@ -46,8 +47,8 @@ class WandbLogger(Reporter):
 
     def __post_init__(self) -> None:
         """Start nothing yet."""
-        self._init: dict[str, Any] = {"project": self.project, "entity": self.entity, "group": self.group}
-        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._init: dict[str, Any] = {}
+        self._rows: queue.SimpleQueue[tuple[float, Row] | None] = queue.SimpleQueue()  # with the time of each
         self._ending = threading.Event()
         self._summary: dict[str, Any] = {}
         self._where: str | None = None
@@ -55,7 +56,17 @@ class WandbLogger(Reporter):
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Start the thread; wandb's files go to `folder`, and `config` is wandb's config."""
-        self._init |= {"dir": str(folder), "name": folder.name, "config": config, "tags": list(self.tags)}
+        scheme, algorithm = (config.get(one, {}).get("_target_", "") for one in ("weight_sync", "algorithm"))
+        kinds = [one.rpartition(".")[2] for one in (scheme, algorithm)]
+        env = config.get("env", {}).get("id", "")
+        self._init = {"dir": str(folder), "config": config, "entity": self.entity, "job_type": "train"}
+        for name, given, variable, default in (
+            ("project", self.project, "WANDB_PROJECT", "wsync"),
+            ("name", None, "WANDB_NAME", folder.name),
+            ("group", self.group, "WANDB_RUN_GROUP", f"{env} {kinds[1]}"),
+            ("tags", list(self.tags), "WANDB_TAGS", [one for one in (env, *kinds) if one]),
+        ):  # wandb reads a variable where it is given None
+            self._init[name] = given or (None if os.environ.get(variable) else default)
         # A daemon thread, so that the process can end even if wandb hangs.
         self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
         self._thread.start()
@@ -63,7 +74,7 @@ class WandbLogger(Reporter):
     def update(self, row: Row) -> None:
         """Queue `row` for the thread."""
         if self._thread is not None and self._thread.is_alive():
-            self._rows.put(row)
+            self._rows.put((time.time(), row))
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Remember `summary`."""
@@ -106,12 +117,15 @@ class WandbLogger(Reporter):
         run.define_metric("frames")
         run.define_metric("*", step_metric="frames")
         latencies: list[float] = []
-        while (row := self._rows.get()) is not None:
-            figures = flat(row)
+        while (taken := self._rows.get()) is not None:
+            row = taken[1]
+            figures = flat(row) | {"_timestamp": taken[0]}
             latencies += [] if row.weight_sync is None else [row.weight_sync.latency_us]
             if len(latencies) % HISTOGRAM_EVERY == 1:
                 figures["weight_sync/latency_histogram_us"] = wandb.Histogram(latencies)
             run.log(figures)
+        if pictures := {one.stem: wandb.Image(str(one)) for one in sorted(Path(self._init["dir"]).glob("*.png"))}:
+            run.log(pictures)
         run.summary.update(self._summary)
         self._where = f"offline; send it with: wandb sync {Path(run.dir).parent}" if run.offline else run.url
         run.finish(exit_code=1 if self._summary.get("status") == "failed" else 0)

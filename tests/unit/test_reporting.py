@@ -4,11 +4,13 @@ import io
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb
+from wandb.proto import wandb_internal_pb2
 from PIL import Image
 from rich.console import Console
 
@@ -18,7 +20,7 @@ from learning.progress import Progress, Row, SyncRow
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import FolderError, RunFiles, read_rows, replace_file, to_json
-from learning.reporting.plots import sweep_latency
+from learning.reporting.plots import sweep_latency, sweep_returns
 from learning.reporting.sweep import groups, read_runs, report, table_rows
 from learning.reporting.wandb_logger import WandbLogger, flat
 from learning.summary import summarise
@@ -149,19 +151,50 @@ def test_the_pictures_are_drawn(tmp_path: Path, sync: bool) -> None:
             assert len(set(image.convert("L").tobytes())) > 10  # something is on it
 
 
-def test_a_run_for_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    told(WandbLogger(mode="offline", group="sweep", close_within=120.0), tmp_path, [row(1), row(2)], summary())
+def wandb_records(folder: Path) -> list[Any]:
+    """What wandb has written about the one run in ``folder``."""
     wandb.teardown()  # its own process writes the file; this waits for it, as the end of a Python process does
-    (run,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    written = run.read_bytes()
-    for name in (
-        b"weight_sync/p99_us",
-        b"weight_sync/phases/pack_us",
-        b"latency_histogram_us",
-        b"learning/loss_policy",
-    ):
-        assert name in written
+    (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    data, found, part, at = path.read_bytes(), [], b"", 7  # after the file's header; then LevelDB's log format
+    while at < len(data):
+        if (left := 32768 - at % 32768) < 7:  # the rest of a block
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        part += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(wandb_internal_pb2.Record())
+            found[-1].ParseFromString(part)
+            part = b""
+    return found
+
+
+def test_57_12_a_run_for_wandb_has_names_true_times_and_the_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_NAME", "WANDB_RUN_GROUP", "WANDB_TAGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    logger, files = WandbLogger(mode="offline", close_within=120.0, start_after=1e3), RunFiles()
+    config = {"env": {"id": "CartPole-v1"}, "algorithm": {"_target_": "learning.PPO"}}
+    for one in (files, logger):
+        one.begin(tmp_path, config)
+        for n in (1, 2):
+            one.update(row(n))
+    logged = time.time()
+    for one in (files, logger):
+        one.finish(summary())
+        one.conclude()
+    records = wandb_records(tmp_path)
+    (run,) = [one.run for one in records if one.WhichOneof("record_type") == "run"][:1]
+    assert (run.display_name, run.project, run.job_type) == (tmp_path.name, "mine", "train")
+    assert (run.run_group, [*run.tags]) == ("CartPole-v1 PPO", ["CartPole-v1", "PPO"])
+    history = [{"/".join(item.nested_key) or item.key: item.value_json for item in one.history.item} for one in records]
+    rows = [one for one in history if "weight_sync/p99_us" in one]
+    assert len(rows) == 2 and all(float(one["_timestamp"]) <= logged for one in rows)
+    assert {"weight_sync/phases/pack_us", "learning/loss_policy"} <= rows[0].keys()
+    assert any(name.startswith("learning_curve") for one in history for name in one)
 
 
 def test_an_error_of_wandb_does_not_end_the_run(
@@ -202,6 +235,8 @@ def test_a_sweep_is_compared_among_runs_that_are_alike_but_for_the_seed(tmp_path
     report(tmp_path, Console(file=io.StringIO()))
     page = (tmp_path / "sweep.html").read_text()
     assert "<h1>CartPole-v1: 4 runs</h1>" in page and "<th>num_workers</th>" in page
+    (legend,) = sweep_returns({"a": runs, "b": runs, "c": runs[:1]}, "", None).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b (coincides with a)", "c"]
 
 
 def test_medians_are_of_runs_that_were_not_cut_off(tmp_path: Path) -> None:
