@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import wandb
-from wandb.proto import wandb_internal_pb2
 from PIL import Image
 from rich.console import Console
+from wandb.proto import wandb_internal_pb2
 
 from collectors.batches import Staleness
 from collectors.workers.records import Failures
