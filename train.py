@@ -119,6 +119,8 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
         *callbacks,
     ]
 
+    for one in (logger, *callbacks):
+        one.policy, one.make_env = lambda: copy.deepcopy(learner.policy).cpu().eval(), env_factory(cfg.env, None)
     with StopRequest() as stop, ExitStack() as running:
         stop.add_callback(console.note_stop_request)
         try:

@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 class StopRequest:
     """Turns the first SIGINT or SIGTERM into a request to stop, and SIGUSR1 into one for a checkpoint.
 
-    Then SIGINT has its usual effect, and SIGTERM, which schedulers repeat, has none. A context manager, for the main
-    thread. In another thread (a launcher of sweeps may run jobs in threads) Python cannot catch signals, and
-    `requested` stays false.
+    Then SIGINT has its usual effect, and SIGTERM, which schedulers repeat, has none. A context manager for the main
+    thread: in another one, Python cannot catch signals, and `requested` stays false.
     """
 
     def __init__(self) -> None:

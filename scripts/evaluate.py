@@ -41,12 +41,15 @@ def main(
     max_frames: Annotated[
         int, typer.Option(min=1, help="Ends with the batch of 200 frames that reaches this")
     ] = 1_000_000,
+    video: Annotated[
+        Path | None, typer.Option(file_okay=False, help="A folder for a video of each episode (needs moviepy)")
+    ] = None,
 ) -> None:
     """Play episodes in one environment of the run, and print their returns."""
     try:
         folders = config_folders_of(folder) if config_dir is None else [str(config_dir.resolve())]
         sys.path += [os.getcwd(), *folders]  # settings may name modules there, as in train.py
-        policy, make_env = load_policy(folder)
+        policy, make_env = load_policy(folder, recorded(video))
     except (CheckpointError, ConfigError, FolderError) as error:
         sys.exit("\n".join([f"evaluate.py: {error}", *getattr(error, "__notes__", ())]))
     returns: list[float] = []

@@ -12,9 +12,10 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from rich.filesize import decimal
 
 from learning.progress import WINDOW
-from learning.reporting.console import microseconds, number, size
+from learning.reporting.console import microseconds, number
 from wsync.metrics import PHASES, percentile
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
     """Draw the latency of each batch's last update, of a resumed run since the resume, and the median of the phases."""
     sync, updates = summary["weight_sync"], _update_latencies(rows, summary)
     workers = summary.get("num_workers", "?")
-    subtitle = f"{sync['scheme']}: {sync['updates']:,} updates of {size(sync['bytes'])}, workers: {workers}"
+    subtitle = f"{sync['scheme']}: {sync['updates']:,} updates of {decimal(sync['bytes'])}, workers: {workers}"
     figure, (left, right) = new_figure(10.5, 2, "Weight sync latency", subtitle, (1.5, 1))
     if not updates:
         for ax in (left, right):

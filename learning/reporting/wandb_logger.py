@@ -7,17 +7,15 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from learning.progress import Row
 from learning.reporting import Reporter
-from wsync import missing_extra
 
 log = logging.getLogger(__name__)
-HISTOGRAM_EVERY = 100  # updates
 
 
 @dataclass(eq=False)
@@ -100,10 +98,8 @@ class WandbLogger(Reporter):
             log.warning("wandb: logging stopped, the run continues: %s: %s", type(error).__name__, error)
 
     def _send_all(self) -> None:
-        try:
-            import wandb  # slow to import, and only needed here
-        except ModuleNotFoundError as error:
-            raise missing_extra(error, "train") from error
+        import wandb  # slow to import, and only needed here
+
         limit: Any = {"init_timeout": self.close_within / 2} if self.close_within else {}  # 0: nothing waits for wandb
         settings = wandb.Settings(console="off", silent=True, **limit)
         mode: Any = self.mode or os.environ.get("WANDB_MODE")
@@ -116,14 +112,8 @@ class WandbLogger(Reporter):
             run = wandb.init(**options, mode="offline")
         run.define_metric("frames")
         run.define_metric("*", step_metric="frames")
-        latencies: list[float] = []
         while (taken := self._rows.get()) is not None:
-            row = taken[1]
-            figures = flat(row) | {"_timestamp": taken[0]}
-            latencies += [] if row.weight_sync is None else [row.weight_sync.latency_us]
-            if len(latencies) % HISTOGRAM_EVERY == 1:
-                figures["weight_sync/latency_histogram_us"] = wandb.Histogram(latencies)
-            run.log(figures)
+            run.log(flat(taken[1].as_dict()) | {"_timestamp": taken[0]})
         if pictures := {one.stem: wandb.Image(str(one)) for one in sorted(Path(self._init["dir"]).glob("*.png"))}:
             run.log(pictures)
         run.summary.update(self._summary)
@@ -131,20 +121,12 @@ class WandbLogger(Reporter):
         run.finish(exit_code=1 if self._summary.get("status") == "failed" else 0)
 
 
-def flat(row: Row) -> dict[str, Any]:
-    """Name the figures of a row as the dashboard shows them: ``weight_sync/…`` and ``learning/…`` in panels."""
-    figures: dict[str, Any] = {
-        "frames": row.frames,
-        "frames_per_second": row.frames_per_second,
-        "episodes": row.episodes,
-        "episode_return_mean_100": row.episode_return_mean_100,
-        "weight_sync/version": row.version,
-        "weight_sync/staleness": row.staleness,
-        "weight_sync/staleness_max": row.staleness_max,
-        "weight_sync/dropped_frames": row.dropped_frames,
-        **{f"learning/{name}": value for name, value in row.learning.items()},
-    }
-    sync = row.as_dict()["weight_sync"] or {"phases_us": {}}
-    figures |= {f"weight_sync/phases/{name}_us": value for name, value in sync.pop("phases_us").items()}
-    figures |= {f"weight_sync/{name}": value for name, value in sync.items()}
-    return {name: value for name, value in figures.items() if value is not None}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers of a row by name: those of ``weight_sync/…`` and ``learning/…`` are panels of a dashboard."""
+    figures: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            figures |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            figures[prefix + name] = value
+    return figures
