@@ -3,6 +3,7 @@
 python scripts/evaluate.py outputs/<date>/<run>                          # most likely actions
 python scripts/evaluate.py outputs/<date>/<run> --episodes 100 --sample  # actions as in training
 python scripts/evaluate.py outputs/<date>/<run> --config-dir my          # the run's, if it is elsewhere now
+python scripts/evaluate.py outputs/<date>/<run> --video videos           # a video of each episode
 
 The number after ± is the standard deviation. ``learning.trained.load_policy`` loads the policy in a program of yours.
 """
@@ -16,18 +17,29 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import gymnasium
 import numpy as np
 import typer
+from gymnasium.wrappers import RecordVideo
 from tensordict.nn import InteractionType
 
-from collectors import Collector
+from collectors import Collector, GymEnv
+from collectors.config import EnvConfig, sample
 from collectors.errors import ConfigError
 from collectors.output import keep_output_harmless
 from learning.checkpoint import CheckpointError
 from learning.reporting.files import FolderError
-from learning.resuming import config_folders_of
+from learning.resuming import config_folders_of, read_yaml
 from learning.summary import return_text
 from learning.trained import load_policy
+
+
+def recorded(folder: Path, video: Path, episodes: int) -> GymEnv:
+    """Return an environment of the run in `folder`; the folder `video` gets its first `episodes`."""
+    config = EnvConfig(**read_yaml(folder / "config.yaml")["env"])
+    (config.kwargs if config.make is None else config.make)["render_mode"] = "rgb_array"
+    env = RecordVideo(sample(config).stepper.driver.env, str(video), episode_trigger=lambda one: one < episodes)
+    return GymEnv(env, max_frames_per_traj=config.max_episode_steps)
 
 
 def main(
@@ -49,8 +61,9 @@ def main(
     try:
         folders = config_folders_of(folder) if config_dir is None else [str(config_dir.resolve())]
         sys.path += [os.getcwd(), *folders]  # settings may name modules there, as in train.py
-        policy, make_env = load_policy(folder, recorded(video))
-    except (CheckpointError, ConfigError, FolderError) as error:
+        policy, make_env = load_policy(folder)
+        make_env = make_env if video is None else recorded(folder, video, episodes)
+    except (CheckpointError, ConfigError, FolderError, gymnasium.error.DependencyNotInstalled) as error:
         sys.exit("\n".join([f"evaluate.py: {error}", *getattr(error, "__notes__", ())]))
     returns: list[float] = []
     how = InteractionType.RANDOM if sample else InteractionType.DETERMINISTIC

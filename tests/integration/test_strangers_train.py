@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,25 @@ def test_57_14_help_fits_a_screen_and_names_every_option(tmp_path: Path) -> None
     everything = run_program(ROOT / "train.py", "env=taxi", "--help-all", folder=tmp_path).stdout
     assert "init_random_frames: 0" in everything and "Taxi" in everything
     assert not {"auto_register", "policy_weights", "per_worker_weights", "chaos"} & set(re.findall(r"\w+", everything))
+
+
+def test_57_11_callbacks_evaluate_and_a_policy_can_be_filmed(tmp_path: Path) -> None:
+    callbacks = "[{_target_: callbacks.Evaluation, every: 200, episodes: 2}, {_target_: callbacks.CsvRows}]"
+    done = run_program(
+        ROOT / "train.py", f"hydra.run.dir={tmp_path}", "logger=none", "num_envs=4", "total_frames=1024",
+        "frames_per_batch=256", *QUICK[1:], f"callbacks={callbacks}", f"--config-dir={ROOT / 'examples'}",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    evaluated = [line.split(",") for line in (tmp_path / "evaluation.csv").read_text().splitlines()]
+    rows = [line.split(",") for line in (tmp_path / "rows.csv").read_text().splitlines()]
+    versions = {line[rows[0].index("frames")]: line[rows[0].index("version")] for line in rows[1:]}
+    assert len(evaluated) >= 2 and all(versions[frames] == version for frames, version, _ in evaluated)
+    film = run_program(
+        ROOT / "scripts" / "evaluate.py", str(tmp_path / "best"), "--episodes=2", "--video=film", folder=tmp_path,
+        PYTHONPATH=str(ROOT), SDL_VIDEODRIVER="dummy",
+    )  # fmt: skip
+    if find_spec("moviepy") is None:
+        assert film.returncode == 1 and film.stderr.startswith("evaluate.py: MoviePy is not installed")
+    else:
+        assert film.returncode == 0 and len(list((tmp_path / "film").iterdir())) == 2, film.stderr
