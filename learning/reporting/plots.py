@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from rich.filesize import decimal
 
 from learning.progress import WINDOW
@@ -73,7 +73,7 @@ def _duration_axis(ax: Axes, axis: Axis) -> None:
 def _count_axis(ax: Axes) -> None:
     """Write few and short numbers below an axis: 50k."""
     ax.xaxis.set_major_locator(MaxNLocator(6))
-    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x < 1000 else f"{x / 1000:,g}k"))
 
 
 def _say_instead(ax: Axes, text: str) -> None:
