@@ -27,11 +27,7 @@ except ModuleNotFoundError as error:
     raise missing_extra(error, "train") from error
 
 _PLAIN = (bool, int, float, str, type(None))
-_OF_PROGRAMS = {
-    "policy_weights",
-    "auto_register",
-    "per_worker_weights",
-}  # arguments, not settings
+_OF_PROGRAMS = {"policy_weights", "auto_register", "per_worker_weights"}  # arguments, not settings
 
 
 def register_configs(defaults: Mapping[str, Any] | None = None, folders: Sequence[Path] = ()) -> None:

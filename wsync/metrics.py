@@ -18,10 +18,7 @@ _COPIES, _LARGEST_COPY = 15, 64 << 20  # of the plain copy: how many are timed, 
 
 
 class SyncMetrics:
-    """The reports of one scheme's updates: how many ``updates``, and the ``last``. ``scheme`` is its name.
-
-    Printed, it is one line.
-    """
+    """The reports of one scheme's updates: how many ``updates``, and the ``last``. Printed, it is one line."""
 
     def __init__(self, scheme: str) -> None:
         self.scheme, self.updates, self.seconds = scheme, 0, 0.0  # the seconds of all updates
@@ -47,8 +44,8 @@ class SyncMetrics:
     def summary(self) -> dict[str, Any]:
         """Everything as plain values; microseconds, bytes; percentiles and medians of the newest 10,000 updates.
 
-        ``seconds`` are those of all updates, and ``share`` is their part of the time since the first one began; ``age``
-        is how many versions, in the mean, observed frames were behind the newest one.
+        ``seconds`` are those of all updates, ``share`` is their part of the time since the first one began, and ``age``
+        the mean number of versions by which observed frames were behind the newest one.
         """
         result: dict[str, Any] = {"scheme": self.scheme, "updates": self.updates, "version": 0, "bytes": 0}
         if self.last is None:

