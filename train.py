@@ -28,10 +28,11 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
 def start_fork_server() -> None:
     """Start the server that workers are forked from: it imports its modules while this process imports the ones below.
 
-    The server ignores Ctrl-C, and imports what this process would: not from the current folder first. Until
-    ``run_hydra``, Ctrl-C ends this process without a traceback.
+    The server ignores signals to the process group, and imports what this process would: not from the current folder
+    first. Until ``run_hydra``, Ctrl-C ends this process without a traceback.
     """
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server
+    to_group = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    handlers = {one: signal.signal(one, signal.SIG_IGN) for one in to_group}  # inherited by the server
     forkserver.set_forkserver_preload(["collectors.worker", "learning"])
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) > 70:  # the path of the server's socket has at most 107 bytes: unix(7)
@@ -43,7 +44,8 @@ def start_fork_server() -> None:
     forkserver.ensure_running()
     os.environ.clear()
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.SIG_DFL if handler is signal.default_int_handler else handler)
+    for one, handler in handlers.items():
+        signal.signal(one, signal.SIG_DFL if handler is signal.default_int_handler else handler)
 
 
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":  # torchrun: ranks above 0 fork no workers
@@ -56,6 +58,7 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 
 import collectors.config
@@ -107,7 +110,7 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
     training.device, training.observations = device, normalizer
     training.rewards = RewardNormalizer(cfg.env.rewards, getattr(learner, "gamma", 0.99))
     if cfg.resume is not None:
-        training.resume(Path(cfg.resume))
+        training.resume(Path(to_absolute_path(cfg.resume)))
     seed = resumed_seed(cfg.seed, training.progress.frames)
     seed_generators(seed)
     acting = delay.acting_policy(learner.policy)
@@ -121,6 +124,8 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
         *callbacks,
     ]
 
+    for one in (logger, *callbacks):
+        one.policy, one.make_env = lambda: copy.deepcopy(learner.policy).cpu().eval(), env_factory(cfg.env, None)
     with StopRequest() as stop, ExitStack() as running:
         stop.add_callback(console.note_stop_request)
         try:

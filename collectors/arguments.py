@@ -11,10 +11,12 @@ import gymnasium
 import torch
 from tensordict import TensorDictBase
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import wsync
 from collectors.batches import check_count
 from collectors.envs import GymEnv
+from collectors.rollouts.rollout import Rollout
 
 EnvMaker = Callable[[], Any]
 PolicyFactory = Callable[[], Any]
@@ -66,11 +68,8 @@ def _check_maker(create_env_fn: Any) -> None:
 # --- numbers, policies and devices ---
 
 
-def check_numbers(frames_per_batch: Any, total_frames: Any, max_frames_per_traj: Any, **others: Any) -> None:
+def check_numbers(max_frames_per_traj: Any, **others: Any) -> None:
     """Check numbers that are used in the workers, before these start; raise TypeError or ValueError."""
-    check_count("frames_per_batch", frames_per_batch, least=1)
-    if total_frames != -1:
-        check_count("total_frames", total_frames, least=1, otherwise=", or -1 for no end")
     if max_frames_per_traj is not None:
         check_count("max_frames_per_traj", max_frames_per_traj, least=1, otherwise=", or None for no limit")
     for name, number in others.items():
@@ -80,6 +79,18 @@ def check_numbers(frames_per_batch: Any, total_frames: Any, max_frames_per_traj:
 def has_weights(policy: Any) -> bool:
     """Whether a policy is a module with parameters or buffers; ``TensorDictModule(function, …)`` has none."""
     return isinstance(policy, nn.Module) and next(chain(policy.parameters(), policy.buffers()), None) is not None
+
+
+def initialise(policy: Any, create_env_fn: Any) -> None:
+    """Initialise the lazy modules of a policy, if there are any, by an observation."""
+    tensors = chain(policy.parameters(), policy.buffers()) if isinstance(policy, nn.Module) else ()
+    if (lazy := next(filter(is_lazy, tensors), None)) is not None:
+        env = make_env(create_env_fn)
+        try:
+            Rollout(env, policy, device=lazy.device).buffer(1)
+        finally:
+            if not isinstance(create_env_fn, _ENVIRONMENTS):
+                env.close()
 
 
 def policy_factory_of_each(policy_factory: Any, workers: int) -> list[PolicyFactory | None]:

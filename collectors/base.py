@@ -7,8 +7,9 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import Parameter, Signature, signature
 from types import SimpleNamespace
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -43,21 +44,38 @@ class BaseCollector(ABC):
     """
 
     num_workers: int = 1
+    act_through_gate = True  # the workers: a ``send`` that has published need not wait until they have installed
+    __signature__: ClassVar[Signature]
     _last_versions = (0, 0)  # ``_versions`` before the shutdown
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Show in ``help`` the arguments that ``**options`` of a collector of this package stands for."""
+        super().__init_subclass__(**given)
+        own = list(signature(cls.__init__).parameters.values())[1:]
+        kinds = {one.kind for one in own}
+        if Parameter.VAR_KEYWORD in kinds and Parameter.VAR_POSITIONAL not in kinds:
+            own = [one for one in own if one.kind is not Parameter.VAR_KEYWORD]
+            hidden = {"start", "sync", "staleness", *(one.name for one in own)}
+            own += [one for name, one in signature(cls.__base__ or cls).parameters.items() if name not in hidden]
+        cls.__signature__ = Signature(own)
 
     def __init__(
         self,
         policy: Any,
         *,
-        policy_factory: Any,
+        policy_factory: Any = None,
         frames_per_batch: int,
-        total_frames: int,
-        storing_device: torch.device | str | None,
-        weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None,
-        track_policy_version: bool,
+        total_frames: int = -1,
+        storing_device: torch.device | str | None = None,
+        weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None = None,
+        track_policy_version: bool = True,
+        replay_buffer: Any = None,
         weight_updater: UpdaterOrFactory | None = None,
         staleness: Staleness,
     ) -> None:
+        check_count("frames_per_batch", frames_per_batch, least=1)
+        if total_frames != -1:
+            check_count("total_frames", total_frames, least=1, otherwise=", or -1 for no end")
         arguments.check_schemes(weight_sync_schemes)
         check_policy(policy)
         if weight_sync_schemes is None and (arguments.has_weights(policy) or policy_factory is not None):
@@ -69,7 +87,7 @@ class BaseCollector(ABC):
         self.weight_sync_schemes = dict(weight_sync_schemes or {})
         # Those of models in workers; not of hosted ones.
         self._worker_schemes = {key: one for key, one in self.weight_sync_schemes.items() if not one.sender_driven}
-        self.track_policy_version = track_policy_version
+        self.track_policy_version, self.replay_buffer = track_policy_version, replay_buffer
         self.frames = self._batches = 0
         self._seconds = 0.0  # spent in waiting for batches
         self.closed, self._process = False, os.getpid()
@@ -78,7 +96,7 @@ class BaseCollector(ABC):
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         """Return the policy's scheme for a collector that was given no schemes."""
-        return wsync.SharedMemWeightSyncScheme(acknowledge="published")
+        return wsync.SharedMemWeightSyncScheme()
 
     def _require_open(self) -> None:
         if os.getpid() != self._process:
@@ -90,10 +108,10 @@ class BaseCollector(ABC):
 
     # --- batches ---
 
-    def __iter__(self) -> Iterator[TensorDictBase]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> TensorDictBase:
+    def __next__(self) -> Any:
         self._require_open()
         if self.total_frames != -1 and self.frames >= self.total_frames:
             raise StopIteration
@@ -102,12 +120,19 @@ class BaseCollector(ABC):
         self._seconds += time.perf_counter() - started
         self.frames += frames_of(batch)
         self._batches += 1
+        if (scheme := policy_scheme(self._worker_schemes)) is not None:
+            scheme.metrics.observe(batch.get("policy_version"))
         if self.track_policy_version:
             batch.set(("next", "policy_version"), batch.get("policy_version").clone())
         else:
             batch = batch.exclude("policy_version")
         batch.names = [*[None] * (batch.ndim - 1), "time"]
-        return batch if self.storing_device is None else batch.to(self.storing_device)
+        batch = batch if self.storing_device is None else batch.to(self.storing_device)
+        if self.replay_buffer is None:
+            return batch
+        mask = batch.get("mask", None)
+        self.replay_buffer.extend(batch.reshape(-1) if mask is None else batch[mask])
+        return None
 
     def next(self) -> TensorDictBase | None:
         """Return the next batch; None when ``total_frames`` were collected."""

@@ -108,7 +108,7 @@ def env_config(env: Any) -> EnvConfig:
     if isinstance(env, EnvConfig):
         return env
     if not isinstance(env, Mapping) or "_target_" not in env:
-        raise ConfigError("env has no _target_: name the function that makes an environment, or begin with base_gym")
+        raise ConfigError("env has no _target_: name by it what makes an environment: see docs/environments.md")
     ours = {field.name for field in fields(EnvConfig)} - {"kwargs", "make"}
     make = {str(name): value for name, value in env.items() if name not in ours}
     own: dict[str, Any] = {str(name): value for name, value in env.items() if name in ours}
@@ -155,6 +155,8 @@ def sample(env: EnvConfig, option: str | None = None) -> GymEnv:
             if isinstance(error, ConfigError):
                 raise
             detail = " ".join(str(error).split()).rstrip(".?")
+            if isinstance(error, gymnasium.error.UnregisteredEnv) and ":" not in env.id:
+                detail += "; where a module of yours registers it, name that module as well: env.id=module:id"
             chosen = f"env.id={env.id}" if option is None else f"env={option} ({env.id})"
             refused = ConfigError(f"{chosen}: {detail}")
             for line in lines_of_user(error):
@@ -178,29 +180,23 @@ def solved_at(env: EnvConfig) -> float | None:
 
 @dataclass
 class CollectorConfig:
-    """A collector; the numbers of workers, environments and frames per batch are settings of the run, at top level.
+    """The collector in the trainer's process; the numbers of workers, environments and frames are those of the run.
 
     Attributes:
         init_random_frames: number of first frames with random actions, an equal share for each worker.
         max_staleness: versions that acting weights may be behind the newest ones; batches that are older are dropped.
     """
 
-    _target_: str = MISSING
+    _target_: str = "collectors.Collector"
     init_random_frames: int = 0
     max_staleness: int | None = None
-
-
-@dataclass
-class SingleConfig(CollectorConfig):
-    """Collects in the trainer's process."""
-
-    _target_: str = "collectors.Collector"
 
 
 @dataclass
 class WorkerCollectorConfig(CollectorConfig):
     """Several workers."""
 
+    _target_: str = MISSING
     sync: bool = True
     run_ahead: int | None = None
     cat_results: Any = "stack"  # or a dimension, which is a number
@@ -260,7 +256,7 @@ class RayConfig(RemoteConfig):
 
 
 BUNDLED: dict[str, CollectorConfig] = {
-    "single": SingleConfig(),
+    "single": CollectorConfig(),
     "multi_sync": MultiSyncConfig(),
     "multi_async": MultiAsyncConfig(),
     "distributed": DistributedConfig(),

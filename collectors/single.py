@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import InteractionType
 from torch import nn
 
 import wsync
 from collectors import arguments
 from collectors.arguments import EnvMaker, copy_of, make_env
-from collectors.base import BaseCollector, UpdaterOrFactory
+from collectors.base import BaseCollector
 from collectors.batches import Staleness, warn_if_rounded
 from collectors.envs import GymEnv
 from collectors.rollouts.rollout import Actor, policy_scheme
@@ -46,34 +47,20 @@ class Collector(BaseCollector):
         policy: Any = None,
         *,
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
-        frames_per_batch: int,
-        total_frames: int = -1,
         device: torch.device | str | None = None,
-        storing_device: torch.device | str | None = None,
-        weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None = None,
-        weight_updater: UpdaterOrFactory | None = None,
         max_frames_per_traj: int | None = None,
         init_random_frames: int = 0,
-        track_policy_version: bool = True,
+        exploration_type: InteractionType | str | None = InteractionType.RANDOM,
         max_staleness: int | None = None,
+        **options: Any,
     ) -> None:
-        limits = (frames_per_batch, total_frames, max_frames_per_traj)
-        arguments.check_numbers(*limits, init_random_frames=init_random_frames)
-        super().__init__(
-            policy,
-            policy_factory=policy_factory,
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            storing_device=storing_device,
-            weight_sync_schemes=weight_sync_schemes,
-            track_policy_version=track_policy_version,
-            weight_updater=weight_updater,
-            staleness=Staleness(max_staleness),
-        )
+        arguments.check_numbers(max_frames_per_traj, init_random_frames=init_random_frames)
+        super().__init__(policy, policy_factory=policy_factory, staleness=Staleness(max_staleness), **options)
         makers = create_env_fn if isinstance(create_env_fn, list | tuple) else [create_env_fn]
         if len(makers) != 1:
             raise ValueError(f"a collector in one process has one environment function, not {len(makers)}")
         (factory,) = arguments.policy_factory_of_each(policy_factory, 1)
+        arguments.initialise(policy, makers[0])
         acting = copy_of(policy) if factory is None else factory()
         check_policy(acting)
         self.env = make_env(makers[0])
@@ -85,14 +72,15 @@ class Collector(BaseCollector):
                 device=device,
                 init_random_frames=init_random_frames,
                 max_frames_per_traj=max_frames_per_traj,
+                exploration_type=exploration_type,
             )
             self._actor.rollout.buffer(1)  # calls the policy once, so that its errors come now
             for model_id, scheme in self._worker_schemes.items():
                 if not isinstance(scheme, wsync.NoWeightSyncScheme):
                     scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))
             self._connect_hosted()
-            self._steps = -(-frames_per_batch // self.env.num_envs)
-            warn_if_rounded(frames_per_batch, self._steps * self.env.num_envs)
+            self._steps = -(-self.frames_per_batch // self.env.num_envs)
+            warn_if_rounded(self.frames_per_batch, self._steps * self.env.num_envs)
         except BaseException:  # also Ctrl-C: the environments are closed
             self.shutdown()
             raise

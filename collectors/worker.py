@@ -6,7 +6,7 @@ import logging
 import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -17,6 +17,7 @@ import wsync
 from collectors.arguments import make_env
 from collectors.batches import BatchLayout
 from collectors.environments.vector import refuse_own_statistics
+from collectors.output import keep_output_harmless
 from collectors.rollouts.rollout import Actor, policy_scheme
 from collectors.rollouts.sampled import check_policy
 from collectors.workers.connections import Connection
@@ -30,8 +31,7 @@ class WorkerOptions:
     frames: int  # rows of a batch; rounded up to a multiple of the number of environments
     buffers: int  # batches in flight: 1 for synchronous collection, else one more than the worker may run ahead
     device: str | None = None  # of the policy
-    init_random_frames: int = 0
-    max_frames_per_traj: int | None = None
+    acting: Mapping[str, Any] = field(default_factory=dict)  # options of its ``Rollout``
     threads: int = 1  # of torch, in the worker's process
     log_level: int = logging.WARNING
 
@@ -67,14 +67,8 @@ class RolloutWorker:
             refuse_own_statistics(env.stepper.driver.env)
             policy = unpickled.policy if factory is None else factory()
             check_policy(policy)
-            self._actor = Actor(
-                env,
-                policy,
-                policy_scheme(self._schemes),
-                device=options.device,
-                init_random_frames=options.init_random_frames,
-                max_frames_per_traj=options.max_frames_per_traj,
-            )
+            acting = policy_scheme(self._schemes)
+            self._actor = Actor(env, policy, acting, device=options.device, **options.acting)
             for model_id, scheme in self._schemes.items():
                 opened.callback(scheme.shutdown)
                 scheme.init_on_receiver(model_id, context=self._actor, worker_idx=options.worker_idx)
@@ -152,7 +146,8 @@ def _serve(connection: Connection, opened: ExitStack) -> None:
 
 
 def configure_process(options: WorkerOptions) -> None:
-    """Set torch's threads and logging in a process that runs one worker and nothing else."""
+    """Set torch's threads, logging and output in a process that runs one worker and nothing else."""
+    keep_output_harmless()
     torch.set_num_threads(options.threads)
     name = f"worker {options.worker_idx}"
     logging.basicConfig(level=options.log_level, format=f"[{name}] %(levelname)s %(name)s: %(message)s", force=True)

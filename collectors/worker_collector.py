@@ -7,18 +7,18 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from inspect import Parameter, Signature, signature
 from multiprocessing import util
 from typing import Any, ClassVar, TypeVar
 
 import cloudpickle
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import InteractionType
 
 import wsync
 from collectors import arguments
 from collectors.arguments import EnvMaker, PolicyFactory
-from collectors.base import BaseCollector, UpdaterOrFactory
+from collectors.base import BaseCollector
 from collectors.batches import Staleness
 from collectors.worker import WorkerOptions, WorkerSpec
 from collectors.workers.gathering import Gathering, How, gathering
@@ -53,9 +53,13 @@ class WorkerCollector(BaseCollector):
         weight_updater: one of the older API (deprecated), or a function that makes it.
         max_frames_per_traj: episodes are truncated after this number of steps.
         init_random_frames: number of first frames with random actions, over all workers.
+        exploration_type: how a policy with a distribution (``ProbabilisticActor``, ours) acts: ``RANDOM`` samples, and
+            ``DETERMINISTIC``, ``MODE``, ``MEAN`` do not; None: as the policy's ``default_interaction_type`` says.
         cat_results: synchronous: how the workers' batches are joined: ``"stack"`` with a new leading dimension, or
             along one of their dimensions (0: environments; the last one is time, and joins unrelated frames).
         track_policy_version: whether batches have ``policy_version``.
+        replay_buffer: its ``extend`` gets the frames of each batch, ``[N]``, as TorchRL's buffers take them; iteration
+            yields None then.
         threads: torch threads of each worker.
         on_worker_failure: what happens when a worker dies, raises, or does not answer in time: ``"raise"``; ``"drop"``:
             continue without it (a synchronous batch is smaller by its share); or ``"restart"``: the others continue;
@@ -82,19 +86,7 @@ class WorkerCollector(BaseCollector):
         wsync.SyncTimeout: a worker did not answer within ``worker_timeout``.
     """
 
-    __signature__: ClassVar[Signature]
     _host: str | None = None  # the interface on which workers reach this process; None: they share its memory
-
-    def __init_subclass__(cls, **given: Any) -> None:
-        """Show in ``help`` the arguments that ``**options`` of a collector of this package stands for."""
-        super().__init_subclass__(**given)
-        own = list(signature(cls.__init__).parameters.values())[1:]
-        kinds = {one.kind for one in own}
-        if Parameter.VAR_KEYWORD in kinds and Parameter.VAR_POSITIONAL not in kinds:
-            own = [one for one in own if one.kind is not Parameter.VAR_KEYWORD]
-            hidden = {"self", "start", "sync", *(one.name for one in own)}
-            own += [one for name, one in signature(WorkerCollector.__init__).parameters.items() if name not in hidden]
-        cls.__signature__ = Signature(own)
 
     def __init__(
         self,
@@ -104,53 +96,39 @@ class WorkerCollector(BaseCollector):
         sync: bool,
         start: Callable[[int], WorkerPool],
         policy_factory: PolicyFactory | Sequence[PolicyFactory] | None = None,
-        frames_per_batch: int,
-        total_frames: int = -1,
         device: torch.device | str | Sequence[torch.device | str] | None = None,
-        storing_device: torch.device | str | None = None,
-        weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None = None,
-        weight_updater: UpdaterOrFactory | None = None,
         max_frames_per_traj: int | None = None,
         init_random_frames: int = 0,
+        exploration_type: InteractionType | str | None = InteractionType.RANDOM,
         cat_results: How = "stack",
-        track_policy_version: bool = True,
         threads: int = 1,
         on_worker_failure: OnFailure = "raise",
         worker_timeout: float | None = 600.0,
         max_restarts: int = 10,
         run_ahead: int | None = None,
         max_staleness: int | None = None,
+        **options: Any,
     ) -> None:
         self.num_workers = count = len(makers := arguments.env_makers(create_env_fn))
         failure_policy = FailurePolicy(on_worker_failure, worker_timeout, max_restarts)
         factories = arguments.policy_factory_of_each(policy_factory, count)
-        arguments.check_numbers(
-            frames_per_batch, total_frames, max_frames_per_traj, init_random_frames=init_random_frames, threads=threads
-        )
+        arguments.check_numbers(max_frames_per_traj, init_random_frames=init_random_frames, threads=threads)
         self._gathering: Gathering = gathering(sync, cat_results, run_ahead)
-        super().__init__(
-            policy,
-            policy_factory=policy_factory,
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            storing_device=storing_device,
-            weight_sync_schemes=weight_sync_schemes,
-            track_policy_version=track_policy_version,
-            weight_updater=weight_updater,
-            staleness=Staleness(max_staleness, self._gathering.buffers - 1),
-        )
+        staleness = Staleness(max_staleness, self._gathering.buffers - 1)
+        super().__init__(policy, policy_factory=policy_factory, staleness=staleness, **options)
         arguments.check_fetching(self._worker_schemes)
+        arguments.initialise(policy, makers[0])
+        limits = {"init_random_frames": -(-init_random_frames // count), "max_frames_per_traj": max_frames_per_traj}
         common = WorkerOptions(
             worker_idx=0,
-            frames=self._gathering.share(frames_per_batch, count),
+            frames=self._gathering.share(self.frames_per_batch, count),
             buffers=self._gathering.buffers,
-            init_random_frames=-(-init_random_frames // count),
-            max_frames_per_traj=max_frames_per_traj,
+            acting={**limits, "exploration_type": exploration_type},
             threads=threads,
             log_level=logging.getLogger().getEffectiveLevel(),
         )
         devices = enumerate(arguments.device_of_each(device, count))
-        options = [replace(common, worker_idx=i, device=device) for i, device in devices]
+        of_each = [replace(common, worker_idx=i, device=device) for i, device in devices]
         sent_policy = None if policy_factory is not None else policy
         for name, value in {"policy": sent_policy, "policy_factory": policy_factory, "create_env_fn": makers}.items():
             arguments.pickled(value, name)  # each alone, before workers are started: the error names it
@@ -160,7 +138,7 @@ class WorkerCollector(BaseCollector):
         self._group = WorkerGroup(pool, failure_policy, self._worker_schemes, self.failures)
         made = zip(makers, factories, strict=True)
         specs = [WorkerSpec(env, sent_policy, factory, self._worker_schemes) for env, factory in made]
-        self._start(specs, options)
+        self._start(specs, of_each)
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         return super()._default_scheme() if self._host is None else wsync.DistributedWeightSyncScheme(host=self._host)

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from yaml import YAMLError
 import collectors.config
 import wsync.config
 from collectors.errors import ConfigError
+from collectors.output import keep_output_harmless
 from learning.actor_critic import Diverged, UnusableBatch
 from learning.checkpoint import CheckpointError
 from learning.options import PolicyConfig, TrainConfig
@@ -54,6 +55,15 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
         wsync.config.store_once("algorithm", f"base_{name}", config_of(f"learning.{name.upper()}"))
     wsync.config.store_once("logger", "base_wandb", config_of("learning.reporting.wandb_logger.WandbLogger"))
     wsync.config.store_once("logger", "base_none", config_of("learning.reporting.Reporter"))
+
+
+def run_name(choices: Mapping[str, str], seed: int, env_id: str) -> str:
+    """Return the name of a run's folder: the environment's, the backend's, and the seed."""
+    env = re.split("[/:]", env_id or choices["env"])[-1]
+    return f"{env}-{choices['weight_sync']}-s{seed}"
+
+
+OmegaConf.register_new_resolver("run_name", run_name, replace=True)  # here: also in the processes of a launcher
 
 
 @cache
@@ -161,9 +171,12 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
     An error that a user can act on is one line on stderr, or a traceback if HYDRA_FULL_ERROR is set. Exit statuses: 1
     after an error, 130 after Ctrl-C.
     """
+    keep_output_harmless()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     try:
         register_configs(config_folders(sys.argv[1:]))
+        if "--help-all" in sys.argv:
+            sys.argv[1:] = ["--help", "hydra/help=all", *(one for one in sys.argv[1:] if one != "--help-all")]
         # Options first: argparse takes overrides only in one piece.
         sys.argv[1:] = sorted(with_earlier_overrides(sys.argv[1:]), key=is_override)
         main()

@@ -14,10 +14,7 @@ from learning.advantages import successor_values, vtrace
 from learning.networks import Policy, evaluate
 from learning.recurrent import RecurrentPolicy
 
-STATS = (
-    *("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_norm"),
-    *("explained_variance", "value"),
-)
+STATS = ["loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_norm", "explained_variance", "value"]
 
 
 class Trajectories(NamedTuple):

@@ -35,14 +35,15 @@ if TYPE_CHECKING:
 
 
 class StopRequest:
-    """Turns the first SIGINT or SIGTERM into a request to stop; a second one has its usual effect.
+    """Turns the first SIGINT or SIGTERM into a request to stop, and SIGUSR1 into one for a checkpoint.
 
-    A context manager, for the main thread. In another thread (a launcher of sweeps may run jobs in threads) Python
-    cannot catch signals, and `requested` stays false.
+    Then SIGINT has its usual effect, and SIGTERM, which schedulers repeat, has none. A context manager for the main
+    thread: in another one, Python cannot catch signals, and `requested` stays false.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.wants_checkpoint = False
         self._callbacks: list[Callable[[], object]] = []
         self._handlers: dict[int, Any] = {}
 
@@ -65,21 +66,25 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {one: signal.signal(one, self._request) for one in (signal.SIGINT, signal.SIGTERM)}
+            mine = {signal.SIGINT: self._request, signal.SIGTERM: self._request}
+            if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # not that of a launcher
+                mine[signal.SIGUSR1] = self._save
+            self._handlers = {number: signal.signal(number, handler) for number, handler in mine.items()}
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-        self._restore()
-        for callback in self._callbacks:
-            callback()
-
-    def _restore(self) -> None:
         while self._handlers:
             signal.signal(*self._handlers.popitem())
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if signal.SIGINT in self._handlers:
+            signal.signal(signal.SIGINT, self._handlers.pop(signal.SIGINT))
+        callbacks, self._callbacks, self.signal = self._callbacks, [], self.signal or signal.Signals(number)
+        for callback in callbacks:
+            callback()
+
+    def _save(self, number: int, frame: FrameType | None) -> None:
+        self.wants_checkpoint = True
 
 
 class WeightDelay:
@@ -171,10 +176,12 @@ class Training:
 
         However the run ends, a checkpoint (unless the networks have diverged) and the summary are written. After a
         ``KeyboardInterrupt``, the second request, no reporter concludes. A RuntimeError after a request to stop is the
-        end of the run: the signal may have ended the workers as well.
+        end of the run.
         """
-        status = "failed"
+        status, failures = "failed", [collector.failures]
         stop.add_callback(collector.interrupt)
+        # Those after a request to stop do not count: the signal may have ended the workers as well.
+        stop.add_callback(lambda: failures.insert(0, copy.deepcopy(collector.failures)))
         try:
             for reporter in self.reporters:
                 reporter.begin(self.folder, config)
@@ -188,7 +195,7 @@ class Training:
             if self.sync_each == "epoch":
                 self.learner.after_epoch = None
             described = {"error": None if error is None else f"{type(error).__name__}: {error}"}
-            counts = (self.scheme.metrics, collector.failures, collector.staleness)
+            counts = (self.scheme.metrics, failures[0], collector.staleness)
             summary = summarise(status, self.progress, self.goal.solved_at, *counts) | described | self.facts
             steps: list[Callable[[], object]] = [partial(one.finish, summary) for one in self.reporters]
             if not isinstance(error, Diverged):
@@ -222,7 +229,8 @@ class Training:
             row = progress.synchronised(learning, scheme.metrics, scheme.version, collector.failures.failed.total())
             for reporter in self.reporters:
                 reporter.update(row)
-            if time.monotonic() - saved_at > self.checkpoint_every:
+            if stop.wants_checkpoint or time.monotonic() - saved_at > self.checkpoint_every:
+                stop.wants_checkpoint = False
                 checkpoint.save(self.folder, self.state_dict())
                 saved_at = time.monotonic()
         return status

@@ -23,7 +23,7 @@ WINDOW = 100  # episodes in the mean return that is compared with the threshold 
 RECENT = 1000  # updates in a row's percentiles; the summary's are over all of them
 _SAVED = (
     *("frames", "episodes", "acted_frames", "versions_behind", "staleness_max", "version", "seconds_learning"),
-    *("first_mean", "solved_after", "resumes", "dropped_batches", "dropped_frames"),
+    *("solved_after", "resumes", "dropped_batches", "dropped_frames"),
 )
 """Counters that a checkpoint has as they are."""
 
@@ -37,22 +37,14 @@ class SyncRow:
     p95_us: float
     p99_us: float
     bytes: int
-    gib_per_second: float
     phases_us: Mapping[str, float]
 
     @classmethod
     def of(cls, report: SyncReport, recent_us: Sequence[float]) -> SyncRow:
         """Return the row for the report of one update; `recent_us` are the recent latencies, including this one."""
         p50, p95, p99 = (percentile(recent_us, share) for share in (0.5, 0.95, 0.99))
-        return cls(
-            report.seconds * 1e6,
-            p50,
-            p95,
-            p99,
-            report.bytes,
-            report.bytes / 2**30 / max(report.seconds, 1e-9),
-            {phase: seconds * 1e6 for phase, seconds in report.phases.items()},
-        )
+        phases = {phase: seconds * 1e6 for phase, seconds in report.phases.items()}
+        return cls(report.seconds * 1e6, p50, p95, p99, report.bytes, phases)
 
 
 @dataclass(frozen=True)
@@ -118,7 +110,6 @@ class Progress:
     dropped_frames: int = 0
     version: int = 0
     window: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    first_mean: float | None = None  # the mean return of the first 100 episodes
     solved_after: int | None = None  # the frames after which the environment was first solved
     resumes: int = 0
     _began: float | None = None
@@ -176,8 +167,6 @@ class Progress:
         self._returns = returns[done].tolist()
         self.episodes += len(self._returns)
         self.window.extend(self._returns)
-        if self.first_mean is None and len(self.window) == WINDOW:
-            self.first_mean = self.return_mean
 
     def synchronised(
         self, learning: Mapping[str, float], metrics: SyncMetrics, version: int, worker_failures: int = 0

@@ -15,7 +15,7 @@ from wsync.metrics import PHASES
 _NO_UPDATE: dict[str, Any] = {
     "latency_us": dict.fromkeys(("p50", "p95", "p99", "max")),
     "phases_us": dict.fromkeys(PHASES),
-    **dict.fromkeys(("gib_per_second", "plain_copy_us", "over_plain_copy")),
+    **dict.fromkeys(("seconds", "share", "age", "plain_copy_us", "over_plain_copy")),
 }
 """The figures of a weight sync without updates."""
 _TO_CONTINUE = {"solved": "Set stop_when_solved=false to continue.", "finished": "Raise total_frames to continue."}

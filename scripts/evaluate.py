@@ -3,6 +3,7 @@
 python scripts/evaluate.py outputs/<date>/<run>                          # most likely actions
 python scripts/evaluate.py outputs/<date>/<run> --episodes 100 --sample  # actions as in training
 python scripts/evaluate.py outputs/<date>/<run> --config-dir my          # the run's, if it is elsewhere now
+python scripts/evaluate.py outputs/<date>/<run> --video videos           # a video of each episode
 
 The number after ± is the standard deviation. ``learning.trained.load_policy`` loads the policy in a program of yours.
 """
@@ -14,19 +15,31 @@ import statistics
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import gymnasium
 import numpy as np
 import typer
-from tensordict.nn import InteractionType, set_interaction_type
+from gymnasium.wrappers import RecordVideo
+from tensordict.nn import InteractionType
 
-from collectors import Collector
+from collectors import Collector, GymEnv
+from collectors.config import EnvConfig, sample
 from collectors.errors import ConfigError
+from collectors.output import keep_output_harmless
 from learning.checkpoint import CheckpointError
 from learning.reporting.files import FolderError
-from learning.resuming import config_folders_of
+from learning.resuming import config_folders_of, read_yaml
 from learning.summary import return_text
 from learning.trained import load_policy
+
+
+def recorded(folder: Path, video: Path, episodes: int) -> GymEnv:
+    """Return an environment of the run in `folder`; the folder `video` gets its first `episodes`."""
+    config = EnvConfig(**read_yaml(folder / "config.yaml")["env"])
+    (config.kwargs if config.make is None else config.make)["render_mode"] = "rgb_array"
+    env = RecordVideo(sample(config).stepper.driver.env, str(video), episode_trigger=lambda one: one < episodes)
+    return GymEnv(env, max_frames_per_traj=config.max_episode_steps)
 
 
 def main(
@@ -40,21 +53,23 @@ def main(
     max_frames: Annotated[
         int, typer.Option(min=1, help="Ends with the batch of 200 frames that reaches this")
     ] = 1_000_000,
+    video: Annotated[
+        Path | None, typer.Option(file_okay=False, help="A folder for a video of each episode (needs moviepy)")
+    ] = None,
 ) -> None:
     """Play episodes in one environment of the run, and print their returns."""
     try:
         folders = config_folders_of(folder) if config_dir is None else [str(config_dir.resolve())]
         sys.path += [os.getcwd(), *folders]  # settings may name modules there, as in train.py
         policy, make_env = load_policy(folder)
-    except (CheckpointError, ConfigError, FolderError) as error:
+        make_env = make_env if video is None else recorded(folder, video, episodes)
+    except (CheckpointError, ConfigError, FolderError, gymnasium.error.DependencyNotInstalled) as error:
         sys.exit("\n".join([f"evaluate.py: {error}", *getattr(error, "__notes__", ())]))
     returns: list[float] = []
     how = InteractionType.RANDOM if sample else InteractionType.DETERMINISTIC
     size = min(200, max_frames)
-    with (
-        set_interaction_type(how),
-        Collector(make_env, policy, frames_per_batch=size, total_frames=max_frames) as collector,
-    ):
+    limits: Any = {"frames_per_batch": size, "total_frames": max_frames}
+    with Collector(make_env, policy, **limits, exploration_type=how) as collector:
         collector.set_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))  # not the episodes of training
         for batch in collector:
             step = batch.get("next")
@@ -75,4 +90,5 @@ def main(
 
 
 if __name__ == "__main__":
+    keep_output_harmless()
     typer.run(main)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from collectors.output import keep_output_harmless
 from learning.reporting.files import FolderError
 from learning.reporting.sweep import report
 
@@ -25,4 +26,5 @@ def main(
 
 
 if __name__ == "__main__":
+    keep_output_harmless()
     typer.run(main)

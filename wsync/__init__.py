@@ -35,7 +35,6 @@ from wsync.update import SyncReport
 from wsync.weights.source import per_worker
 from wsync.weights.strategy import WeightStrategy, bytes_of
 
-__version__ = "0.1.0"
 __all__ = [
     "CollectorContext",
     "CudaWeightSyncScheme",
@@ -86,3 +85,8 @@ __all__ = [
     "transforms",
     "worker_list",
 ]
+__version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    return __all__

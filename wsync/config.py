@@ -27,6 +27,7 @@ except ModuleNotFoundError as error:
     raise missing_extra(error, "train") from error
 
 _PLAIN = (bool, int, float, str, type(None))
+_OF_PROGRAMS = {"policy_weights", "auto_register", "per_worker_weights"}  # arguments, not settings
 
 
 def register_configs(defaults: Mapping[str, Any] | None = None, folders: Sequence[Path] = ()) -> None:
@@ -98,7 +99,8 @@ def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
     for one in parameters:
         default = "???" if one.default is one.empty else one.default
         plain = all(isinstance(value, _PLAIN) for value in (default if type(default) is tuple else (default,)))
-        if plain and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):  # a config cannot hold other defaults
+        plain = plain and one.name not in _OF_PROGRAMS  # a config cannot hold other defaults
+        if plain and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             fields.append((one.name, _config_type(hints.get(one.name, Any)), given.get(one.name, default)))
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return {name: default for name, _, default in fields}
@@ -106,6 +108,14 @@ def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
     made.__doc__ = f"The options of ``{scheme.__name__}``."
     made.__module__ = __name__
     return made
+
+
+def __getattr__(name: str) -> Any:
+    """Return the config of a registered backend by its class: ``SharedMemWeightSyncSchemeConfig``."""
+    for target in registered_backends().values():
+        if f"{target.rpartition(':')[2]}Config" == name:
+            return config_of(target.replace(":", "."))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _config_type(annotation: Any) -> Any:

@@ -74,7 +74,7 @@ def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError
     """Return the error for the ``error`` of an import that needs the optional dependencies ``extra`` (``"ray"`` …)."""
     package = (error.name or "").split(".")[0]
     return ModuleNotFoundError(
-        f"{package} is not installed: pip install '.[{extra}]' in a clone of wsync", name=error.name
+        f"{package} is not installed: pip install -e '.[{extra}]' in a clone of wsync", name=error.name
     )
 
 

@@ -235,9 +235,10 @@ def gate() -> Any:
     return _gate.hold()
 
 
-def gated(function: Callable[P, R]) -> Callable[P, R]:
+def gated(function: Callable[P, R], model: nn.Module | None = None) -> Callable[P, R]:
     """Return a function that calls ``function`` inside ``gate()``; faster than ``with gate()``.
 
+    With a ``model``, the call is a forward of it: that a model outside it cannot be used raises no error.
     TypeError: a call of ``function`` only makes a coroutine or a generator, which would run later.
     """
     if _runs_later(function):
@@ -245,7 +246,7 @@ def gated(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-        return _gate.call_model(None, function, args, kwargs)
+        return _gate.call_model(model, function, args, kwargs)
 
     return inside
 

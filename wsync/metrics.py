@@ -18,40 +18,62 @@ _COPIES, _LARGEST_COPY = 15, 64 << 20  # of the plain copy: how many are timed, 
 
 
 class SyncMetrics:
-    """The reports of one scheme's updates: how many ``updates``, and the ``last``. ``scheme`` is its name."""
+    """The reports of one scheme's updates: how many ``updates``, and the ``last``. Printed, it is one line."""
 
     def __init__(self, scheme: str) -> None:
-        self.scheme = scheme
-        self.updates = 0
+        self.scheme, self.updates, self.seconds = scheme, 0, 0.0  # the seconds of all updates
         self.last: SyncReport | None = None
+        self._began = self._observed = self._ages = 0.0
         self._reports = deque[SyncReport](maxlen=_KEPT)
 
     def record(self, report: SyncReport) -> None:
         """Take in one update."""
+        self._began = self._began or time.monotonic() - report.seconds
         self.updates += 1
+        self.seconds += report.seconds
         self._reports.append(report)
         self.last = report  # after it is kept: another thread may call ``summary``
 
+    def observe(self, versions: torch.Tensor | Sequence[int]) -> None:
+        """Take in which versions acted in frames that are used now, for ``age``; below 0: none. Collectors do it."""
+        acted = torch.as_tensor(versions)
+        acted = acted[acted >= 0]
+        self._observed += acted.numel()
+        self._ages += float(((self.last.version if self.last else 0) - acted).clamp(min=0).sum())
+
     def summary(self) -> dict[str, Any]:
-        """Everything as plain values; microseconds, bytes; percentiles and medians of the newest 10,000 updates."""
+        """Everything as plain values; microseconds, bytes; percentiles and medians of the newest 10,000 updates.
+
+        ``seconds`` are those of all updates, ``share`` is their part of the time since the first one began, and ``age``
+        the mean number of versions by which observed frames were behind the newest one.
+        """
         result: dict[str, Any] = {"scheme": self.scheme, "updates": self.updates, "version": 0, "bytes": 0}
         if self.last is None:
             return result
         reports = self._reports.copy()  # at once: another thread may append
         latencies, phases = [one.seconds * 1e6 for one in reports], [one.phases for one in reports]
         p50, p95, p99 = (percentile(latencies, share) for share in (0.5, 0.95, 0.99))
-        nbytes = self.last.bytes
-        copy = plain_copy_us(nbytes) if nbytes else 0.0
-        result.update(
-            version=self.last.version,
-            bytes=nbytes,
-            latency_us={"p50": p50, "p95": p95, "p99": p99, "max": max(latencies)},
-            phases_us={phase: statistics.median(one[phase] for one in phases) * 1e6 for phase in PHASES},
-            gib_per_second=nbytes / 2**30 / (p50 / 1e6) if p50 else 0.0,
-            plain_copy_us=copy,
-            over_plain_copy=p50 / copy if copy else 0.0,
-        )
-        return result
+        copy = plain_copy_us(self.last.bytes) if self.last.bytes else 0.0
+        return result | {
+            "version": self.last.version,
+            "bytes": self.last.bytes,
+            "seconds": self.seconds,
+            "share": self.seconds / max(time.monotonic() - self._began, 1e-9),
+            "age": self._ages / self._observed if self._observed else None,
+            "latency_us": {"p50": p50, "p95": p95, "p99": p99, "max": max(latencies)},
+            "phases_us": {phase: statistics.median(one[phase] for one in phases) * 1e6 for phase in PHASES},
+            "plain_copy_us": copy,
+            "over_plain_copy": p50 / copy if copy else 0.0,
+        }
+
+    def __repr__(self) -> str:
+        figures = self.summary()
+        if self.last is None:
+            return f"{self.scheme}: no updates"
+        p50, p95 = (f"{figures['latency_us'][name]:,.0f} us" for name in ("p50", "p95"))
+        age = "" if figures["age"] is None else f", data {figures['age']:.1f} versions old"
+        took = f"{self.seconds:.3g} s in all ({figures['share']:.1%} of the time), p50 {p50}, p95 {p95}"
+        return f"{self.scheme}: {self.updates:,} updates of {self.last.bytes:,} bytes, {took}{age}"
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:

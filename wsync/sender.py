@@ -212,7 +212,7 @@ class Sender:
             self.on_published(buffer)
         workers = self._expected if outlet.workers is self._present else self._update_expected(self._everyone)
         now = time.monotonic()
-        costs = (extracted - began, packed - extracted, now - packed)
+        costs = (extracted - began, packed - extracted, now - packed if outlet.moves_bytes else 0.0)
         if finished and not self._kept and self._failed is None and len(workers) == self.num_workers:
             return SyncReport(version, layout.nbytes, now - began, costs, workers)
         if not workers:
@@ -228,7 +228,7 @@ class Sender:
             self.outlet.publish(update, group)
         self._note(sent, updates)
         sent.workers = self._update_expected(workers)
-        sent.costs = (*sent.costs[:2], time.monotonic() - at)
+        sent.costs = (*sent.costs[:2], time.monotonic() - at if self.outlet.moves_bytes else 0.0)
         return sent
 
     def _pack(

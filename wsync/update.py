@@ -87,7 +87,7 @@ class SyncReport(msgspec.Struct, eq=False):
     def __str__(self) -> str:
         phases = ", ".join(f"{phase} {seconds * 1e6:.0f}" for phase, seconds in self.phases.items())
         to = ", ".join(str(worker) for worker in self.workers)
-        return f"version {self.version} → workers {to}: {self.bytes:,} bytes in {self.seconds * 1e6:.0f} µs ({phases})"
+        return f"version {self.version} -> workers {to}: {self.bytes:,} bytes in {self.seconds * 1e6:.0f} us ({phases})"
 
     __repr__ = __str__
 
@@ -101,6 +101,7 @@ class Outlet(Protocol):
 
     name: str  # identifies the sender, in what updates require of one another
     workers: Sequence[int] = ()  # that are present, in order; another object whenever that has changed
+    moves_bytes: bool = True  # in `publish`; else later, or workers read them where they are
     transactional: bool = False  # whether an update can be prepared first, and committed or aborted later
 
     def causes(self) -> Mapping[int, str]:

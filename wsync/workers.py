@@ -67,6 +67,8 @@ class Workers(Outlet):
         loop: for the simulator; by default this process's.
     """
 
+    moves_bytes = False
+
     def __init__(
         self,
         listener: Listener,

@@ -213,12 +213,17 @@ class PolicyInParts(ActionSource):
         self._policy, self._device = policy, device
         self._observation = as_tensors(stepper.observation, stepper.num_envs)  # always with a leading dimension
         self._stays = device == self._observation.device
+
         # The gate of a synchronised module is in its call, which its parts bypass. It is entered without a scheme, too
         # (unlike that of ``CalledPolicy``): a network waits for no other thread, which might need the gate.
-        with without_side_effects(policy, device), wsync.gate():
+        def example() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             parameters = policy.distribution_parameters(self._observation.clone().to(device))
             action = policy.choose(parameters, None)
-            chosen = {"action": action, "action_log_prob": policy.log_prob(parameters, action)}
+            return parameters, action, policy.log_prob(parameters, action)
+
+        with without_side_effects(policy, device):
+            parameters, action, log_prob = wsync.gated(example, policy)()
+        chosen = {"action": action, "action_log_prob": log_prob}
         self._like = parameters
         read = torch.Tensor.numpy if _is_plain(action) else to_numpy
 
@@ -229,7 +234,7 @@ class PolicyInParts(ActionSource):
             columns.action[t] = read(policy.choose(parameters, noise))
             return version()
 
-        self._act = wsync.gated(act)
+        self._act = wsync.gated(act, policy)
         outputs: dict[Key, torch.Tensor] = {key: torch.from_numpy(to_numpy(value)) for key, value in chosen.items()}
         self.outputs = outputs if batched else {key: value[0] for key, value in outputs.items()}
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from contextlib import nullcontext
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
 import wsync
@@ -43,6 +45,7 @@ class Rollout:
             allows (``policy_version`` -1; "action_log_prob" is that of the draw, "is_init" is true; other policy
             outputs are 0).
         max_frames_per_traj: truncate episodes after this many steps, if ``env`` does not do so earlier.
+        exploration_type: how a policy with a distribution acts; None: as ``set_interaction_type`` says outside.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class Rollout:
         gate: Gate = lambda function: function,
         init_random_frames: int = 0,
         max_frames_per_traj: int | None = None,
+        exploration_type: InteractionType | str | None = None,
     ) -> None:
         self.stepper, self.batch_size = env.stepper, env.batch_size
+        self._acting = nullcontext() if exploration_type is None else set_interaction_type(exploration_type)
         self.policy = policy
         self.init_random_frames = init_random_frames
         self.frames = 0
@@ -113,7 +118,7 @@ class Rollout:
         versions = np.full(columns.steps, NO_VERSION)
         if not stepper.is_reset:
             stepper.reset()
-        with torch.no_grad():
+        with torch.no_grad(), self._acting:
             for t in range(columns.steps):
                 if t < policy_from and self.policy is not None and self.frames >= self.init_random_frames:
                     policy_from = t
@@ -141,7 +146,7 @@ class Rollout:
         if not self.stepper.is_reset:
             self.stepper.reset()
         common = (policy, self.stepper, self._batched, self._device, self._version)
-        with torch.no_grad():
+        with torch.no_grad(), self._acting:
             in_parts = acts_in_parts(policy)
             return sources.PolicyInParts(*common) if in_parts else sources.CalledPolicy(*common, self._gate)
 
@@ -170,9 +175,10 @@ class Actor:
         **limits: Any,
     ) -> None:
         self.env = env
-        self.policy = policy.to(device) if isinstance(policy, nn.Module) and device is not None else policy
+        module = policy if isinstance(policy, nn.Module) else None
+        self.policy = policy if module is None or device is None else module.to(device)
         if scheme is not None:  # the gate makes weights and version match
-            limits |= {"version": lambda: scheme.installed_version, "gate": wsync.gated}
+            limits |= {"version": lambda: scheme.installed_version, "gate": partial(wsync.gated, model=module)}
         self.rollout = Rollout(env, self.policy, device=device, **limits)
 
     def get_model(self, model_id: str) -> nn.Module:

@@ -70,6 +70,11 @@ def _prepared_to_start() -> Iterator[None]:
 
 def start(target: Callable[..., None], worker_idx: int, *arguments: Any) -> BaseProcess:
     """Start a process that runs ``target(*arguments)`` in this environment and ends when this process ends."""
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError(
+            "a collector starts processes, and this one is daemonic, which may have none: start it with daemon=False, "
+            "or use Collector, which acts in this process"
+        )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     process = context.Process(
@@ -94,8 +99,9 @@ def _run(target: Callable[..., None], trainer: int, environment: Mapping[str, st
 
 
 def set_worker_signals() -> None:
-    """Ignore SIGINT, which Ctrl-C sends to the whole process group; let SIGTERM end the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ignore what the process group gets: SIGINT by Ctrl-C, SIGUSR1 by Slurm; let SIGTERM end the process."""
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

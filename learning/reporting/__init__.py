@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from learning.progress import Row
 
@@ -13,6 +16,10 @@ class Reporter:
 
     The base class of callbacks (the setting ``callbacks``) and of loggers. An exception in a method ends the run.
     """
+
+    # Set before `begin`: functions that return a copy of the policy on the CPU, in evaluation mode (in `update`, that
+    policy: Callable[[], nn.Module]  # of ``row.version``), and one environment of the run, a ``collectors.GymEnv``.
+    make_env: Callable[[], Any]
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Start a run with the folder for its files, and the content of its ``config.yaml``. Called once, first."""

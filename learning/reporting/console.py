@@ -7,14 +7,16 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
+from rich.filesize import decimal
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -33,15 +35,6 @@ def microseconds(value: float | None) -> str:
     if value < 1e3:
         return f"{value:.1f} µs" if 0 < value < 10 else f"{value:.0f} µs"
     return f"{value / 1e3:.1f} ms" if value < 1e6 else f"{value / 1e6:.1f} s"
-
-
-def size(count: float) -> str:
-    """Write a number of bytes with the unit that fits."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
 
 
 def number(value: float | None, digits: int = 1) -> str:
@@ -94,7 +87,7 @@ class ConsoleReporter(Reporter):
     def __post_init__(self) -> None:
         """Make the bar of the live display."""
         columns = TextColumn("[bold]frames"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
-        self._bar = Progress(*columns)
+        self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn())
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Show the title, the folder and the ids of the workers' processes."""
@@ -135,7 +128,8 @@ class ConsoleReporter(Reporter):
     def _print_line(self, row: Row) -> None:
         self._printed = row
         shown = " | ".join(f"{name} {text}" for name, text in figures(row, self.solved_at).items())
-        self._print(Text(f"frames {row.frames:,}/{self.total_frames:,} | {shown}"))
+        left = timedelta(seconds=max(0, self.total_frames - row.frames) // max(row.frames_per_second, 1e-9))
+        self._print(Text(f"frames {row.frames:,}/{self.total_frames:,} | {left} left | {shown}"))
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Show the table, the verdict, the folder and how to continue; nothing if the run has not begun."""
@@ -181,13 +175,12 @@ def summary_table(summary: dict[str, Any]) -> Table:
     right = [
         ("scheme", str(sync["scheme"])),
         ("updates", f"{sync['updates']:,} (version {sync['version']:,})"),
-        ("payload", size(sync["bytes"])),
+        ("payload", decimal(sync["bytes"])),
         *((f"latency {key}", microseconds(value)) for key, value in sync["latency_us"].items()),
         *((f"  {phase}", microseconds(sync["phases_us"][phase])) for phase in PHASES if sync["phases_us"][phase]),
     ]
-    if sync["over_plain_copy"]:
-        right += [("a plain copy of it", microseconds(sync["plain_copy_us"]))]
-        right += [("p50 / plain copy", f"{sync['over_plain_copy']:.1f}")]
+    if sync["seconds"]:
+        right += [("all of them", f"{sync['seconds']:.3g} s ({sync['share']:.1%} of the time)")]
     for one, other in zip_longest(left, right, fillvalue=("", "")):
         table.add_row(*one, *other)
     return table

@@ -25,9 +25,9 @@ class FolderError(OSError):
 
 
 def relative_path(path: str | Path) -> str:
-    """Return a path as it is printed: relative to the current folder if it lies inside."""
+    """Return a path as it is printed: relative to the current folder if it lies inside, and is another one."""
     path, here = Path(path), Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return str(path.relative_to(here) if here in path.parents else path)
 
 
 @contextmanager

@@ -11,10 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from rich.filesize import decimal
 
 from learning.progress import WINDOW
-from learning.reporting.console import microseconds, number, size
+from learning.reporting.console import microseconds, number
 from wsync.metrics import PHASES, percentile
 
 if TYPE_CHECKING:
@@ -63,10 +64,17 @@ def _means(rows: Rows) -> tuple[list[tuple[int, float]], bool]:
 def _duration_axis(ax: Axes, axis: Axis) -> None:
     """Make an axis of microseconds logarithmic."""
     (ax.set_xscale if axis is ax.xaxis else ax.set_yscale)("log")
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: microseconds(value)))
     axis.set_minor_formatter(NullFormatter())
     axis.set_label_text("latency of one update (log scale)", color=INK)
+
+
+def _count_axis(ax: Axes) -> None:
+    """Write few and short numbers below an axis: 50k."""
+    ax.xaxis.set_major_locator(MaxNLocator(6))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x < 1000 else f"{x / 1000:,g}k"))
 
 
 def _say_instead(ax: Axes, text: str) -> None:
@@ -107,7 +115,7 @@ def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
     ax.set_xlabel("frames (environment steps)", color=INK)
     ax.set_ylabel("return of an episode", color=INK)
     ax.set_xlim(left=0, right=rows[-1]["frames"])
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    _count_axis(ax)
     if not returns:
         _say_instead(ax, "No episode has ended.")
     _legend(figure, ax)
@@ -118,7 +126,7 @@ def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
     """Draw the latency of each batch's last update, of a resumed run since the resume, and the median of the phases."""
     sync, updates = summary["weight_sync"], _update_latencies(rows, summary)
     workers = summary.get("num_workers", "?")
-    subtitle = f"{sync['scheme']}: {sync['updates']:,} updates of {size(sync['bytes'])}, workers: {workers}"
+    subtitle = f"{sync['scheme']}: {sync['updates']:,} updates of {decimal(sync['bytes'])}, workers: {workers}"
     figure, (left, right) = new_figure(10.5, 2, "Weight sync latency", subtitle, (1.5, 1))
     if not updates:
         for ax in (left, right):
@@ -155,8 +163,12 @@ def sweep_returns(groups: Groups, env: str, solved_at: float | None) -> Figure:
     title = f"Return over frames and over wall-clock time{env}"
     figure, axes = new_figure(11, 2, title, subtitle, (1, 1), 4.6 + 0.1 * len(groups))
     for ax, of_row, label in zip(axes, ("frames", "seconds"), ("frames", "seconds from the first step"), strict=True):
+        _count_axis(ax)
+        drawn_as: dict[str, str] = {}  # the curves of a group, and its name
         for (name, group), colour in zip(groups.items(), cycle(COLOURS), strict=False):
             drawn = [(run, *_means(run.rows)) for run in group]
+            first = drawn_as.setdefault(str([known for _, known, _ in drawn]), name)
+            name += "" if first == name else f" (coincides with {first})"
             for i, (run, known, few) in enumerate(one for one in drawn if one[1]):
                 line = [[run.rows[n][of_row] for n, _ in known], [mean for _, mean in known]]
                 ax.plot(*line, color=colour, alpha=0.85, linestyle="--" if few else "-", label=None if i else name)

@@ -30,11 +30,10 @@ FIGURES = {
     "sync p50": microseconds,
     "sync p95": microseconds,
     "sync p99": microseconds,
-    "GiB/s": partial(number, digits=3),
     "mean staleness": partial(number, digits=2),
 }
 """The figures of a run in the table, in the units of ``summary.json`` (µs, s), and how each is formatted."""
-_SPARE = ("frames to solved", "sync p95", "sync p99", "GiB/s", "mean staleness")
+_SPARE = ("frames to solved", "sync p95", "sync p99", "mean staleness")
 """Columns that a terminal does without."""
 
 
@@ -73,7 +72,6 @@ class Run:
             "return": self.summary["episode_return_mean_100"],
             "frames/s": self.summary["frames_per_second"],
             **{f"sync {p}": sync["latency_us"].get(p) for p in ("p50", "p95", "p99")},
-            "GiB/s": sync.get("gib_per_second"),
             "mean staleness": self.summary["staleness"]["mean"],
         }
 
@@ -235,7 +233,8 @@ _PAGE = """<!doctype html>
 body {{ font: 15px/1.45 system-ui, sans-serif; color: #1f2933; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }}
 .wide {{ overflow-x: auto }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .25rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e7eb }}
+th, td {{ padding: .25rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e7eb }}
+th {{ white-space: normal; vertical-align: bottom }}
 .median td {{ font-weight: 600; background: #f5f7fa }}
 img {{ width: 100%; margin: 1.2rem 0 }}
 </style></head><body>
@@ -243,7 +242,7 @@ img {{ width: 100%; margin: 1.2rem 0 }}
 <div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
 {body}</tbody></table></div>
 <p>Latency is from the call of <code>send</code> until later forwards use the weights. With
-<code>weight_sync.acknowledge=published</code>, as <code>train.py</code> uses <code>shared_mem</code>, no worker has to
+<code>weight_sync.acknowledge=published</code>, the default of <code>shared_mem</code> here, no worker has to
 wake for that; otherwise every worker has installed them. Seconds are counted from the
 first environment step. Medians, and the picture of latencies, are of the runs that were solved or finished. The
 figures are in each run's <code>summary.json</code>.</p>

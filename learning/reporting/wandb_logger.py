@@ -6,17 +6,16 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from learning.progress import Row
 from learning.reporting import Reporter
-from wsync import missing_extra
 
 log = logging.getLogger(__name__)
-HISTOGRAM_EVERY = 100  # updates
 
 
 @dataclass(eq=False)
@@ -29,12 +28,12 @@ class WandbLogger(Reporter):
     time than a short run; rows from before are sent then.
 
     Args:
-        project: wandb's project; by default "wsync".
+        project: wandb's project; None: WANDB_PROJECT, else "wsync".
         entity: wandb's entity.
-        group: wandb's group; shared by the runs of a sweep.
+        group: wandb's group; None: WANDB_RUN_GROUP, else the environment and the algorithm. A sweep's runs share one.
         id: wandb's id of the run; in a sweep, ``WANDB_RUN_ID`` and the number of the run.
-        tags: wandb's tags.
-        mode: "online", "offline" or "disabled"; by default online if logged in, else offline.
+        tags: wandb's tags; none: WANDB_TAGS, else the environment, the scheme and the algorithm.
+        mode: "online", "offline" or "disabled"; None: WANDB_MODE, else online if logged in, else offline.
         start_after: seconds before wandb is started.
         close_within: seconds that the end of a run waits for the remaining rows to be sent.
     """
@@ -50,9 +49,8 @@ class WandbLogger(Reporter):
 
     def __post_init__(self) -> None:
         """Start nothing yet."""
-        given = {name: getattr(self, name) for name in ("project", "entity", "group", "id", "tags")}
-        self._init: dict[str, Any] = {name: value for name, value in given.items() if value}
-        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._init: dict[str, Any] = {}
+        self._rows: queue.SimpleQueue[tuple[float, Row] | None] = queue.SimpleQueue()  # with the time of each
         self._ending = threading.Event()
         self._summary: dict[str, Any] = {}
         self._where: str | None = None
@@ -60,7 +58,17 @@ class WandbLogger(Reporter):
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Start the thread; wandb's files go to `folder`, and `config` is wandb's config."""
-        self._init = unless_set(project="wsync", name=folder.name, dir=str(folder)) | self._init | {"config": config}
+        scheme, algorithm = (config.get(one, {}).get("_target_", "") for one in ("weight_sync", "algorithm"))
+        kinds = [one.rpartition(".")[2] for one in (scheme, algorithm)]
+        env = config.get("env", {}).get("id", "")
+        self._init = {"dir": str(folder), "config": config, "entity": self.entity, "id": self.id, "job_type": "train"}
+        for name, given, variable, default in (
+            ("project", self.project, "WANDB_PROJECT", "wsync"),
+            ("name", None, "WANDB_NAME", folder.name),
+            ("group", self.group, "WANDB_RUN_GROUP", f"{env} {kinds[1]}"),
+            ("tags", list(self.tags), "WANDB_TAGS", [one for one in (env, *kinds) if one]),
+        ):  # wandb reads a variable where it is given None
+            self._init[name] = given or (None if os.environ.get(variable) else default)
         # A daemon thread, so that the process can end even if wandb hangs.
         self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
         self._thread.start()
@@ -68,7 +76,7 @@ class WandbLogger(Reporter):
     def update(self, row: Row) -> None:
         """Queue `row` for the thread."""
         if self._thread is not None and self._thread.is_alive():
-            self._rows.put(row)
+            self._rows.put((time.time(), row))
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Remember `summary`."""
@@ -94,14 +102,14 @@ class WandbLogger(Reporter):
             log.warning("wandb: logging stopped, the run continues: %s: %s", type(error).__name__, error)
 
     def _send_all(self) -> None:
-        try:
-            import wandb  # slow to import, and only needed here
-        except ModuleNotFoundError as error:
-            raise missing_extra(error, "train") from error
-        limit: Any = {"init_timeout": self.close_within / 2} if self.close_within else {}  # 0: nothing waits for wandb
-        settings = wandb.Settings(**unless_set(console="off", silent=True, **limit))
+        import wandb  # slow to import, and only needed here
+
+        quiet: dict[str, Any] = {"console": "off", "silent": True}
+        if self.close_within:  # 0: nothing waits for wandb
+            quiet["init_timeout"] = self.close_within / 2
+        unset = {name: value for name, value in quiet.items() if f"WANDB_{name.upper()}" not in os.environ}
         mode: Any = self.mode or os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-        options: Any = {**self._init, "settings": settings, "reinit": "create_new"}
+        options: Any = {**self._init, "settings": wandb.Settings(**unset), "reinit": "create_new"}
         try:
             run = wandb.init(**options, mode=mode)
         except wandb.Error as error:
@@ -109,37 +117,21 @@ class WandbLogger(Reporter):
             run = wandb.init(**options, mode="offline")
         run.define_metric("frames")
         run.define_metric("*", step_metric="frames")
-        latencies: list[float] = []
-        while (row := self._rows.get()) is not None:
-            figures = flat(row)
-            latencies += [] if row.weight_sync is None else [row.weight_sync.latency_us]
-            if len(latencies) % HISTOGRAM_EVERY == 1:
-                figures["weight_sync/latency_histogram_us"] = wandb.Histogram(latencies)
-            run.log(figures)
+        while (taken := self._rows.get()) is not None:
+            run.log(flat(taken[1].as_dict()) | {"_timestamp": taken[0]})
+        if pictures := {one.stem: wandb.Image(str(one)) for one in sorted(Path(self._init["dir"]).glob("*.png"))}:
+            run.log(pictures)
         run.summary.update(self._summary)
         self._where = f"offline; send it with: wandb sync {Path(run.dir).parent}" if run.offline else run.url
         run.finish(exit_code=1 if self._summary.get("status") == "failed" else 0)
 
 
-def unless_set(**defaults: Any) -> dict[str, Any]:
-    """Return those of the defaults for which there is no variable of wandb's in the environment."""
-    return {name: value for name, value in defaults.items() if f"WANDB_{name.upper()}" not in os.environ}
-
-
-def flat(row: Row) -> dict[str, Any]:
-    """Name the figures of a row as the dashboard shows them: ``weight_sync/…`` and ``learning/…`` in panels."""
-    figures: dict[str, Any] = {
-        "frames": row.frames,
-        "frames_per_second": row.frames_per_second,
-        "episodes": row.episodes,
-        "episode_return_mean_100": row.episode_return_mean_100,
-        "weight_sync/version": row.version,
-        "weight_sync/staleness": row.staleness,
-        "weight_sync/staleness_max": row.staleness_max,
-        "weight_sync/dropped_frames": row.dropped_frames,
-        **{f"learning/{name}": value for name, value in row.learning.items()},
-    }
-    sync = row.as_dict()["weight_sync"] or {"phases_us": {}}
-    figures |= {f"weight_sync/phases/{name}_us": value for name, value in sync.pop("phases_us").items()}
-    figures |= {f"weight_sync/{name}": value for name, value in sync.items()}
-    return {name: value for name, value in figures.items() if value is not None}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers of a row by name: those of ``weight_sync/…`` and ``learning/…`` are panels of a dashboard."""
+    figures: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            figures |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            figures[prefix + name] = value
+    return figures

@@ -17,7 +17,13 @@ FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 NEEDS = {"ray_actors": "ray", "collect": "gymnasium", "own_loop": "gymnasium", "dqn": "gymnasium", "sac": "gymnasium"}
 SHORTER = {"sac": ["--frames", "832"], "own_loop": ["10"]}  # 13 batches: an episode of 200 steps has ended by then
-TESTED_ELSEWHERE = ("dqn", "several_machines", "sharded_trainer", "unlike_ends")  # below; the last in test_gpt2.py
+TESTED_ELSEWHERE = (
+    "callbacks",
+    "dqn",
+    "several_machines",
+    "sharded_trainer",
+    "unlike_ends",
+)  # below; the last in test_gpt2.py
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LAST_LINES = {
     "collect": "10 updates, median latency ",
@@ -71,7 +77,7 @@ def test_several_machines_under_slurm(tmp_path: Path) -> None:
 def test_sharded_trainer(tmp_path: Path) -> None:
     printed = run(*TORCHRUN, FOLDER / "sharded_trainer.py", folder=tmp_path)
     lines = printed.splitlines()
-    assert [line.split(" →")[0] for line in lines[:-1]] == [f"version {version}" for version in range(2, 7)]
+    assert [line.split(" ->")[0] for line in lines[:-1]] == [f"version {version}" for version in range(2, 7)]
     assert re.fullmatch(r"version 6, \d+ bytes: both workers have the gathered weights", lines[-1])
 
 

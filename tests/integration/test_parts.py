@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -73,15 +74,11 @@ class Showing(Telling):
         return tensordict.set("action_log_prob", last[-1].expand(tensordict.batch_size))
 
 
-def published() -> wsync.WeightSyncScheme:
-    return wsync.SharedMemWeightSyncScheme(acknowledge="published")
-
-
 CASES: dict[str, tuple[Callable[..., Any], Callable[[], wsync.WeightSyncScheme], type[Telling]]] = {
-    "shared_mem": (MultiAsyncCollector, wsync.SharedMemWeightSyncScheme, Telling),
-    "published": (MultiAsyncCollector, published, Telling),
-    "published, in step": (MultiSyncCollector, published, Telling),
-    "published, views": (MultiAsyncCollector, published, Showing),
+    "installed": (MultiAsyncCollector, partial(wsync.SharedMemWeightSyncScheme, acknowledge="installed"), Telling),
+    "published": (MultiAsyncCollector, wsync.SharedMemWeightSyncScheme, Telling),
+    "published, in step": (MultiSyncCollector, wsync.SharedMemWeightSyncScheme, Telling),
+    "published, views": (MultiAsyncCollector, wsync.SharedMemWeightSyncScheme, Showing),
     "multiprocess": (MultiAsyncCollector, wsync.MultiProcessWeightSyncScheme, Telling),
     "multiprocess, views": (MultiAsyncCollector, wsync.MultiProcessWeightSyncScheme, Showing),
     "tcp": (DistributedCollector, wsync.DistributedWeightSyncScheme, Telling),

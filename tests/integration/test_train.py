@@ -332,7 +332,10 @@ def test_a_sweep_reports_each_failed_run_in_the_terminal_and_in_its_folder(tmp_p
     sweep = ["env.id=CartPol-v1,failing:Failing-v0", f"hydra.sweep.dir={tmp_path}", "-m"]
     done = run(tmp_path, *sweep, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 1
-    for folder, reason in (("0-shared_mem-s0", "env.id=CartPol-v1"), ("1-shared_mem-s0", "ArithmeticError: the pole")):
+    for folder, reason in (
+        ("0-CartPol-v1-shared_mem-s0", "env.id=CartPol-v1"),
+        ("1-Failing-v0-shared_mem-s0", "ArithmeticError: the pole"),
+    ):
         assert f"ERROR: run {folder[0]} ({folder}): " in done.stderr
         assert reason in done.stderr and reason in (tmp_path / folder / "train.log").read_text()
     assert "worker " in done.stderr

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ GROUPS = ("weight_sync", "collector", "env", "policy", "algorithm", "logger", "e
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 TARGETS = {name: scheme.replace(":", ".") for name, scheme in wsync.registered_backends().items()}
 BACKENDS = sorted(TARGETS)
+GIVEN = {"gym": ["env.id=CartPole-v1"], "store": ["weight_sync.url=/somewhere"]}
 SCHEMES = {name: load_backend(name) for name in BACKENDS}
 
 
@@ -67,7 +69,7 @@ def refusal(*overrides: str) -> str:
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
 def test_every_option_composes(group: str, option: str) -> None:
     carried = next(name for name, scheme in SCHEMES.items() if group != "collector" or option in scheme.collectors)
-    more = {"collector": [f"weight_sync={carried}"]}.get(group, ["env.id=CartPole-v1"] if option == "gym" else [])
+    more = {"collector": [f"weight_sync={carried}"]}.get(group, GIVEN.get(option, []))
     chosen = config(*more, f"{group}={option}")
     check(chosen)
     collectors.config.check(chosen.collector, instantiate(chosen.weight_sync), chosen.num_workers)
@@ -105,11 +107,13 @@ def test_a_scheme_has_the_same_options_from_its_config_as_from_its_class(name: s
         assert str(of_both[0]) == str(of_both[1]), option  # strategies are objects
 
 
-def test_train_py_chooses_in_its_own_file_when_a_send_is_finished() -> None:
-    by_class, by_config = wsync.SharedMemWeightSyncScheme(), instantiate(config_of(TARGETS["shared_mem"])())
-    assert (by_class.acknowledge, by_config.acknowledge) == ("installed", "installed")
-    assert instantiate(config("weight_sync=shared_mem").weight_sync).acknowledge == "published"
-    assert OmegaConf.load(CONF / "weight_sync" / "shared_mem.yaml")["acknowledge"] == "published"
+def test_57_3_who_acts_decides_in_one_place_when_a_send_is_finished() -> None:
+    configs = [config_of(TARGETS["shared_mem"])(), config("weight_sync=shared_mem").weight_sync]
+    for make in (wsync.SharedMemWeightSyncScheme, *(partial(instantiate, one) for one in configs)):
+        for context, finished in ((SimpleNamespace(act_through_gate=True), "published"), (None, "installed")):
+            with make() as scheme:
+                scheme.init_on_sender("policy", context, num_workers=1)
+                assert scheme.acknowledge == finished
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -278,7 +282,7 @@ def test_an_impossible_pair_is_refused() -> None:
 
 
 def test_an_environment_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"env\.id=CartPol-v1: "):
+    with pytest.raises(ConfigError, match=r"env\.id=CartPol-v1: .*env\.id=module:id"):
         sample(EnvConfig("CartPol-v1"))
     with pytest.raises(ConfigError, match="gravitas"):
         sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
@@ -349,3 +353,12 @@ def test_resuming_from_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not swept over"):
         with_earlier_overrides(["-m", f"resume={tmp_path},{tmp_path / 'other'}"])
     assert with_earlier_overrides(["seed=1", "resume=null"]) == ["seed=1", "resume=null"]
+
+
+def test_57_21_every_backend_of_train_py_has_a_file_and_a_config_that_can_be_imported() -> None:
+    from wsync.config import SharedMemWeightSyncSchemeConfig
+
+    assert OmegaConf.to_object(OmegaConf.structured(SharedMemWeightSyncSchemeConfig(timeout=5.0))).timeout == 5.0
+    shown = {path.stem for path in (CONF / "weight_sync").glob("*.yaml")}
+    assert shown == {name for name, scheme in SCHEMES.items() if scheme.collectors}
+    assert sorted(dir(wsync)) == sorted(wsync.__all__)

@@ -72,7 +72,7 @@ def test_a_function_that_accepts_any_option_may_be_given_any(folder: Path) -> No
 
 def test_a_yaml_file_may_build_on_a_registered_backend(folder: Path) -> None:
     shared = composed(folder, "weight_sync=shared", "timeout=7").weight_sync
-    assert (shared.acknowledge, shared.sync, shared.timeout) == ("published", False, 7)
+    assert (shared.acknowledge, shared.sync, shared.timeout) == (None, False, 7)
     based = composed(folder, "weight_sync=based")
     assert type(instantiate(based.weight_sync)) is wsync.DistributedWeightSyncScheme
     assert based.collector._target_ == "collectors.distributed.DistributedCollector"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import setuptools
+from packaging.requirements import Requirement
 
 import wsync
 
@@ -61,10 +64,10 @@ def test_what_is_missing_names_its_extra(tmp_path: Path) -> None:
     done = run("-c", PROGRAM, folder=tmp_path)
     assert done.stdout.splitlines() == [
         "imported: []",
-        "hydra is not installed: pip install '.[train]' in a clone of wsync",
-        "pytest is not installed: pip install '.[testing]' in a clone of wsync",
-        "cloudpickle is not installed: pip install '.[collectors]' in a clone of wsync",
-        "ray is not installed: pip install '.[ray]' in a clone of wsync",
+        "hydra is not installed: pip install -e '.[train]' in a clone of wsync",
+        "pytest is not installed: pip install -e '.[testing]' in a clone of wsync",
+        "cloudpickle is not installed: pip install -e '.[collectors]' in a clone of wsync",
+        "ray is not installed: pip install -e '.[ray]' in a clone of wsync",
     ], done.stderr
 
 
@@ -73,3 +76,13 @@ def test_a_ray_scheme_is_shut_down_where_ray_is_not_installed(monkeypatch: pytes
     scheme = wsync.RayWeightSyncScheme()
     scheme.shutdown()
     scheme.shutdown()
+
+
+def test_57_16_the_library_installs_one_package_and_takes_the_versions_that_were_tried() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found = setuptools.find_packages(str(ROOT), include=project["tool"]["setuptools"]["packages"]["find"]["include"])
+    assert {name.partition(".")[0] for name in found} == {"wsync"} != {project["project"]["name"]}
+    tried = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for one in map(Requirement, project["project"]["dependencies"]):
+        bounded = any(limit.operator == "<" for limit in one.specifier)
+        assert bounded == (one.name in ("torch", "tensordict")) and tried[one.name] in one.specifier

@@ -109,7 +109,6 @@ def test_counters_survive_a_checkpoint() -> None:
     again.load_state_dict(progress.state_dict())
     assert (again.frames, again.episodes, list(again.window)) == (150, 150, list(progress.window))
     assert again.versions_behind / again.acted_frames == 3.0
-    assert again.first_mean == progress.first_mean
     assert 0 < again.seconds <= progress.seconds
     assert again.frames_per_second == pytest.approx(150 / again.seconds)  # of the whole run
     assert again.resumes == 1

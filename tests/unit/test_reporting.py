@@ -3,7 +3,9 @@
 import io
 import json
 import os
+import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from learning.progress import Progress, Row, SyncRow
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import FolderError, RunFiles, read_rows, replace_file, to_json
-from learning.reporting.plots import sweep_latency
+from learning.reporting.plots import sweep_latency, sweep_returns
 from learning.reporting.sweep import groups, read_runs, report, table_rows
 from learning.reporting.wandb_logger import WandbLogger, flat
 from learning.summary import summarise
@@ -28,7 +30,7 @@ PHASES = {"extract": 1.0, "pack": 2.0, "transfer": 3.0, "wait": 4.0, "apply": 5.
 
 
 def row(n: int, sync: bool = True) -> Row:
-    cost = SyncRow(100.0 + n, 100.0, 150.0, 200.0, 18432, 0.2, PHASES) if sync else None
+    cost = SyncRow(100.0 + n, 100.0, 150.0, 200.0, 18432, PHASES) if sync else None
     return Row(
         1024 * n, 0.1 * n, 10240.0, 0.05 * n, 3 * n, min(3 * n, 100), 20.0 * n, [19.0 * n, 21.0 * n], n, 0.5, 2, 3, 96,
         cost, {"loss_policy": 0.25},
@@ -126,13 +128,13 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     lines = out.getvalue().splitlines()
     figures = "frames/s 10,240 | return 20.0 (3 episodes) | sync p50 100 µs | version 1 | staleness 0.5 (max 2)"
     figures += " | too old 3 batches"
-    assert f"frames 1,024/4,096 | {figures}" in lines
+    assert f"frames 1,024/4,096 | 0:00:00 left | {figures}" in lines
     assert len([line for line in lines if line.startswith("frames ")]) == 2
     assert "\x1b" not in out.getvalue()
     for part in (
         "latency p95",
         "acknowledge",
-        "p50 / plain copy",
+        "all of them",
         "Solved after 1,024 frames",
         f"→ {folder}",
         f"files: {folder}",
@@ -149,23 +151,31 @@ def test_the_pictures_are_drawn(tmp_path: Path, sync: bool) -> None:
             assert len(set(image.convert("L").tobytes())) > 10  # something is on it
 
 
-def test_a_run_for_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    for name, value in {"PROJECT": "our-project", "NAME": "our-name", "TAGS": "our-tag", "RUN_ID": "our-id"}.items():
+def test_57_12_a_run_for_wandb_has_names_true_times_and_the_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_NAME", "WANDB_RUN_GROUP"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"PROJECT": "mine", "TAGS": "our-tag", "RUN_ID": "our-id"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     wandb.teardown()  # it has read the environment of before
-    told(WandbLogger(mode="offline", group="sweep", close_within=120.0), tmp_path, [row(1), row(2)], summary())
+    logger, files = WandbLogger(mode="offline", close_within=120.0, start_after=1e3), RunFiles()
+    config = {"env": {"id": "CartPole-v1"}, "algorithm": {"_target_": "learning.PPO"}}
+    for one in (files, logger):
+        one.begin(tmp_path, config)
+        for n in (1, 2):
+            one.update(row(n))
+    logged = time.time()
+    for one in (files, logger):
+        one.finish(summary())
+        one.conclude()
     wandb.teardown()  # its own process writes the file; this waits for it, as the end of a Python process does
-    (run,) = (tmp_path / "wandb").glob("offline-run-*/run-our-id.wandb")
-    written = run.read_bytes()
-    for name in (
-        b"weight_sync/p99_us",
-        b"weight_sync/phases/pack_us",
-        b"latency_histogram_us",
-        b"learning/loss_policy",
-        *(b"our-project", b"our-name", b"our-tag"),
-    ):
-        assert name in written
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-our-id.wandb")
+    written = path.read_bytes()
+    for text in (tmp_path.name, "mine", "our-tag", "CartPole-v1 PPO", "train", "weight_sync/p99_us", "learning_curve"):
+        assert text.encode() in written
+    times = {float(found) for found in re.findall(rb"_timestamp.{1,4}?(\d\.\d+e\+09)", written, re.DOTALL)}
+    assert len([one for one in times if one <= logged]) == 2
 
 
 def test_an_error_of_wandb_does_not_end_the_run(
@@ -177,11 +187,18 @@ def test_an_error_of_wandb_does_not_end_the_run(
 
 
 def test_the_dashboard_has_every_figure() -> None:
-    figures = flat(row(3))
-    expected = "latency_us p50_us p95_us p99_us bytes gib_per_second version staleness phases/wait_us"
-    expected += " staleness_max dropped_frames"
+    figures = flat(row(3).as_dict())
+    expected = "latency_us p50_us p95_us p99_us bytes phases_us/wait"
     assert {f"weight_sync/{name}" for name in expected.split()} <= figures.keys()
-    assert {"frames", "frames_per_second", "episode_return_mean_100", "learning/loss_policy"} <= figures.keys()
+    assert {
+        "frames",
+        "version",
+        "staleness",
+        "staleness_max",
+        "dropped_frames",
+        "episode_return_mean_100",
+        "learning/loss_policy",
+    } <= figures.keys()
 
 
 def swept(sweep: Path, *overrides: str, rows: list[Row], status: str = "solved", **facts: Any) -> None:
@@ -206,6 +223,8 @@ def test_a_sweep_is_compared_among_runs_that_are_alike_but_for_the_seed(tmp_path
     report(tmp_path, Console(file=io.StringIO()))
     page = (tmp_path / "sweep.html").read_text()
     assert "<h1>CartPole-v1: 4 runs</h1>" in page and "<th>num_workers</th>" in page
+    (legend,) = sweep_returns({"a": runs, "b": runs, "c": runs[:1]}, "", None).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b (coincides with a)", "c"]
 
 
 def test_medians_are_of_runs_that_were_not_cut_off(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The first signal is a request to stop; the second one has its usual effect."""
+"""The first signal is a request to stop; a second SIGINT has its usual effect."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ def test_the_first_signal_is_a_request(number: signal.Signals, status: int) -> N
         assert (stop.requested, stop.exit_status) == (False, 0)
         os.kill(os.getpid(), number)
         assert (stop.requested, stop.exit_status) == (True, status)
-        assert signal.getsignal(number) is before
+        assert (signal.getsignal(number) is before) == (number is signal.SIGINT)
     assert signal.getsignal(number) is before
 
 
@@ -24,6 +24,15 @@ def test_the_second_signal_interrupts() -> None:
     with pytest.raises(KeyboardInterrupt), StopRequest():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_57_10_a_repeated_sigterm_is_one_request_and_sigusr1_asks_for_a_checkpoint() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (stop.wants_checkpoint, stop.requested) == (True, False)
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal is signal.SIGTERM
 
 
 def test_a_callback_is_called_once() -> None:

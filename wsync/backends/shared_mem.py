@@ -43,7 +43,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         per_worker_weights: whether each worker has slots of its own; for workers that are given different weights.
         acknowledge: when a ``send`` is finished: ``"installed"``, when every worker's model has the weights;
             ``"published"``, when every forward that starts from then on will use them: a worker installs them on its
-            way into a forward, or in ``receive``. Not for workers that pass updates on.
+            way into a forward, or in ``receive``. Not for workers that pass updates on. None: by who acts: published
+            with a ``context`` whose workers ``act_through_gate`` (a collector), else installed.
         strategy, sync, options: as in ``WeightSyncScheme``.
     """
 
@@ -60,10 +61,10 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         sync: bool = True,
         per_worker_weights: bool = False,
         *,
-        acknowledge: Literal["installed", "published"] = "installed",
+        acknowledge: Literal["installed", "published"] | None = None,
         **options: Unpack[SchemeOptions],
     ) -> None:
-        if acknowledge not in ("installed", "published"):
+        if acknowledge not in (None, "installed", "published"):
             raise ValueError(f"acknowledge is 'installed' or 'published', not {acknowledge!r}")
         if isinstance(policy_weights, str):  # the newest documents' order: strategy, sync
             sync, strategy, policy_weights = strategy if isinstance(strategy, bool) else sync, policy_weights, None  # type: ignore
@@ -108,6 +109,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         cached_weights = getattr(context, "cached_weights", None) if cached_weights is None else cached_weights
         if cached_weights is not None and self._registered.get(model_id) is not cached_weights:
             self.register_shared_weights(model_id, cached_weights)
+        if self.acknowledge is None:
+            self.acknowledge = "published" if getattr(context, "act_through_gate", False) else "installed"
         super().init_on_sender(model_id, context, **given)
         registered = self._registered.get(model_id)
         if registered is not None and not self.per_worker_weights:
@@ -132,7 +135,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     @property
     def acknowledges(self) -> bool:
-        return self.acknowledge == "installed" and super().acknowledges
+        return self.acknowledge != "published" and super().acknowledges
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_registered": {}}
