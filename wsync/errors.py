@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import ParamSpec
 
 P = ParamSpec("P")
+_MAX_TEXT = 1 << 16  # characters of an error that travels, of up to four bytes each
 
 
 class WeightSyncError(RuntimeError):
@@ -82,9 +83,15 @@ def error_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -
     """Call ``function``; return the traceback if it raised, to be raised at the other end, or else an empty string."""
     try:
         function(*args, **kwargs)
-    except Exception:  # noqa: BLE001  the code of a model or a user may raise anything
-        return traceback.format_exc()
+    except Exception as error:  # noqa: BLE001  the code of a model or a user may raise anything
+        return as_text(error)
     return ""
+
+
+def as_text(error: BaseException | str) -> str:
+    """Return the end of an error, with its traceback, as a message may have it: not too long, and valid Unicode."""
+    text = error if isinstance(error, str) else "".join(traceback.format_exception(error))
+    return text[-_MAX_TEXT:].encode(errors="replace").decode()
 
 
 def join_indices(workers: Collection[int]) -> str:

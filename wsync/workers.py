@@ -97,6 +97,7 @@ class Workers(Outlet):
         self._has_worker_here = False  # in the trainer's own process
         self._causes: Mapping[int, str] = {}
         self._newest: list[Update | None] = [None] * num_workers
+        self._version = 0  # the newest that any worker was given
         self._given: dict[int, Mapping[int, Member]] = {}  # by version: to whom it was given
         self._rejected: dict[int, str] = {}  # workers whose models do not fit, since `connect` was called
         self._news = asyncio.Event()  # a worker has connected, was rejected, or has ended
@@ -131,6 +132,7 @@ class Workers(Outlet):
                 worker,
                 link,
                 Medium() if member.block >= 0 else self._make_medium(worker),
+                lambda: self._version,
                 remote=member.pidfd < 0,
                 on_request=self._on_request,
                 difference=self._difference,
@@ -360,7 +362,7 @@ class Workers(Outlet):
 
         Returns False if a process was found to have ended.
         """
-        arena = self._arena
+        arena, self._version = self._arena, max(self._version, update.version)
         blocks, others = self._all_blocks, ()
         if not blocks or members is not self._members:
             blocks = tuple(one.block for one in members.values() if one.block >= 0)
