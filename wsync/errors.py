@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import ParamSpec
 
@@ -69,6 +71,22 @@ class WorkerFailed(WorkerError):
 
 class WorkerDied(WorkerError):
     """A worker died, or was disconnected; the message says whether the others have the update."""
+
+
+@contextmanager
+def system_call(name: str, what: str) -> Iterator[None]:
+    """Turn the error of a system call that finds no memory left, or is not permitted, into a WeightSyncError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise WeightSyncError(f"no shared memory left: {what} ({error})") from error
+        if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise WeightSyncError(
+                f"{name}, needed for {what}, is not permitted here ({error}): allow it in the container's seccomp "
+                "profile; or set WSYNC_NATIVE=0 in the trainer and its workers: weights then travel by sockets"
+            ) from error
+        raise
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:

@@ -25,7 +25,7 @@ import torch
 
 from wsync.control.listen import Contact, Listener
 from wsync.control.loop import ControlLoop, control_loop
-from wsync.control.processes import Processes, watched
+from wsync.control.processes import Processes, require_descriptors, watched
 from wsync.control.session import LATE, Medium, WorkerSession, checksum_of, wait_for
 from wsync.control.wire import NewLayout, Offer, Settings
 from wsync.deadlines import remaining
@@ -39,6 +39,7 @@ from wsync.weights.layout import Buffer, BufferPool, Layout
 
 _log = logging.getLogger(__name__)
 _SPARE_BLOCKS = 32  # of the arena: for connections whose processes were replaced, and have not ended yet
+_BY_ARENA, _BY_SOCKET = 4, 7  # the most descriptors for a worker: by a socket, with a process group
 _FAREWELL = 5.0  # seconds in which workers are told that the sender has shut down
 
 
@@ -127,6 +128,9 @@ class Workers(Outlet):
                     return await contact.refuse("too many processes that were connected before still live")
                 fds = (*self._arena.fds, self._arena.signal, member.wake)
             await contact.accept(fds)
+            if member.wake >= 0:  # the worker has it, and the arena a duplicate
+                os.close(member.wake)
+                member.wake = -1
             link = await contact.link()
             member.session = WorkerSession(
                 worker,
@@ -260,7 +264,9 @@ class Workers(Outlet):
         self._rejected.clear()
         for worker, fd in sentinels.items():
             loop.add_reader(fd, note_death, worker, fd)
-        missing = list(workers)
+        missing = [worker for worker in workers if worker not in self._members]
+        each = _BY_SOCKET if self._arena is None else _BY_ARENA
+        require_descriptors(len(missing) * each, f"connections to {len(missing)} workers")
         try:
             async with asyncio.timeout(remaining(deadline)):
                 while missing := [worker for worker in workers if worker not in self._members]:
@@ -528,6 +534,8 @@ def _pidfd(pid: int) -> int:
         return os.pidfd_open(pid) if pid > 0 else -1
     except ProcessLookupError:
         return os.eventfd(1, os.EFD_CLOEXEC)
+    except OSError:  # a container may block the call: as on another machine, without the arena
+        return -1
 
 
 def raise_causes(

@@ -20,15 +20,24 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from wsync.deadlines import remaining
-from wsync.errors import NotConnected, forked_child_error
+from wsync.errors import NotConnected, forked_child_error, system_call
 
 try:
-    from uvloop import new_event_loop
+    from uvloop import new_event_loop as _new_loop
 except ModuleNotFoundError:  # an extra: the loop of the standard library takes half as long again for a small update
-    from asyncio import new_event_loop
+    from asyncio import new_event_loop as _new_loop
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a loop; uvloop's needs calls that a container may block, and the one of the standard library does not."""
+    try:
+        return _new_loop()
+    except OSError:
+        with system_call("epoll_create(2)", "connections"):
+            return asyncio.new_event_loop()
 
 
 class ControlLoop:

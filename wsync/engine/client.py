@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from wsync.control.listen import KEEPALIVE
 from wsync.control.loop import control_loop
 from wsync.control.wire import Seconds
 from wsync.deadlines import NOW, remaining
@@ -84,13 +85,14 @@ class EngineClient:
         headers = {"Accept-Encoding": "identity"}
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
-        self._http = httpx.AsyncClient(
-            headers=headers,
+        transport = httpx.AsyncHTTPTransport(
             verify=ssl.create_default_context() if self.url.startswith("https:") else False,  # it takes 20 ms
-            timeout=None,  # `request` has one for all of it
             trust_env=False,
             limits=httpx.Limits(keepalive_expiry=_IDLE_LIMIT),
+            socket_options=KEEPALIVE,
         )
+        # `request` has one timeout for all of it.
+        self._http = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False, transport=transport)
 
     def init_weight_transfer_engine(self, init_info: Fields) -> None:
         """Phase 1, once for a layout: tell the engine how weights will travel."""
