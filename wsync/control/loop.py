@@ -168,10 +168,10 @@ class BlockingCalls:
         """End the thread, once it is idle."""
         self._calls.put(None)
 
-    def join(self) -> None:
-        """Wait for the end of the thread, after ``end``: no call is running."""
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the thread, after ``end``; without a timeout if no call is running."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -10,6 +10,7 @@ find each other by a store whose messages go over their authenticated connection
 from __future__ import annotations
 
 import asyncio
+import atexit
 import ctypes
 import hmac
 import os
@@ -41,6 +42,7 @@ _DEVICES = 100  # of gloo, made to find the socket on which the last one listens
 _PORT, _PROOF, _READY = "wsync port ", "wsync proof ", "wsync ready "  # keys in the store, with a rank
 _PROOF_SIZE, _PROOF_TAG = 32, 1
 _PROOF_TIMEOUT = 5.0  # seconds; milliseconds are enough
+_EXIT_TIMEOUT = 2.0  # seconds
 _SO_ATTACH_FILTER = 26  # of Linux
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"  # a watchdog would end this whole process when the other one has died
 _making = threading.Lock()  # while a gloo device is made, and while the setting above is in the environment
@@ -197,7 +199,16 @@ def _keep_inherited() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(medium._group))
 
 
+def _join_at_exit() -> None:
+    """Let groups that are being destroyed be so: gloo would abort the process if the interpreter ended meanwhile."""
+    for medium in [*_media]:
+        if medium._ended.done():
+            medium._closing.join(_EXIT_TIMEOUT)
+            medium._transfers.join(_EXIT_TIMEOUT)
+
+
 os.register_at_fork(after_in_child=_keep_inherited)
+atexit.register(_join_at_exit)
 
 
 # --- gloo ---
