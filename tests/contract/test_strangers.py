@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 from asgi_server import serve
-from backends import BuiltIn, Multiprocess
+from backends import BuiltIn
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from workers_here import connect, make_worker, model_of
 
 import wsync
-from wsync.testing import Worker, WorkerError, WorkerPool, commands
+from wsync.testing import Worker, WorkerError, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 
@@ -273,36 +273,6 @@ def test_4_an_answer_that_does_not_fit_what_was_asked_is_no_success(answer: byte
         with pytest.raises(wsync.WeightSyncError, match="worker 0"):
             scheme.connect()
             scheme.send(fill(Small(), 2))
-
-
-# --- 59.6: the deadline is the call's ---
-
-
-def join_with_a_long_error(state: WorkerState, scheme: wsync.WeightSyncScheme) -> None:
-    calls = [0]
-
-    def load(pairs: Any) -> None:
-        for _ in pairs:
-            pass
-        calls[0] += 1
-        if calls[0] > 1:
-            raise ArithmeticError("x" * (300 << 20))
-
-    state.schemes["policy"] = scheme
-    scheme.init_on_receiver("policy", load=load, worker_idx=0)
-    scheme.connect()
-
-
-def test_6_the_text_of_an_error_is_cut_where_it_arises(pool: WorkerPool) -> None:
-    Multiprocess.pool = pool
-    with Multiprocess().workers(1) as workers, Multiprocess().make_scheme(timeout=20.0) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
-        workers[0].start(join_with_a_long_error, scheme)
-        scheme.connect()
-        workers[0].result()
-        with pytest.raises(wsync.WorkerFailed) as failed:
-            scheme.send(fill(Small(), 2))
-        assert len(str(failed.value)) < 1 << 17
 
 
 # --- 59.9: calls in the wrong place ---

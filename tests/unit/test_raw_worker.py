@@ -107,5 +107,6 @@ def test_any_text_of_an_error_reaches_the_trainer(text: str) -> None:
         sender.init_on_sender("policy", model=nn.Linear(2, 2), num_workers=1)
         with make_worker(sender, 0, load=load, near=False) as worker:
             connect(sender.connect, worker)
-            with pytest.raises(wsync.WorkerFailed, match=r"😀|a file"):
+            with pytest.raises(wsync.WorkerFailed, match=r"😀|a file") as failed:
                 sender.send()
+    assert len(str(failed.value)) < 1 << 17

@@ -526,13 +526,13 @@ class SessionInbox(Inbox):
 
     async def _read_payload(self, offer: Offer) -> Buffer | bytes:
         """Read the bytes that follow an offer: a whole update into its place, or a difference."""
+        buffer = self._owner.new_buffer()
+        if offer.size > len(buffer.memory) or (offer.size < len(buffer.memory) and not offer.base):
+            raise ConnectionError(f"an update of {offer.size} bytes, and the layout has {len(buffer.memory)}")
         if offer.base:
             difference = bytearray(offer.size)
             await self._link.read_into(memoryview(difference))
             return bytes(difference)
-        buffer = self._owner.new_buffer()
-        if offer.size != len(buffer.memory):
-            raise ConnectionError(f"an update of {offer.size} bytes, and the layout has {len(buffer.memory)}")
         await self._link.read_into(buffer.memory)
         return buffer
 
