@@ -58,11 +58,11 @@ class ControlLoop:
         """Have the thread run until ``release`` is called as often; return this object."""
         self.require_own()
         with self._lock:
-            self._users += 1
             if self._loop is None:
                 self._loop = new_event_loop()
                 self._thread = threading.Thread(target=self._run, args=[self._loop], name="wsync-control", daemon=True)
                 self._thread.start()
+            self._users += 1
         return self
 
     def release(self) -> None:
