@@ -29,7 +29,7 @@ PROTOCOL = 101
 """Of all messages: two ends have to be of one revision."""
 NONCE_SIZE, PROOF_SIZE, MAX_HELLO = 16, 32, 2048
 AUTHKEY = "WSYNC_AUTHKEY"
-_RUN = "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"  # by default, only the last one differs between two runs
+_RUN = "TORCHELASTIC_RUN_ID", "MASTER_PORT"  # by default, only the second differs between two runs
 
 
 @dataclass(frozen=True, slots=True)
