@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import ParamSpec
 
 P = ParamSpec("P")
+_MAX_TEXT = 1 << 16  # characters of an error that travels, of up to four bytes each
 
 
 class WeightSyncError(RuntimeError):
@@ -70,6 +73,22 @@ class WorkerDied(WorkerError):
     """A worker died, or was disconnected; the message says whether the others have the update."""
 
 
+@contextmanager
+def system_call(name: str, what: str) -> Iterator[None]:
+    """Turn the error of a system call that finds no memory left, or is not permitted, into a WeightSyncError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise WeightSyncError(f"no shared memory left: {what} ({error})") from error
+        if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise WeightSyncError(
+                f"{name}, needed for {what}, is not permitted here ({error}): allow it in the container's seccomp "
+                "profile; or set WSYNC_NATIVE=0 in the trainer and its workers: weights then travel by sockets"
+            ) from error
+        raise
+
+
 def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
     """Return the error for the ``error`` of an import that needs the optional dependencies ``extra`` (``"ray"`` …)."""
     package = (error.name or "").split(".")[0]
@@ -82,9 +101,15 @@ def error_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -
     """Call ``function``; return the traceback if it raised, to be raised at the other end, or else an empty string."""
     try:
         function(*args, **kwargs)
-    except Exception:  # noqa: BLE001  the code of a model or a user may raise anything
-        return traceback.format_exc()
+    except Exception as error:  # noqa: BLE001  the code of a model or a user may raise anything
+        return as_text(error)
     return ""
+
+
+def as_text(error: BaseException | str) -> str:
+    """Return the end of an error, with its traceback, as a message may have it: not too long, and valid Unicode."""
+    text = error if isinstance(error, str) else "".join(traceback.format_exception(error))
+    return text[-_MAX_TEXT:].encode(errors="replace").decode()
 
 
 def join_indices(workers: Collection[int]) -> str:

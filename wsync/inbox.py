@@ -18,9 +18,9 @@ from wsync.control.listen import Contact, dial
 from wsync.control.loop import ControlLoop, control_loop
 from wsync.control.rendezvous import Rendezvous
 from wsync.control.session import Medium, SessionInbox
-from wsync.control.wire import MAX_TEXT, Fits, Link, Settings
+from wsync.control.wire import Fits, Link, Settings
 from wsync.deadlines import remaining
-from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout
+from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, as_text
 from wsync.gate import process_gate
 from wsync.native import native
 from wsync.receiver import Receiver
@@ -109,7 +109,7 @@ class WorkerConnection:
             arena.refuse = self._session.refuse
         owner.inbox = arena or self._session
         error = await owner.use_layout(settings.layout, try_only=False) if settings.layout else ""
-        await link.send(Fits(error[-MAX_TEXT:]))
+        await link.send(Fits(as_text(error)))
         if error:
             raise LayoutMismatch(error.strip().rpartition("\n")[2].partition(": ")[2] or error)
         with suppress(OSError):

@@ -25,7 +25,7 @@ import torch
 
 from wsync.control.listen import Contact, Listener
 from wsync.control.loop import ControlLoop, control_loop
-from wsync.control.processes import Processes, watched
+from wsync.control.processes import Processes, require_descriptors, watched
 from wsync.control.session import LATE, Medium, WorkerSession, checksum_of, wait_for
 from wsync.control.wire import NewLayout, Offer, Settings
 from wsync.deadlines import remaining
@@ -39,6 +39,7 @@ from wsync.weights.layout import Buffer, BufferPool, Layout
 
 _log = logging.getLogger(__name__)
 _SPARE_BLOCKS = 32  # of the arena: for connections whose processes were replaced, and have not ended yet
+_BY_ARENA, _BY_SOCKET = 4, 7  # the most descriptors for a worker: by a socket, with a process group
 _FAREWELL = 5.0  # seconds in which workers are told that the sender has shut down
 
 
@@ -99,6 +100,7 @@ class Workers(Outlet):
         self._has_worker_here = False  # in the trainer's own process
         self._causes: Mapping[int, str] = {}
         self._newest: list[Update | None] = [None] * num_workers
+        self._version = 0  # the newest that any worker was given
         self._given: dict[int, Mapping[int, Member]] = {}  # by version: to whom it was given
         self._rejected: dict[int, str] = {}  # workers whose models do not fit, since `connect` was called
         self._news = asyncio.Event()  # a worker has connected, was rejected, or has ended
@@ -128,11 +130,15 @@ class Workers(Outlet):
                     return await contact.refuse("too many processes that were connected before still live")
                 fds = (*self._arena.fds, self._arena.signal, member.wake)
             await contact.accept(fds)
+            if member.wake >= 0:  # the worker has it, and the arena a duplicate
+                os.close(member.wake)
+                member.wake = -1
             link = await contact.link()
             member.session = WorkerSession(
                 worker,
                 link,
                 Medium() if member.block >= 0 else self._make_medium(worker),
+                lambda: self._version,
                 remote=member.pidfd < 0,
                 on_request=self._on_request,
                 difference=self._difference,
@@ -260,7 +266,9 @@ class Workers(Outlet):
         self._rejected.clear()
         for worker, fd in sentinels.items():
             loop.add_reader(fd, note_death, worker, fd)
-        missing = list(workers)
+        missing = [worker for worker in workers if worker not in self._members]
+        each = _BY_SOCKET if self._arena is None else _BY_ARENA
+        require_descriptors(len(missing) * each, f"connections to {len(missing)} workers")
         try:
             async with asyncio.timeout(remaining(deadline)):
                 while missing := [worker for worker in workers if worker not in self._members]:
@@ -362,7 +370,7 @@ class Workers(Outlet):
 
         Returns False if a process was found to have ended.
         """
-        arena = self._arena
+        arena, self._version = self._arena, max(self._version, update.version)
         blocks, others = self._all_blocks, ()
         if not blocks or members is not self._members:
             blocks = tuple(one.block for one in members.values() if one.block >= 0)
@@ -528,6 +536,8 @@ def _pidfd(pid: int) -> int:
         return os.pidfd_open(pid) if pid > 0 else -1
     except ProcessLookupError:
         return os.eventfd(1, os.EFD_CLOEXEC)
+    except OSError:  # a container may block the call: as on another machine, without the arena
+        return -1
 
 
 def raise_causes(

@@ -6,6 +6,7 @@ import ipaddress
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 from asgi_server import serve
-from backends import BuiltIn, Multiprocess, SharedMemoryPublished
+from backends import BuiltIn, SharedMemoryPublished
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -245,7 +246,32 @@ def test_3_a_value_of_one_model_is_no_value_of_another() -> None:
         assert model.weight.unique().tolist() != [1.0], "the weights of another model"
 
 
-@pytest.mark.parametrize("answer", [b"<html>please log in</html>", b'{"weight_version": "7", "wait_seconds": NaN}'])
+def test_3_an_address_of_another_run_is_none_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in (("RUN_ID", "one"), ("RESTART_COUNT", "0")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agents.port))
+    with wsync.DistributedWeightSyncScheme(timeout=20.0) as sender, ExitStack() as stack:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        connecting = threading.Thread(target=sender.connect)
+        connecting.start()
+        for run in ("two", "one"):
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+            worker = stack.enter_context(wsync.DistributedWeightSyncScheme(timeout=3.0 if run == "two" else 20.0))
+            worker.init_on_receiver("policy", model=model_of(0), worker_idx=0)
+            with pytest.raises(wsync.SyncTimeout) if run == "two" else nullcontext():
+                worker.connect()
+        connecting.join()
+
+
+NAMED = b'{"weight_version": "1", "wait_seconds": %s}'
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"<html>please log in</html>", b'{"login": 1}', b'{"weight_version": "7"}', NAMED % b"NaN", NAMED % b"-5"],
+)
 def test_4_an_answer_that_does_not_fit_what_was_asked_is_no_success(answer: bytes) -> None:
     async def any_page(scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body"):
@@ -259,36 +285,6 @@ def test_4_an_answer_that_does_not_fit_what_was_asked_is_no_success(answer: byte
         with pytest.raises(wsync.WeightSyncError, match="worker 0"):
             scheme.connect()
             scheme.send(fill(Small(), 2))
-
-
-# --- 59.6: the deadline is the call's ---
-
-
-def join_with_a_long_error(state: WorkerState, scheme: wsync.WeightSyncScheme) -> None:
-    calls = [0]
-
-    def load(pairs: Any) -> None:
-        for _ in pairs:
-            pass
-        calls[0] += 1
-        if calls[0] > 1:
-            raise ArithmeticError("x" * (300 << 20))
-
-    state.schemes["policy"] = scheme
-    scheme.init_on_receiver("policy", load=load, worker_idx=0)
-    scheme.connect()
-
-
-def test_6_the_text_of_an_error_is_cut_where_it_arises(pool: WorkerPool) -> None:
-    Multiprocess.pool = pool
-    with Multiprocess().workers(1) as workers, Multiprocess().make_scheme(timeout=20.0) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
-        workers[0].start(join_with_a_long_error, scheme)
-        scheme.connect()
-        workers[0].result()
-        with pytest.raises(wsync.WorkerFailed) as failed:
-            scheme.send(fill(Small(), 2))
-        assert len(str(failed.value)) < 1 << 17
 
 
 # --- 59.9: calls in the wrong place ---
@@ -336,7 +332,45 @@ def test_9_a_child_that_exits_in_order_does_not_hang_in_a_group(tmp_path: Path) 
                 os.killpg(program.pid, signal.SIGKILL)
 
 
+EXITING = """
+import pickle, sys, torch.nn as nn, wsync
+worker = pickle.loads(bytes.fromhex(sys.argv[1]))
+worker.init_on_receiver("policy", model=nn.Linear(64, 64), worker_idx=int(sys.argv[2]))
+worker.connect()
+while worker.receive() is not None:
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_2_a_process_that_ends_while_its_group_is_destroyed_is_not_aborted() -> None:
+    with wsync.DistributedWeightSyncScheme(shared_memory=False, inline_bytes=0, timeout=60.0) as sender:
+        sender.init_on_sender("policy", model=nn.Linear(64, 64), num_workers=4)
+        command = [sys.executable, "-c", EXITING, pickle.dumps(sender).hex()]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        workers = [subprocess.Popen([*command, str(worker)], env=environment) for worker in range(4)]
+        sender.connect(processes=workers)
+    assert [worker.wait(60.0) for worker in workers] == [0] * 4
+
+
 # --- 59.10: what the machine refuses ---
+
+
+def test_10_open_files_are_counted_before_workers_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = len(os.listdir("/proc/self/fd")) + 100
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        with wsync.SharedMemWeightSyncScheme(timeout=0.1) as sender:
+            sender.init_on_sender("policy", model=model_of(1), num_workers=200)
+            with pytest.raises(wsync.SyncTimeout):  # there are no workers
+                sender.connect()
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= limit + 700
+            monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+            with pytest.raises(wsync.NotConnected, match=f"200 workers need .* may have {limit}"):
+                sender.connect()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate", "eventfd"])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import gc
+import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from asgi_server import serve
-from http_engines import engines, refuse_next, start_engine, stop_engine, trainer, value
+from http_engines import TOKEN, engines, refuse_next, start_engine, stop_engine, trainer, value
 
 import wsync
 from wsync.testing import WorkerPool
@@ -52,6 +55,37 @@ def test_a_silent_engine_is_an_error_at_the_deadline(pool: WorkerPool) -> None:
         scheme.timeout = 30.0
         scheme.send(fill(Small(), 3))
         assert workers.call(value) == [("3", [3.0] * 4)] * 2
+
+
+def test_a_new_trainer_ends_a_body_whose_sender_is_gone() -> None:
+    with serve(wsync.engine_app(Small(), token=None)) as url:
+        place = url.removeprefix("http://").split(":")
+
+        def begin(client: Any, source: Any) -> Any:
+            layout = base64.b64encode(source.layout.encode()).decode()
+            client.init_weight_transfer_engine({"transfer": "body", "session": "gone", "layout": layout})
+            return SimpleNamespace(send_weights=lambda: None)
+
+        with (
+            trainer(url, transfer=begin, token=None, timeout=5.0),
+            socket.create_connection((place[0], int(place[1]))) as gone,
+        ):
+            gone.sendall(b"POST /update_weights?session=gone HTTP/1.1\r\nHost: a\r\nContent-Length: 16\r\n\r\n1")
+            with trainer(url, token=None, timeout=5.0) as scheme:
+                scheme.send()
+            assert gone.recv(1000).startswith(b"HTTP/1.1 409")
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_an_unknown_route_reads_no_body(token: str | None) -> None:
+    with serve(wsync.engine_app(Small(), token=token)) as url:
+        place = url.removeprefix("http://").split(":")
+        with socket.create_connection((place[0], int(place[1])), timeout=10.0) as stranger:
+            stranger.sendall(b"POST /health HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000\r\n\r\n1")
+            said = b""
+            while part := stranger.recv(1000):
+                said += part
+        assert said.startswith(b"HTTP/1.1 404" if token is None else b"HTTP/1.1 401")
 
 
 def test_what_the_engine_raises_reaches_the_trainer(pool: WorkerPool) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
 from stores import trainer
 from torch import nn
 
@@ -73,3 +78,49 @@ def test_pull_waits_for_a_first_version_that_is_published_later(tmp_path: Path) 
             sender.send(fill(Small(), 1))
             waiting.join(30.0)
             assert pulled == [1]
+
+
+class SlowStore(MemoryFileSystem):
+    """Never answers a look."""
+
+    protocol = "slow"
+    over = threading.Event()
+
+    def cat_file(self, *_: Any, **__: Any) -> bytes:
+        self.over.wait()
+        raise FileNotFoundError
+
+
+class EndlessStore(MemoryFileSystem):
+    """As a web server that ignores ranges: a file without an end."""
+
+    protocol = "endless", "http"
+    given = 0
+
+    def open(self, *_: Any, **__: Any) -> Any:
+        return nullcontext(SimpleNamespace(read=self.read))
+
+    def read(self, size: int) -> bytes:
+        type(self).given += size
+        return b" " * size
+
+
+def test_a_call_does_not_outlast_its_deadline_in_a_store_that_is_slow() -> None:
+    register_implementation("slow", SlowStore, clobber=True)
+    with wsync.StoreWeightSyncScheme("slow://store", timeout=0.5) as scheme:
+        scheme.init_on_receiver("policy", model=Small(), worker_idx=0)
+        for call in (scheme.connect, lambda: wsync.StoreTransport("slow://store").receive_weights(0.5)):
+            started = time.monotonic()
+            with pytest.raises(wsync.SyncTimeout, match="did not answer in time"):
+                call()
+            assert time.monotonic() - started < 5.0
+    SlowStore.over.set()
+
+
+def test_a_limit_counts_while_a_file_is_read() -> None:
+    register_implementation("endless", EndlessStore, clobber=True)
+    with wsync.StoreWeightSyncScheme("endless://store", timeout=20.0) as scheme:
+        scheme.init_on_receiver("policy", model=Small(), worker_idx=0)
+        with pytest.raises(wsync.WeightSyncError, match=r"manifest\.json has more than"):
+            scheme.connect()
+    assert EndlessStore.given < 1 << 27

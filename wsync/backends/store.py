@@ -11,7 +11,7 @@ from wsync.receiver import Receiver
 from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.store.files import SAME_WEIGHTS, Files, Store, absolute_url
-from wsync.store.reader import FileInbox, Reader
+from wsync.store.reader import FileInbox, Reader, in_time
 from wsync.transport import TransportBackend, apply_received
 from wsync.update import Outlet, Update
 from wsync.weights.layout import packed
@@ -115,7 +115,8 @@ class StoreTransport(TransportBackend):
         self._files.publish(Update(self._sent, buffer), [0])
 
     def receive_weights(self, timeout: float | None = None, **into: Any) -> Any | None:
-        update = Reader(self._store, self._received + 1).wait(deadline_in(timeout))
+        deadline = deadline_in(timeout)
+        update = in_time(self._store, Reader(self._store, self._received + 1).wait, deadline, deadline)
         if update is None:
             return None
         received = dict(zip(update.buffer.layout.names, update.views, strict=True))

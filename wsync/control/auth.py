@@ -29,6 +29,7 @@ PROTOCOL = 101
 """Of all messages: two ends have to be of one revision."""
 NONCE_SIZE, PROOF_SIZE, MAX_HELLO = 16, 32, 2048
 AUTHKEY = "WSYNC_AUTHKEY"
+_RUN = "TORCHELASTIC_RUN_ID", "MASTER_PORT"  # by default, only the second differs between two runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +112,17 @@ def new_key() -> bytes:
     return secrets.token_bytes(32)
 
 
-def shared_key() -> bytes:
+def shared_key(*, of_run: bool = True) -> bytes:
     """Return the key that this user's processes share: ``WSYNC_AUTHKEY``, or a file that only this user can read.
+
+    ``of_run``: under ``torchrun``, that of this run alone.
 
     Raises:
         NotConnected: ``WSYNC_AUTHKEY`` is not set, and the file cannot be made or read, or others can read it.
     """
+    if of_run and _RUN[0] in os.environ:
+        run = "\0".join(os.environ.get(name, "") for name in _RUN)
+        return hmac.digest(shared_key(of_run=False), b"run " + run.encode(), "sha256")
     if given := os.environ.get(AUTHKEY):
         return hashlib.sha256(given.encode()).digest()
     remedy = f"set {AUTHKEY} to the same secret in all processes instead"

@@ -124,7 +124,7 @@ class ChannelListener:
     ) -> None:
         self._arrived = queue.SimpleQueue[tuple[Channel, Hello]]()
         self._listener = Listener(key or new_key(), purpose, name, host, port)
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
+        self._event, self._signal = os.pipe()  # not an eventfd, which a container may block
         self._loop: ControlLoop | None = control_loop().acquire()
         self._loop.post(self._listener.start, self._welcome)
         self.address = self._listener.address
@@ -132,7 +132,7 @@ class ChannelListener:
     async def _welcome(self, contact: Contact) -> None:
         await contact.accept()
         self._arrived.put((Channel(contact), contact.hello))
-        os.eventfd_write(self._event, 1)
+        os.write(self._signal, b"1")
 
     async def _close(self) -> None:
         self._listener.close()
@@ -145,7 +145,7 @@ class ChannelListener:
         """Return a connection, and what its other end says of itself; None if none came before the deadline."""
         if not readable([self._event], deadline):
             return None
-        os.eventfd_read(self._event)
+        os.read(self._event, 1)
         return self._arrived.get()
 
     def close(self) -> None:
@@ -158,6 +158,7 @@ class ChannelListener:
         while not self._arrived.empty():
             self._arrived.get()[0].close()
         os.close(self._event)
+        os.close(self._signal)
 
 
 def connect_channel(

@@ -31,6 +31,12 @@ _PAUSE = 0.1  # seconds without ``accept``, when there is no room for one more
 _REFUSED, _ACCEPTED = b"\0", b"\1"
 _MAX_FDS = 8
 _SILENCE = 10  # seconds after which a TCP connection to a machine that does not answer is ended
+KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3), (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+]
+"""The options of a socket by which a wait ends some ten seconds after the other machine has vanished."""
 
 
 @dataclass
@@ -49,6 +55,11 @@ class Contact:
     pid: int
     _handshake: Handshake = field(repr=False)  # with the key
     fds: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if self.sock.family != socket.AF_UNIX:
+            for option in KEEPALIVE:
+                self.sock.setsockopt(*option)
 
     async def accept(self, fds: Sequence[int] = ()) -> None:
         """Trainer: accept the worker, and give it descriptors (only by a Unix socket)."""
@@ -76,9 +87,6 @@ class Contact:
         if self.sock.family == socket.AF_UNIX:
             _, stream = await loop.create_unix_connection(SocketStream, sock=self.sock)
         else:
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE * 1000)
             _, stream = await loop.create_connection(SocketStream, sock=self.sock)
         return Link(stream, self.end, self.frame_keys())

@@ -20,15 +20,24 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from wsync.deadlines import remaining
-from wsync.errors import NotConnected, forked_child_error
+from wsync.errors import NotConnected, forked_child_error, system_call
 
 try:
-    from uvloop import new_event_loop
+    from uvloop import new_event_loop as _new_loop
 except ModuleNotFoundError:  # an extra: the loop of the standard library takes half as long again for a small update
-    from asyncio import new_event_loop
+    from asyncio import new_event_loop as _new_loop
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a loop; uvloop's needs calls that a container may block, and the one of the standard library does not."""
+    try:
+        return _new_loop()
+    except OSError:
+        with system_call("epoll_create(2)", "connections"):
+            return asyncio.new_event_loop()
 
 
 class ControlLoop:
@@ -49,11 +58,11 @@ class ControlLoop:
         """Have the thread run until ``release`` is called as often; return this object."""
         self.require_own()
         with self._lock:
-            self._users += 1
             if self._loop is None:
                 self._loop = new_event_loop()
                 self._thread = threading.Thread(target=self._run, args=[self._loop], name="wsync-control", daemon=True)
                 self._thread.start()
+            self._users += 1
         return self
 
     def release(self) -> None:
@@ -159,10 +168,10 @@ class BlockingCalls:
         """End the thread, once it is idle."""
         self._calls.put(None)
 
-    def join(self) -> None:
-        """Wait for the end of the thread, after ``end``: no call is running."""
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the thread, after ``end``; without a timeout if no call is running."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,14 +11,27 @@ from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from typing import IO, Any
 
-from wsync.errors import WorkerDied
+from wsync.errors import NotConnected, WorkerDied, system_call
 
 Process = BaseProcess | subprocess.Popen[Any] | IO[Any] | int
 """A process of ``multiprocessing`` or ``subprocess``; or a sentinel, a descriptor that is readable when the process has
 ended (``Process.sentinel``, a pidfd), as an integer or as an object with ``fileno()``."""
 Processes = Sequence[Process] | Mapping[int, Process]
 """Those of all workers, in the order of their indices; or ``{worker_idx: process}`` of some."""
+_SPARE = 128  # open files that connections which have proved nothing, and the user's own code, may need
 _EXIT_CODE_TIMEOUT = 1.0  # seconds to wait for the exit code of a process that has ended: milliseconds are usual
+
+
+def require_descriptors(count: int, what: str) -> None:
+    """Raise this process's soft limit of open files if ``count`` more are above it; NotConnected: the hard limit is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + count
+    if soft == resource.RLIM_INFINITY or needed + _SPARE <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise NotConnected(f"{what} need {needed} open files, and this process may have {hard}: see `ulimit -Hn`")
+    limit = needed + _SPARE if hard == resource.RLIM_INFINITY else min(needed + _SPARE, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 @contextmanager
@@ -69,7 +83,8 @@ def _descriptor_of(worker: int, process: Process, opened: ExitStack) -> int:
         try:
             if ended is not None:  # its id may be that of another process now
                 raise ProcessLookupError
-            descriptor = os.pidfd_open(process.pid)
+            with system_call("pidfd_open(2)", "`processes`, which can be left out"):
+                descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
             descriptor = os.eventfd(1, os.EFD_CLOEXEC)  # readable at once
         opened.callback(os.close, descriptor)

@@ -60,9 +60,9 @@ class TorchStoreRendezvous(Rendezvous):
     """TCP; a worker without an address looks the sender up in a ``torch.distributed`` store of all processes.
 
     The store holds addresses, without a key, and nothing else is taken from it: any process may write there. All
-    processes share the key (``WSYNC_AUTHKEY``, or the user's key file), and the handshake proves it. A worker connects
-    to the sender that it was connected to last; else to the first one of its model that is still there and that it has
-    not been connected to before.
+    processes share a key (``shared_key``; unless the store was given, that of the run), and the handshake proves it. A
+    worker connects to the sender that it was connected to last; else to the first one of its model that is still there
+    and that it has not been connected to before.
 
     Args:
         host: the sender's address.
@@ -71,12 +71,12 @@ class TorchStoreRendezvous(Rendezvous):
 
     def __init__(self, host: str, store: Store | None = None) -> None:
         super().__init__(host)
-        self._store = store
+        self._store, self._of_run = store, store is None
         self._last: Address | None = None  # the sender that this worker was connected to
 
     def key(self) -> bytes:
         """Return the shared key where the store is used, else a random one."""
-        return shared_key() if self.can_look_up() else new_key()
+        return shared_key(of_run=self._of_run) if self.can_look_up() else new_key()
 
     def announce(self, address: Address, model_id: str, deadline: float | None) -> None:
         """Write the address under the first free key of the model."""
@@ -94,7 +94,7 @@ class TorchStoreRendezvous(Rendezvous):
         """Join the pickled address; without one, those in the store, until one is a sender that has this key."""
         if pickled is not None:
             return join(pickled)
-        announced = _announced(self._shared_store(deadline), model_id, worker, deadline)
+        announced = _announced(self._shared_store(deadline), self.key(), model_id, worker, deadline)
         addresses = chain([] if self._last is None else [self._last], announced)
         while True:
             address = next(addresses)
@@ -115,16 +115,15 @@ class TorchStoreRendezvous(Rendezvous):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options; stores belong to one process."""
-        return {"host": self.host, "_store": None, "_last": None}
+        return {"host": self.host, "_store": None, "_of_run": True, "_last": None}
 
 
 def _key(model_id: str, number: int) -> str:
     return f"wsync/{model_id}/{number}"
 
 
-def _announced(store: Store, model_id: str, worker: int, deadline: float | None) -> Iterator[Address]:
+def _announced(store: Store, key: bytes, model_id: str, worker: int, deadline: float | None) -> Iterator[Address]:
     """Yield a model's senders that the worker has not used yet, and wait for further ones; SyncTimeout: none came."""
-    key = shared_key()
     for number in count(1):
         name = _key(model_id, number)
         try:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from wsync.control.wire import (
-    MAX_TEXT,
     Changes,
     Decide,
     Fetch,
@@ -42,7 +41,7 @@ from wsync.control.wire import (
     State,
 )
 from wsync.deadlines import NOW, remaining
-from wsync.errors import NotConnected
+from wsync.errors import NotConnected, as_text
 from wsync.update import Cause, Inbox, Stage, Update
 
 if TYPE_CHECKING:
@@ -119,6 +118,7 @@ class WorkerSession:
     Args:
         medium: carries weights to a worker that does not take them from the arena.
         remote: whether the worker is on another machine.
+        known: returns the newest version that workers were given: answers are about no other.
         on_request: whether updates are sent only when the worker asks.
         difference: returns what turns one version into another, or None if that is not smaller; None: whole weights
             are sent.
@@ -137,6 +137,7 @@ class WorkerSession:
         worker: int,
         link: Link,
         medium: Medium,
+        known: Callable[[], int],
         *,
         remote: bool = False,
         on_request: bool = False,
@@ -149,7 +150,7 @@ class WorkerSession:
         self.misfit: str | None = None
         self.cause: str | None = None
         self.checks = remote or medium.checks
-        self._link, self._medium, self._difference = link, medium, difference
+        self._link, self._medium, self._difference, self._known = link, medium, difference, known
         self._on_request, self._on_change = on_request, on_change
         self._refusals: dict[int, str] = {}  # why, by version
         self._failed = 0  # the newest version that was refused and has taken the place of older ones
@@ -233,7 +234,7 @@ class WorkerSession:
     def _refuse(self, version: int, error: str, *, last: bool) -> None:
         if len(self._refusals) >= _KEPT_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
-        self._refusals[version] = error[:MAX_TEXT]
+        self._refusals[version] = as_text(error)
         if last:
             self._failed = max(self._failed, version)
         self._base = None  # what the worker has received is not known
@@ -309,6 +310,8 @@ class WorkerSession:
     async def _read(self) -> None:
         while True:
             match await self._link.receive():
+                case State() | Refused() as answer if answer.version > self._known():
+                    raise ConnectionError(f"it has answered about version {answer.version}, which it was not sent")
                 case State() as state:
                     self.reported = state
                 case Refused(version, error, last):
@@ -424,7 +427,7 @@ class SessionInbox(Inbox):
 
     def refuse(self, update: Update, error: str, *, last: bool = True) -> None:
         """Tell the sender why an update is not installed; ``last`` as in ``Refused``."""
-        self._refusals.append(Refused(update.version, error[-MAX_TEXT:], last))
+        self._refusals.append(Refused(update.version, as_text(error), last))
         self._report_soon()
 
     def _report_soon(self) -> None:
@@ -514,7 +517,7 @@ class SessionInbox(Inbox):
                         self._changes.tell()
                 case NewLayout(layout, try_only), _:
                     error = await self._owner.use_layout(layout, try_only=try_only)
-                    await self._link.send(Fits(error[-MAX_TEXT:]))
+                    await self._link.send(Fits(as_text(error)))
                     self._owner.settle()  # with the arena, an update may have been published already
                 case Goodbye(), _:
                     return
@@ -523,13 +526,13 @@ class SessionInbox(Inbox):
 
     async def _read_payload(self, offer: Offer) -> Buffer | bytes:
         """Read the bytes that follow an offer: a whole update into its place, or a difference."""
+        buffer = self._owner.new_buffer()
+        if offer.size > len(buffer.memory) or (offer.size < len(buffer.memory) and not offer.base):
+            raise ConnectionError(f"an update of {offer.size} bytes, and the layout has {len(buffer.memory)}")
         if offer.base:
             difference = bytearray(offer.size)
             await self._link.read_into(memoryview(difference))
             return bytes(difference)
-        buffer = self._owner.new_buffer()
-        if offer.size != len(buffer.memory):
-            raise ConnectionError(f"an update of {offer.size} bytes, and the layout has {len(buffer.memory)}")
         await self._link.read_into(buffer.memory)
         return buffer
 

@@ -13,16 +13,17 @@ import hashlib
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
+from msgspec import Meta
 
 MAC_SIZE = 16
 _PAUSE = 1 << 16  # bytes that were not read yet, at which a connection takes no more
-SMALL, LARGE = 1 << 17, 1 << 30
+SMALL, LARGE = 1 << 19, 1 << 30
 """The most bytes in a message of a worker, and in one of a trainer (a layout, an extra state)."""
-MAX_TEXT = 1 << 16
-"""The most characters of an error that a worker reports."""
+_Version = Annotated[int, Meta(ge=0, lt=2**40)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -116,11 +117,16 @@ class State(Message, frozen=True, tag=True):
         wait, apply: seconds from the arrival of the installed version until the gate was free, and of the installation.
     """
 
-    received: int
-    ready: int = 0
-    installed: int = 0
-    wait: float = 0.0
-    apply: float = 0.0
+    received: _Version
+    ready: _Version = 0
+    installed: _Version = 0
+    wait: Seconds = 0.0
+    apply: Seconds = 0.0
+
+    @property
+    def version(self) -> int:
+        """The newest of the three."""
+        return max(self.received, self.ready, self.installed)
 
 
 class Refused(Message, frozen=True, tag=True):
@@ -129,7 +135,7 @@ class Refused(Message, frozen=True, tag=True):
     ``last``: it had replaced all older versions, so that none of them will be installed any more.
     """
 
-    version: int
+    version: _Version
     error: str
     last: bool
 

@@ -18,6 +18,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from wsync.control.listen import KEEPALIVE
+from wsync.control.wire import Seconds
 from wsync.deadlines import NOW, readable, remaining
 from wsync.engine import protocol
 from wsync.update import Update
@@ -30,6 +32,12 @@ _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not us
 
 Kind = Literal["died", "late", "failed"]
 Fields = Mapping[str, Any]
+
+
+class _Finished(msgspec.Struct):
+    weight_version: str = ""
+    wait_seconds: Seconds = 0.0
+    apply_seconds: Seconds = 0.0
 
 
 class EngineError(Exception):
@@ -117,9 +125,14 @@ class EngineClient:
         """Phase 4: have the engine use the version, by default named by its number; EngineError: it has another."""
         version = weight_version or str(self.version)
         answer = self.post("finish", protocol.FINISH, {"weight_version": version, **fields})
-        if answer.get("weight_version", version) != version:
+        unsaid = "" if fields else version  # vLLM, which takes no further fields, does not name the version
+        try:
+            said = msgspec.convert(answer, _Finished)
+        except msgspec.ValidationError:
+            said = _Finished()
+        if (said.weight_version or unsaid) != version:
             raise EngineError(f"{self.url}: it was sent version {version}, and answered {str(answer)[:_SHOWN]}")
-        self.times = float(answer.get("wait_seconds", 0.0)), float(answer.get("apply_seconds", 0.0))
+        self.times = said.wait_seconds, said.apply_seconds
 
     def get_world_size(self) -> int:
         return int(self.post("connect", protocol.WORLD_SIZE)["world_size"])
@@ -199,6 +212,8 @@ class EngineClient:
             raise TimeoutError
         connection = self._kind(self._host, self._port, timeout=left)
         connection.connect()
+        for option in KEEPALIVE:
+            connection.sock.setsockopt(*option)
         return connection.sock
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -18,7 +17,7 @@ from wsync.control.session import checksum_of
 from wsync.deadlines import deadline_in, earlier, remaining
 from wsync.engine.client import EngineClient, EngineError, MakeTransfer, VersionSource
 from wsync.engine.protocol import PAUSE, RESUME, WORLD_SIZE, PauseMode
-from wsync.errors import LayoutMismatch
+from wsync.errors import LayoutMismatch, as_text
 from wsync.update import Cause, Outlet, Stage, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
 from wsync.weights.targets import require_no_extra
@@ -125,8 +124,8 @@ class Engine:
             await self._send(layout, update)
         except EngineError as error:
             return Cause(error.kind, str(error))
-        except Exception:  # noqa: BLE001  a user's transfer raises anything; the trainer raises WorkerFailed
-            return Cause("failed", f"{client.url}: phase {client.phase}:\n{traceback.format_exc()}")
+        except Exception as error:  # noqa: BLE001  a user's transfer raises anything; the trainer raises WorkerFailed
+            return Cause("failed", f"{client.url}: phase {client.phase}:\n{as_text(error)}")
         return None
 
     async def _send(self, layout: Layout, update: Update | None) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import hmac
 import time
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -21,13 +20,14 @@ from starlette.routing import Route
 
 from wsync.control.session import checksum_of
 from wsync.engine import protocol
-from wsync.errors import LayoutMismatch, WeightSyncError
+from wsync.errors import LayoutMismatch, WeightSyncError, as_text
 from wsync.gate import entered_for_forward_of, process_gate
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.targets import Destination, Target
 
 Fields = Mapping[str, Any]
-_FIELDS_BYTES = 64 << 20  # largest body with JSON: it may have a layout
+_FIELDS_BYTES = {protocol.INIT: 64 << 20, protocol.START: 1 << 16, protocol.FINISH: 1 << 16}  # of JSON, at most
+_TAKEN = "another trainer has initialised this engine since: each engine has one trainer"
 _STALLED = 60.0  # longest time without a byte of a body, in seconds
 
 
@@ -57,6 +57,7 @@ class EngineApp:
         self._session: _Session | None = None
         self._mixed = ""  # why weights may be of two versions
         self._updating = asyncio.Lock()  # one phase at a time
+        self._receiving: asyncio.Timeout | None = None  # ends the body that is being received
         self._loading = ThreadPoolExecutor(1, "wsync-load")
         routes = [
             self._phase(protocol.INIT, self._init),
@@ -65,7 +66,8 @@ class EngineApp:
             self._phase(protocol.FINISH, self._finish),
             _route(protocol.WORLD_SIZE, self._world_size, "GET"),
         ]
-        self._app = Starlette(routes=routes, lifespan=self._lifespan)
+        refused = {HTTPException: lambda request, error: _error(error.status_code, error.detail)}
+        self._app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=refused)
 
     def close(self) -> None:
         """End the thread that loads weights. The server's end calls it."""
@@ -90,11 +92,13 @@ class EngineApp:
         """Return a route that calls ``function`` in the thread that loads weights: the server goes on answering."""
 
         async def run(request: Request) -> Fields | None:
-            content = b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES)])
+            content = b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES[path])])
             try:
                 fields = msgspec.json.decode(content, type=dict[str, Any])
             except (msgspec.DecodeError, RecursionError) as error:
                 raise HTTPException(400, f"the body is not JSON of an object: {error}") from error
+            if path == protocol.INIT and self._receiving is not None:  # of a trainer that may be gone
+                self._receiving.reschedule(0.0)
             async with self._updating:
                 return await asyncio.get_running_loop().run_in_executor(self._loading, function, fields)
 
@@ -129,7 +133,7 @@ class EngineApp:
             why = f"POST {protocol.INIT} comes first: an engine that was started again is readmitted"
             raise HTTPException(409, why)
         if self._session.name != name:
-            raise HTTPException(409, "another trainer has initialised this engine since: each engine has one trainer")
+            raise HTTPException(409, _TAKEN)
         return self._session
 
     def _start(self, fields: Fields) -> None:
@@ -138,9 +142,15 @@ class EngineApp:
     async def _update(self, request: Request) -> None:
         async with self._updating:
             place, size = self._current(request.query_params).buffer.memory, 0
-            async for piece in _pieces(request, len(place)):
-                place[size : size + len(piece)] = piece
-                size += len(piece)
+            try:
+                async with asyncio.timeout(None) as self._receiving:
+                    async for piece in _pieces(request, len(place)):
+                        place[size : size + len(piece)] = piece
+                        size += len(piece)
+            except TimeoutError:
+                raise HTTPException(409, _TAKEN) from None
+            finally:
+                self._receiving = None
 
     def _finish(self, fields: Fields) -> Fields:
         """Check that the version is whole, then load it inside the gate."""
@@ -194,10 +204,10 @@ def _route(path: str, endpoint: Callable[[Request], Awaitable[Fields | None]], m
     async def serve(request: Request) -> JSONResponse:  # errors are answered as JSON
         try:
             return JSONResponse(await endpoint(request) or {})
-        except HTTPException as error:
-            return _error(error.status_code, error.detail)
-        except Exception:  # noqa: BLE001  whatever the engine raised goes to the trainer, which raises it
-            return _error(500, traceback.format_exc())
+        except HTTPException:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever the engine raised goes to the trainer, which raises it
+            return _error(500, as_text(error))
 
     return Route(path, serve, methods=[method])
 

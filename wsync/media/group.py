@@ -10,6 +10,7 @@ find each other by a store whose messages go over their authenticated connection
 from __future__ import annotations
 
 import asyncio
+import atexit
 import ctypes
 import hmac
 import os
@@ -19,6 +20,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -40,6 +42,7 @@ _DEVICES = 100  # of gloo, made to find the socket on which the last one listens
 _PORT, _PROOF, _READY = "wsync port ", "wsync proof ", "wsync ready "  # keys in the store, with a rank
 _PROOF_SIZE, _PROOF_TAG = 32, 1
 _PROOF_TIMEOUT = 5.0  # seconds; milliseconds are enough
+_EXIT_TIMEOUT = 2.0  # seconds
 _SO_ATTACH_FILTER = 26  # of Linux
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"  # a watchdog would end this whole process when the other one has died
 _making = threading.Lock()  # while a gloo device is made, and while the setting above is in the environment
@@ -114,7 +117,7 @@ class GroupMedium(BlockingMedium):
         self._store = _LinkStore()
         self._group: Any = None
         self._transfer: Any = None  # that was begun
-        self._connections: list[socket.socket] = []  # of gloo, to the other process
+        self._connections: Callable[[], list[socket.socket]] = list  # returns gloo's, to the other process
         _media.add(self)
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
@@ -180,10 +183,9 @@ class GroupMedium(BlockingMedium):
 
     def _release(self) -> None:
         group, self._group = self._group, None  # without references to it, gloo closes its port
-        for connection in self._connections:
-            with suppress(OSError):  # the other end has closed it
+        for connection in self._connections():
+            with connection, suppress(OSError):  # the other end has closed it
                 connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
         if group is not None and self._backend == "nccl":
             group.abort()  # ends kernels that wait for the other process
 
@@ -197,14 +199,23 @@ def _keep_inherited() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(medium._group))
 
 
+def _join_at_exit() -> None:
+    """Let groups that are being destroyed be so: gloo would abort the process if the interpreter ended meanwhile."""
+    for medium in [*_media]:
+        if medium._ended.done():
+            medium._closing.join(_EXIT_TIMEOUT)
+            medium._transfers.join(_EXIT_TIMEOUT)
+
+
 os.register_at_fork(after_in_child=_keep_inherited)
+atexit.register(_join_at_exit)
 
 
 # --- gloo ---
 
 
-def _gloo_group(store: TorchStore, rank: int, host: str, deadline: float | None) -> tuple[Any, list[socket.socket]]:
-    """Return a group of two over gloo, and its connections; RuntimeError: it could not be formed.
+def _gloo_group(store: TorchStore, rank: int, host: str, deadline: float | None) -> tuple[Any, Callable[[], Any]]:
+    """Return a group of two over gloo, and what finds its connections; RuntimeError: it could not be formed.
 
     gloo accepts any process that reaches its port while a group is formed. So both ends prove over the group, before
     any weights are sent, that they have what the other end has put into the store. From then on the port takes no
@@ -216,14 +227,19 @@ def _gloo_group(store: TorchStore, rank: int, host: str, deadline: float | None)
         options._devices = [device]
         options._threads = 1  # sends and receives need no more
         options._timeout = time_until(deadline)
-        own_port = listener.getsockname()[1]
+        own_host, own_port, *_ = listener.getsockname()
         store.set(_PORT + str(rank), str(own_port))
         group = ProcessGroupGloo(store, rank, 2, options)
         _exchange_proofs(store, group, rank, deadline)
         drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # BPF: return 0, for each packet
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop_all)))
     other_port = int(store.get(_PORT + str(1 - rank)))
-    return group, _tcp_sockets(lambda sock: sock.getpeername()[1] == other_port or sock.getsockname()[1] == own_port)
+
+    def is_ours(sock: socket.socket) -> bool:
+        (_, other, *_), (host, own, *_) = sock.getpeername(), sock.getsockname()
+        return host == own_host and (other == other_port or own == own_port)
+
+    return group, partial(_tcp_sockets, is_ours)
 
 
 def _listening_device(host: str) -> tuple[Any, socket.socket]:

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
 from wsync.control.session import checksum_of
-from wsync.control.wire import MAX_TEXT, Link, Offer, Sent, Side
+from wsync.control.wire import Link, Offer, Sent, Side
 from wsync.deadlines import deadline_in, remaining
-from wsync.errors import WeightSyncError
+from wsync.errors import WeightSyncError, as_text
 from wsync.media import BlockingMedium
 from wsync.transport import TransportBackend, require_transport
 from wsync.weights.layout import Buffer
@@ -72,7 +71,7 @@ class TransportMedium(BlockingMedium):
             await asyncio.wait((self._ended,), timeout=_GRACE)
             if self._ended.done():
                 raise ConnectionError(f"the worker has gone; its transport raised {error!r}") from error
-            await link.send(Sent(offer.version, _text(error)))
+            await link.send(Sent(offer.version, as_text(error)))
             raise
         await link.send(Sent(offer.version))
 
@@ -159,7 +158,7 @@ class TransportMedium(BlockingMedium):
             await self._call(self._make_and_set_up, set_up)
             self._is_set_up = True
         except Exception as error:  # of a user's transport: raised again, after the other end was told
-            text = f"the set-up of the transport of worker {self._worker} has failed: {_text(error)}"
+            text = f"the set-up of the transport of worker {self._worker} has failed: {as_text(error)}"
             await link.send(Side(text.encode(errors="replace")))
             asyncio.get_running_loop().call_soon(link.close, ConnectionError(text))
             raise
@@ -188,7 +187,3 @@ class TransportMedium(BlockingMedium):
                 close()
         except Exception:  # noqa: BLE001  of a user's transport: other connections have to end all the same
             _log.exception("%s.close() raised an error, which has no other effect", type(self._transport).__name__)
-
-
-def _text(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))[-MAX_TEXT:]

@@ -69,15 +69,15 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
 import torch
 
 from wsync.deadlines import remaining
-from wsync.errors import SyncTimeout, WeightSyncError, join_indices
+from wsync.errors import SyncTimeout, WeightSyncError, join_indices, system_call
 from wsync.gate import process_gate
 from wsync.native import native
 from wsync.update import Inbox, Update
@@ -168,22 +168,6 @@ def _size_of_words(capacity: int) -> int:
     return _whole_pages(capacity * native.BLOCK_SIZE + native.RECORDS_SIZE)
 
 
-@contextmanager
-def _system_call(name: str, what: str) -> Iterator[None]:
-    """Turn the error of a system call that finds no memory left, or is not permitted, into a WeightSyncError."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise WeightSyncError(f"no shared memory left: {what} ({error})") from error
-        if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise WeightSyncError(
-                f"{name}, needed for {what}, is not permitted here ({error}): allow it in the container's seccomp "
-                "profile, or set WSYNC_NATIVE=0 in the trainer and its workers, so that weights travel by sockets"
-            ) from error
-        raise
-
-
 def _allocate(descriptor: int, offset: int, size: int) -> None:
     """Allocate bytes at the end of a file: if memory ran out at the first use of a page, SIGBUS would end the process.
 
@@ -191,7 +175,7 @@ def _allocate(descriptor: int, offset: int, size: int) -> None:
     """
     end, before = offset + size, os.fstat(descriptor).st_size
     try:
-        with _system_call("fallocate(2)", f"{size / 2**20:.1f} MiB of weights"):
+        with system_call("fallocate(2)", f"{size / 2**20:.1f} MiB of weights"):
             for at in range(offset, end, _STEP):
                 os.posix_fallocate(descriptor, at, min(_STEP, end - at))
     except BaseException:
@@ -228,15 +212,16 @@ class SenderArena:
                 opened.callback(os.close, descriptor)
                 return descriptor
 
-            with _system_call("memfd_create(2)", "shared memory"):
+            with system_call("memfd_create(2)", "shared memory"):
                 words = keep(os.memfd_create("wsync-weights", os.MFD_CLOEXEC))
                 headers = keep(os.memfd_create("wsync-headers", os.MFD_CLOEXEC))
             _allocate(words, 0, _size_of_words(blocks))
-            with _system_call("eventfd(2)", "shared memory"):
+            with system_call("eventfd(2)", "shared memory"):
                 self.signal = keep(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
             self.blocks = blocks
             self._slots = _Slots((words, headers), blocks)
-            self._words = native.SenderWords(self._slots.control, blocks, self.signal)
+            with system_call("epoll_create(2)", "shared memory"):
+                self._words = native.SenderWords(self._slots.control, blocks, self.signal)
             self.publish: Callable[[tuple[int, ...], int, int, bool], bool] = self._words.publish
             self.wait: Callable[[tuple[int, ...], int, float | None], bool] = self._words.wait
             self.attention: Callable[[int], None] = self._words.attention
@@ -312,7 +297,7 @@ class SenderArena:
         slot, record, words = update.buffer.slot, self._slots.record(update.buffer.slot), self._slots.words
         if update.extra or update.requires:
             header = msgspec.msgpack.encode((dict(update.requires), update.extra))
-            with _system_call("pwrite(2)", f"{len(header) / 2**20:.1f} MiB of extra state"):
+            with system_call("pwrite(2)", f"{len(header) / 2**20:.1f} MiB of extra state"):
                 if os.pwrite(self._slots.fds[1], header, slot * _SPAN) < len(header):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             words[record + _HEADER_SIZE] = len(header)

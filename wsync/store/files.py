@@ -39,7 +39,8 @@ from wsync.weights.tensors import raw_bytes
 _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 SAME_WEIGHTS = "all readers of a store get the same weights"
-_MANIFEST_BYTES = 64 << 20  # the largest manifest that is read: it has the layout
+MAX_HEADER = 64 << 20  # bytes of the largest manifest, which has the layout, and of what precedes the tensors in a file
+_PIECE = 1 << 20  # bytes
 _VERSION_FILE = re.compile(r"v(\d+)-\w+\.safetensors")
 _UNFINISHED = ".unfinished"
 _DTYPES = {  # by their names in safetensors files
@@ -124,13 +125,25 @@ class Store:
         """Return the manifest, None if nothing has been published; WeightSyncError: it is damaged or unreadable."""
         with self.explaining(f"the store {self.url} cannot be read"):
             try:
-                content = self._fs.cat_file(f"{self._root}/{MANIFEST}", start=0, end=_MANIFEST_BYTES + 1)
+                content = self._read(MANIFEST, MAX_HEADER)
             except FileNotFoundError:
                 return None
         with self.explaining(f"the manifest {MANIFEST} of the store {self.url} is damaged"):
-            if len(content) > _MANIFEST_BYTES:
-                raise ValueError(f"it has more than {_MANIFEST_BYTES} bytes")
-            return msgspec.json.decode(content, type=Manifest)
+            return msgspec.json.decode(content.getbuffer(), type=Manifest)
+
+    def _read(self, file: str, limit: int) -> io.BytesIO:
+        """Return a file's content. ValueError: it has more than ``limit`` bytes, which counts while it is read."""
+        fs, path, content = self._fs, f"{self._root}/{file}", io.BytesIO()
+        if "http" not in fs.protocol:
+            content = io.BytesIO(fs.cat_file(path, start=0, end=limit + 1))
+        else:  # a server may ignore a range, and may compress: a stream (``size`` is not used)
+            with fs.open(path, block_size=0, size=1) as stream:
+                while content.tell() <= limit and (piece := stream.read(_PIECE)):
+                    content.write(piece)
+        if content.getbuffer().nbytes > limit:
+            raise ValueError(f"{file} has more than {limit} bytes")
+        content.seek(0)
+        return content
 
     def make(self) -> None:
         """Make the folder; WeightSyncError: that failed."""
@@ -148,11 +161,9 @@ class Store:
         except Exception as error:  # noqa: BLE001  readers see the newest version already, so it has to count as stored
             _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self.explain(error))
 
-    def open(self, file: str) -> io.BufferedIOBase:
-        """Open a file for reading; one that is not local is read at once."""
-        if self.local is None:
-            return io.BytesIO(self._fs.cat_file(f"{self._root}/{file}"))
-        return open(self.local / file, "rb")
+    def open(self, file: str, limit: int) -> io.BufferedIOBase:
+        """Open a file for reading; one that is not local is read at once, and has at most ``limit`` bytes."""
+        return self._read(file, limit) if self.local is None else open(self.local / file, "rb")
 
     def write(self, file: str, pieces: Sequence[bytes | memoryview]) -> None:
         """Write a file, or replace it; on a local file system it is on the disk then."""

@@ -9,15 +9,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import BufferedIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from wsync.control.loop import control_loop, run_blocking
 from wsync.control.session import checksum_of
 from wsync.deadlines import NOW, remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
 from wsync.gate import process_gate
-from wsync.store.files import MANIFEST, Manifest, Store, order_in_file
+from wsync.store.files import MANIFEST, MAX_HEADER, Manifest, Store, order_in_file
 from wsync.update import Inbox, Update
 from wsync.weights.layout import ALIGNMENT, Buffer, BufferPool, Layout
 from wsync.weights.tensors import raw_bytes
@@ -25,9 +26,11 @@ from wsync.weights.tensors import raw_bytes
 if TYPE_CHECKING:
     from wsync.receiver import Receiver
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.02, 1.0  # seconds between two looks for a newer version
 _STEP = 5  # milliseconds until watchfiles reports a change
+_GRACE = 0.2  # seconds in which a call that has come to its deadline returns by itself
 _CLOSING = 2.0  # seconds that ``close`` waits for the thread, which may be reading
 
 
@@ -77,13 +80,29 @@ class Reader:
             pause = min(2 * pause, 0.25)
 
     def _read(self, manifest: Manifest, layout: Layout) -> Update:
-        with self.store.open(manifest.file) as file:
+        with self.store.open(manifest.file, layout.nbytes + MAX_HEADER) as file:
             buffer = read_tensors(file, layout, self._pool.reserve)
         checksum = checksum_of(buffer.memory, manifest.layout)
         if checksum != int(manifest.checksum, 16):
             raise ValueError(f"it is corrupt: its checksum is {checksum:016x}, not {manifest.checksum}")
         self._layout, self.newest, self.writer = layout, manifest.version, manifest.writer
         return Update(manifest.version, buffer, b"", checksum, manifest.requires, acknowledge=False)
+
+
+def in_time(store: Store, function: Callable[[float | None], T], deadline: float | None, until: float | None) -> T:
+    """Call ``function(until)``. If the store is not local, SyncTimeout: it has not answered by the deadline.
+
+    Then the call goes on, in a thread of its own.
+    """
+    if store.local is not None:
+        return function(until)
+    loop, late = control_loop().acquire(), None if deadline is None else deadline + _GRACE
+    try:
+        return loop.call(run_blocking("store-read", function, until), late)
+    except TimeoutError:
+        raise SyncTimeout(f"the store {store.url} did not answer in time") from None
+    finally:
+        loop.release()
 
 
 def read_tensors(file: BufferedIOBase, layout: Layout, reserve: Callable[[Layout], Buffer]) -> Buffer:
@@ -115,7 +134,7 @@ def read_tensors(file: BufferedIOBase, layout: Layout, reserve: Callable[[Layout
 class FileInbox(Inbox):
     """A ``Connection`` to a store, and its inbox.
 
-    A thread reads each version as it appears, if it ``watches``. ``connect`` and ``fetch`` read in the calling thread.
+    A thread reads each version as it appears, if it ``watches``; ``connect`` and ``fetch`` read as ``in_time`` does.
     A version that was read is staged until it is installed, or a newer one takes its place.
     """
 
@@ -137,7 +156,7 @@ class FileInbox(Inbox):
         """
         store, oldest = self._reader.store, self._reader.oldest
         self._reader, self._owner.inbox = Reader(store, oldest), self  # also what an earlier connection has read
-        self.fetch(deadline if self._waits else NOW)
+        self._look(deadline, deadline if self._waits else NOW)
         if self._staged is not None:
             process_gate().call_without_forward(self._owner.set_layout, self._staged.buffer.layout)
         elif self._waits:
@@ -148,14 +167,18 @@ class FileInbox(Inbox):
         return self.newest
 
     def fetch(self, deadline: float | None) -> None:
-        """Read the newest version in the calling thread, waiting for a first one; WeightSyncError: it is damaged."""
-        self._stage(self._reader.wait(deadline))
+        """Read the newest version, waiting for a first one; WeightSyncError: it is damaged."""
+        self._look(deadline, deadline)
 
-    def _stage(self, update: Update | None) -> bool:
+    def _look(self, deadline: float | None, until: float | None) -> None:
+        reader = self._reader
+        in_time(reader.store, lambda until: self._stage(reader, reader.wait(until)), deadline, until)
+
+    def _stage(self, reader: Reader, update: Update | None) -> bool:
         """Stage what was read, if that is anything; not after ``close``, as the model is not gated any more."""
-        if update is None or self._reader.stop.is_set():
+        if update is None or reader.stop.is_set():
             return False
-        self._owner.sender, self._staged = self._reader.writer, update
+        self._owner.sender, self._staged = reader.writer, update
         return True
 
     def _watch(self, reader: Reader) -> None:
@@ -165,7 +188,7 @@ class FileInbox(Inbox):
         while not reader.stop.is_set():
             found = False
             try:
-                found, said = self._stage(reader.read(reader.store.newest())), ""
+                found, said = self._stage(reader, reader.read(reader.store.newest())), ""
             except WeightSyncError as error:
                 if str(error) != said:
                     said = str(error)
