@@ -44,7 +44,6 @@ class BaseCollector(ABC):
     """
 
     num_workers: int = 1
-    act_through_gate = True  # the workers: a ``send`` that has published need not wait until they have installed
     __signature__: ClassVar[Signature]
     _last_versions = (0, 0)  # ``_versions`` before the shutdown
 

@@ -110,7 +110,8 @@ def test_a_scheme_has_the_same_options_from_its_config_as_from_its_class(name: s
 def test_57_3_who_acts_decides_in_one_place_when_a_send_is_finished() -> None:
     configs = [config_of(TARGETS["shared_mem"])(), config("weight_sync=shared_mem").weight_sync]
     for make in (wsync.SharedMemWeightSyncScheme, *(partial(instantiate, one) for one in configs)):
-        for context, finished in ((SimpleNamespace(act_through_gate=True), "published"), (None, "installed")):
+        acting = SimpleNamespace(remote_workers=[SimpleNamespace(worker_idx=0, sentinel=-1)])
+        for context, finished in ((acting, "published"), (None, "installed")):
             with make() as scheme:
                 scheme.init_on_sender("policy", context, num_workers=1)
                 assert scheme.acknowledge == finished

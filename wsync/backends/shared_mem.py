@@ -7,6 +7,7 @@ from typing import Any, Literal, Unpack
 
 from tensordict import TensorDictBase
 
+from wsync.paths import CollectorContext
 from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.transport import SchemeTransport
@@ -44,7 +45,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         acknowledge: when a ``send`` is finished: ``"installed"``, when every worker's model has the weights;
             ``"published"``, when every forward that starts from then on will use them: a worker installs them on its
             way into a forward, or in ``receive``. Not for workers that pass updates on. None: by who acts: published
-            with a ``context`` whose workers ``act_through_gate`` (a collector), else installed.
+            for a collector's own workers (a ``context`` that has any), else installed.
         strategy, sync, options: as in ``WeightSyncScheme``.
     """
 
@@ -110,7 +111,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         if cached_weights is not None and self._registered.get(model_id) is not cached_weights:
             self.register_shared_weights(model_id, cached_weights)
         if self.acknowledge is None:
-            self.acknowledge = "published" if getattr(context, "act_through_gate", False) else "installed"
+            acting = isinstance(context, CollectorContext) and context.remote_workers
+            self.acknowledge = "published" if acting else "installed"
         super().init_on_sender(model_id, context, **given)
         registered = self._registered.get(model_id)
         if registered is not None and not self.per_worker_weights:

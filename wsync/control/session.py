@@ -266,7 +266,8 @@ class WorkerSession:
             self._waiting.clear()
             self._newest = self._base = None
             self._changed()
-            self._on_change = lambda: None  # this object may live on for a while, in the traceback of an error
+            # This object may live on for a while, in the traceback of an error; the owner of these must not.
+            self._on_change, self._known = lambda: None, int
 
     async def finish(self) -> None:
         """Tell the worker that the sender has shut down in order, and end the connection."""
