@@ -115,7 +115,8 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
             if not (each / SUMMARY).is_file():
                 raise FolderError(f"{each} has no {SUMMARY}: it has not begun, or not ended, or was killed")
             run = Run(each, read_summary(each), list(read_rows(each)))
-            _cells(run, [run]), run.return_over_run  # so that what they need is there
+            _cells(run, [run])  # so that what they need is there
+            _ = run.return_over_run
             runs.append(run)
         except (AttributeError, FolderError, KeyError, TypeError) as error:
             left_out.append(str(error) if isinstance(error, FolderError) else f"{each} is damaged: {error!r}")
