@@ -10,12 +10,12 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from wsync.control.auth import Address, Hello
 from wsync.control.listen import Contact, dial
 from wsync.control.loop import ControlLoop, control_loop
+from wsync.control.processes import pidfd_of
 from wsync.control.rendezvous import Rendezvous
 from wsync.control.session import Medium, SessionInbox
 from wsync.control.wire import Fits, Link, Settings
@@ -108,14 +108,13 @@ class WorkerConnection:
         if arena is not None:
             arena.refuse = self._session.refuse
         owner.inbox = arena or self._session
-        error = await owner.use_layout(settings.layout, try_only=False) if settings.layout else ""
+        error = await owner.use_layout(settings.layout) if settings.layout else ""
         await link.send(Fits(as_text(error)))
         if error:
             raise LayoutMismatch(error.strip().rpartition("\n")[2].partition(": ")[2] or error)
-        with suppress(OSError):
-            if contact.pid:
-                self._pidfd = os.pidfd_open(contact.pid)
-                self._watch(self._pidfd, self._sender_died, link)
+        self._pidfd = pidfd_of(contact.pid)
+        if self._pidfd >= 0:
+            self._watch(self._pidfd, self._sender_died, link)
         self._running = asyncio.ensure_future(self._session.run())
         return settings.first
 

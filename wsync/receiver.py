@@ -223,21 +223,20 @@ class Receiver:
 
     # --- the owner of a connection: called in the control thread ---
 
-    async def use_layout(self, layout: bytes, *, try_only: bool) -> str:
-        """Use weights of this layout from now on, or only try it; return why they do not fit."""
+    async def use_layout(self, layout: bytes) -> str:
+        """Use weights of this layout from now on; return why they do not fit."""
         decoded = Layout.decode(layout)
-        return await self._inside(lambda: error_of(self.set_layout, decoded, try_only=try_only))
+        return await self._inside(lambda: error_of(self.set_layout, decoded))
 
-    def set_layout(self, layout: Layout, *, try_only: bool = False) -> None:
+    def set_layout(self, layout: Layout) -> None:
         """As ``use_layout``, inside the gate; LayoutMismatch: they do not fit."""
         if self._layout is not None and self._layout == layout and self._target is not None:
             return
-        if not try_only and self.destination.module is not None:
+        if self.destination.module is not None:
             unshare(self.destination.module)
-        target = self.destination.target(layout, bind=self.bind and self.inbox.binds)
-        if not try_only:
-            self._target, self._layout = target, layout
-            self.inbox.use(layout, target)
+        self._target = self.destination.target(layout, bind=self.bind and self.inbox.binds)
+        self._layout = layout
+        self.inbox.use(layout, self._target)
 
     async def check(self, update: Update) -> str:
         """Find out whether the model would take an update; return why not."""

@@ -25,7 +25,7 @@ import torch
 
 from wsync.control.listen import Contact, Listener
 from wsync.control.loop import ControlLoop, control_loop
-from wsync.control.processes import Processes, require_descriptors, watched
+from wsync.control.processes import Processes, pidfd_of, require_descriptors, watched
 from wsync.control.session import LATE, Medium, WorkerSession, checksum_of, wait_for
 from wsync.control.wire import NewLayout, Offer, Settings
 from wsync.deadlines import remaining
@@ -49,9 +49,8 @@ class Member:
     session: WorkerSession  # its connection; set once it is accepted
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.pidfd = pid, _pidfd(pid)  # its process; 0 and -1 if that is on another machine
+        self.pid, self.pidfd = pid, pidfd_of(pid)  # its process; 0 and -1 if that is on another machine
         self.block = -1  # its words in the arena, if it uses that
-        self.wake = -1  # the eventfd that wakes it there
         self.fresh = True  # it has connected since the last `connect` or `readmit`, which takes it for a replacement
         self.has_layout = False  # it was sent the layout
 
@@ -119,20 +118,20 @@ class Workers(Outlet):
             return await contact.refuse(f"index {worker} is out of range: there are workers 0 to {last}")
         if worker in self._members:
             return await contact.refuse(f"index {worker} is taken by a worker that is connected")
-        task, member, fds = asyncio.current_task(), Member(contact.pid), ()
+        task, member = asyncio.current_task(), Member(contact.pid)
         self._tasks.add(task)
         try:
             if self._arena is not None and contact.hello.native and member.pidfd >= 0:
-                member.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                try:
-                    member.block = self._arena.open_block(member.wake, member.pidfd, worker)
+                wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                try:  # the worker is sent it, and the arena has a duplicate
+                    member.block = self._arena.open_block(wake, member.pidfd, worker)
+                    await contact.accept((*self._arena.fds, self._arena.signal, wake))
                 except IndexError:
                     return await contact.refuse("too many processes that were connected before still live")
-                fds = (*self._arena.fds, self._arena.signal, member.wake)
-            await contact.accept(fds)
-            if member.wake >= 0:  # the worker has it, and the arena a duplicate
-                os.close(member.wake)
-                member.wake = -1
+                finally:
+                    os.close(wake)
+            else:
+                await contact.accept()
             link = await contact.link()
             member.session = WorkerSession(
                 worker,
@@ -229,9 +228,8 @@ class Workers(Outlet):
             asyncio.get_running_loop().remove_reader(member.pidfd)
         if member.block >= 0 and self._arena is not None:
             self._arena.close_block(member.block)
-        for fd in (member.pidfd, member.wake):
-            if fd >= 0:
-                os.close(fd)
+        if member.pidfd >= 0:
+            os.close(member.pidfd)
 
     # --- Outlet: called under the sender's lock, but for `disconnect` and `close` ---
 
@@ -305,27 +303,23 @@ class Workers(Outlet):
     async def _send_layout(self, member: Member) -> None:
         assert self._layout is not None
         member.has_layout = True
-        await member.session.ask(NewLayout(self._layout.encode(), try_only=False))
+        await member.session.ask(NewLayout(self._layout.encode()))
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        """Ask all workers; if it fits everywhere, have all of them use it."""
-        ask = partial(self._ask, layout, deadline)
-        return self._loop.call(ask(try_only=True)) or self._loop.call(ask(try_only=False))
+        return self._loop.call(self._ask(layout, deadline))
 
-    async def _ask(self, layout: Layout, deadline: float | None, *, try_only: bool) -> Mapping[int, Cause]:
-        sessions = {worker: member.session for worker, member in self._members.items()}
-        for member in self._members.values():
-            member.has_layout = not try_only
-        answers = [session.ask(NewLayout(layout.encode(), try_only)) for session in sessions.values()]
+    async def _ask(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
+        members, causes = self._members, dict[int, Cause]()
         with suppress(TimeoutError):
             async with asyncio.timeout(remaining(deadline)):
-                await asyncio.gather(*answers)
-        causes = {}
-        for worker, session in sessions.items():
+                await asyncio.gather(*(member.session.ask(NewLayout(layout.encode())) for member in members.values()))
+        for worker, session in ((worker, member.session) for worker, member in members.items()):
             if session.misfit:
                 causes[worker] = Cause("failed", session.misfit)
             elif session.misfit is None:
                 causes[worker] = LATE if session.cause is None else Cause("died", session.cause)
+        for member in members.values():
+            member.has_layout = not causes
         return causes
 
     def reserve(self, deadline: float | None) -> Buffer:
@@ -528,16 +522,6 @@ def _difference(delta: Delta, known: dict[Any, bytes | None], base: Update, new:
         known.clear()
         known[key] = delta.difference(base.buffer.memory, new.buffer.memory, new.buffer.layout.width)
     return known[key]
-
-
-def _pidfd(pid: int) -> int:
-    """Return a descriptor that is readable when a process has ended; -1 for one of another machine."""
-    try:
-        return os.pidfd_open(pid) if pid > 0 else -1
-    except ProcessLookupError:
-        return os.eventfd(1, os.EFD_CLOEXEC)
-    except OSError:  # a container may block the call: as on another machine, without the arena
-        return -1
 
 
 def raise_causes(

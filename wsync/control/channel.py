@@ -17,6 +17,7 @@ from typing import NamedTuple
 from wsync.control.auth import Address, Hello, new_key
 from wsync.control.listen import Contact, Listener, dial
 from wsync.control.loop import ControlLoop, control_loop
+from wsync.control.processes import pidfd_of
 from wsync.control.wire import MAC_SIZE, frame_mac
 from wsync.deadlines import readable
 
@@ -47,10 +48,7 @@ class Channel:
         self.local = self._socket.family == socket.AF_UNIX
         self._send_key, self._receive_key = contact.frame_keys()
         self._sent = self._received = 0
-        self.process = -1
-        with suppress(OSError):
-            if contact.pid:
-                self.process = os.pidfd_open(contact.pid)
+        self.process = pidfd_of(contact.pid)
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when ``receive`` has something to return."""

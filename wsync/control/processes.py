@@ -34,6 +34,16 @@ def require_descriptors(count: int, what: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
+def pidfd_of(pid: int) -> int:
+    """Return a descriptor that is readable when a process has ended; -1 for 0, a process of another machine."""
+    try:
+        return os.pidfd_open(pid) if pid > 0 else -1
+    except ProcessLookupError:
+        return os.eventfd(1, os.EFD_CLOEXEC)  # readable at once
+    except OSError:  # a container may block the call: as on another machine
+        return -1
+
+
 @contextmanager
 def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int, int]]:
     """Yield ``{worker: descriptor}``: each descriptor is readable when the worker's process has ended.

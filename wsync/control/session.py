@@ -148,6 +148,7 @@ class WorkerSession:
         self.reported = State(0)
         self.sent_bytes = 0
         self.misfit: str | None = None
+        self._asked_about = 1  # layouts without an answer; the first one comes with the settings
         self.cause: str | None = None
         self.checks = remote or medium.checks
         self._link, self._medium, self._difference, self._known = link, medium, difference, known
@@ -220,6 +221,7 @@ class WorkerSession:
     async def ask(self, message: NewLayout) -> None:
         """Send a layout, and wait for the answer."""
         self.misfit = None
+        self._asked_about += 1
         self.post(message)
         await self.answered()
 
@@ -317,7 +319,8 @@ class WorkerSession:
                 case Refused(version, error, last):
                     self._refuse(version, error, last=last)
                 case Fits(error):
-                    self.misfit = error
+                    self._asked_about -= 1
+                    self.misfit = None if self._asked_about else error
                 case Fetch(number):
                     self._asked = number
                     self._announce()
@@ -515,8 +518,8 @@ class SessionInbox(Inbox):
                     if answered > self._answered:
                         self._answered, self._coming = answered, version
                         self._changes.tell()
-                case NewLayout(layout, try_only), _:
-                    error = await self._owner.use_layout(layout, try_only=try_only)
+                case NewLayout(layout), _:
+                    error = await self._owner.use_layout(layout)
                     await self._link.send(Fits(as_text(error)))
                     self._owner.settle()  # with the arena, an update may have been published already
                 case Goodbye(), _:

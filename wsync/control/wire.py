@@ -54,10 +54,12 @@ class Settings(Message, frozen=True, tag=True):
 
 
 class NewLayout(Message, frozen=True, tag=True):
-    """The layout, where it was not known when the worker connected. ``try_only``: find out whether it would fit."""
+    """The layout, where it was not known when the worker connected; another one follows if it does not fit everywhere.
+
+    Each is answered with ``Fits``.
+    """
 
     layout: bytes
-    try_only: bool
 
 
 class Offer(Message, frozen=True, tag=True):

@@ -217,7 +217,7 @@ class Model:
     def candidates(self) -> Sequence[Update]:
         return self.inbox.poll() if self.inbox is not None else ()
 
-    async def use_layout(self, layout: bytes, *, try_only: bool) -> str:
+    async def use_layout(self, layout: bytes) -> str:
         return ""
 
     def new_buffer(self) -> Any:
