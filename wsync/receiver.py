@@ -48,14 +48,6 @@ class Receiver:
     it needs. ``pass_on``: passes an update on to workers of this worker; called after it is installed and before it is
     acknowledged, outside the gate, in a thread of its own. ``device``: where updates are received that do not come by
     the arena.
-
-    Attributes:
-        sender: identifies the sender of the present connection.
-        passes_on: whether updates are passed on to workers of this worker.
-        worker_idx: the worker's index; -1 before ``connect``.
-        connection: the way to the sender; set by the scheme.
-        inbox: what has its updates; set by the connection. An empty one while there is no connection.
-        announced_at: when the control thread has seen the newest update, if that has come by a connection; else 0.0.
     """
 
     def __init__(
@@ -74,11 +66,11 @@ class Receiver:
     ) -> None:
         self.model_id = model_id
         self.destination = destination
-        self.connection: Connection
-        self.inbox: Inbox = Inbox()
-        self.sender = ""
+        self.connection: Connection  # the way to the sender; set by the scheme
+        self.inbox: Inbox = Inbox()  # what has its updates; set by the connection
+        self.sender = ""  # identifies the sender of the present connection
         self.worker_idx, self._version = -1, 0
-        self.announced_at = 0.0
+        self.announced_at = 0.0  # when the control thread has seen the newest update, if that came by a connection
         self.bind, self.on_request, self._gate = bind, on_request, gate
         self._strategy = strategy
         self._max_staleness, self._timeout = max_staleness, timeout

@@ -50,15 +50,8 @@ Updates = list[tuple[Sequence[int], Update]]
 class Sender:
     """Sends one model's weights. Any thread may call; one call runs at a time, with the sender's lock.
 
-    Args:
-        outlet: what it publishes to.
-        source: where weights come from when a call is given none.
-        timeout: seconds for ``connect`` and ``send``; None for no limit.
-        acknowledges: whether a finished ``send`` means that the workers have installed the update; else that every
-            forward that starts later uses it.
-        delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
-        waits: whether ``send`` waits for workers at all (not where they fetch, nor with a store).
-        record: called with the report of each finished update except that of ``connect``.
+    ``acknowledges``, ``delivers_at_connect``, ``waits``: as in ``WeightSyncScheme``. ``record`` is called with the
+    report of each finished update except that of ``connect``.
     """
 
     def __init__(
@@ -81,9 +74,7 @@ class Sender:
         self.layout: Layout | None = None  # of the weights
         self.connected = False  # `connect` has found all workers
         self.connect_first: Callable[[], object] | None = None  # what the first `send` does, if that connects
-        self.on_published: Callable[[Buffer], None] | None = (
-            None  # set where weights are registered: called after each update of all workers
-        )
+        self.on_published: Callable[[Buffer], None] | None = None  # called after each update of all workers
         self._acknowledges, self._delivers_at_connect, self._waits = acknowledges, delivers_at_connect, waits
         self._record = record
         self._everyone: Sequence[int] = range(num_workers)

@@ -27,7 +27,7 @@ from wsync.control.listen import Contact, Listener
 from wsync.control.loop import ControlLoop, control_loop
 from wsync.control.processes import Processes, pidfd_of, require_descriptors, watched
 from wsync.control.session import LATE, Medium, WorkerSession, checksum_of, wait_for
-from wsync.control.wire import NewLayout, Offer, Settings
+from wsync.control.wire import Offer, Settings
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed, join_indices
 from wsync.gate import process_gate
@@ -58,13 +58,9 @@ class Member:
 class Workers(Outlet):
     """The workers of one sender, which connect to ``listener``.
 
-    Args:
-        make_medium: makes the medium of a worker that does not use the arena; given its index.
-        arena: whether workers on this machine use the arena.
-        on_request: whether workers fetch updates.
-        delta: makes differences of weights in main memory, for workers that do not use the arena.
-        device: where weights are packed.
-        loop: for the simulator; by default this process's.
+    With ``arena``, workers on this machine use it; ``make_medium`` makes the medium of another one, given its index,
+    and ``delta`` the differences that it is sent. ``on_request``: workers fetch updates. Weights are packed on
+    ``device``. ``loop`` is for the simulator.
     """
 
     moves_bytes = False
@@ -303,7 +299,7 @@ class Workers(Outlet):
     async def _send_layout(self, member: Member) -> None:
         assert self._layout is not None
         member.has_layout = True
-        await member.session.ask(NewLayout(self._layout.encode()))
+        await member.session.ask(self._layout.encode())
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
         return self._loop.call(self._ask(layout, deadline))
@@ -312,7 +308,7 @@ class Workers(Outlet):
         members, causes = self._members, dict[int, Cause]()
         with suppress(TimeoutError):
             async with asyncio.timeout(remaining(deadline)):
-                await asyncio.gather(*(member.session.ask(NewLayout(layout.encode())) for member in members.values()))
+                await asyncio.gather(*(member.session.ask(layout.encode()) for member in members.values()))
         for worker, session in ((worker, member.session) for worker, member in members.items()):
             if session.misfit:
                 causes[worker] = Cause("failed", session.misfit)
@@ -344,10 +340,8 @@ class Workers(Outlet):
             if alive and not update.acknowledge and given is self._members and self._all_blocks:
                 return True
             self._note_given(update.version, given)
-        if not alive:
-            self._loop.call(
-                asyncio.sleep(0)
-            )  # the control thread ends sessions of dead processes, so that `wait` names them
+        if not alive:  # the control thread ends sessions of dead processes, so that `wait` names them
+            self._loop.call(asyncio.sleep(0))
         return False
 
     def _choose(self, workers: Sequence[int]) -> Mapping[int, Member]:

@@ -41,14 +41,10 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class ControlLoop:
-    """The control thread of one process. It runs while an end of a connection has acquired it.
-
-    Attributes:
-        inherited: whether this process is a forked child of the one that made it.
-    """
+    """The control thread of one process. It runs while an end of a connection has acquired it."""
 
     def __init__(self) -> None:
-        self.inherited = False
+        self.inherited = False  # whether this process is a forked child of the one that made it
         self._lock = threading.RLock()  # guards the three below; a finalizer may come in between
         self._users = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -113,9 +109,8 @@ class ControlLoop:
         if self.here:
             coroutine.close()
             raise RuntimeError("a blocking call in the control thread: call it from a thread of your own")
-        answers = queue.SimpleQueue[
-            tuple[BaseException | None, asyncio.Task[T]]
-        ]()  # its wait leaves no lock behind if a signal handler raises
+        # Its wait leaves no lock behind if a signal handler raises.
+        answers = queue.SimpleQueue[tuple[BaseException | None, asyncio.Task[T]]]()
 
         def begin() -> None:
             asyncio.ensure_future(coroutine).add_done_callback(end)

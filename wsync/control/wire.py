@@ -34,23 +34,14 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Settings(Message, frozen=True, tag=True):
-    """The first message to an accepted worker, which answers with ``Fits``: how this connection is used.
+    """The first message to an accepted worker, which answers with ``Fits``: how this connection is used."""
 
-    Attributes:
-        sender: identifies the sender, for ``requires``.
-        layout: empty if no weights have defined it yet.
-        on_request: whether the worker fetches versions (``initiator="receiver"``).
-        first: the version that ``connect`` of the worker waits for; 0 for none.
-        arena: how many blocks of words the arena has, and which one is this connection's; None without an arena.
-        differences: whether updates may come as differences to the one before.
-    """
-
-    sender: str
-    layout: bytes
-    on_request: bool
-    first: int
-    arena: tuple[int, int] | None
-    differences: bool
+    sender: str  # identifies the sender, for ``requires``
+    layout: bytes  # empty if no weights have defined it yet
+    on_request: bool  # whether the worker fetches versions (``initiator="receiver"``)
+    first: int  # the version that ``connect`` of the worker waits for; 0 for none
+    arena: tuple[int, int] | None  # how many blocks of words it has, and which one is this connection's
+    differences: bool  # whether updates may come as differences to the one before
 
 
 class NewLayout(Message, frozen=True, tag=True):
@@ -63,13 +54,7 @@ class NewLayout(Message, frozen=True, tag=True):
 
 
 class Offer(Message, frozen=True, tag=True):
-    """An ``Update``. Its ``size`` bytes follow, or come through the medium.
-
-    Attributes:
-        base: the version to which a difference is applied; 0 for whole weights.
-        medium: whether the connection's medium carries it.
-        slot: in the arena, where it lies, if it is an undecided one that is not carried at all; else -1.
-    """
+    """An ``Update``. Its ``size`` bytes follow, or come through the medium."""
 
     version: int
     size: int
@@ -77,9 +62,9 @@ class Offer(Message, frozen=True, tag=True):
     extra: bytes = b""
     requires: dict[str, int] = {}
     undecided: bool = False
-    base: int = 0
-    medium: bool = False
-    slot: int = -1
+    base: int = 0  # the version to which a difference is applied; 0 for whole weights
+    medium: bool = False  # whether the connection's medium carries it
+    slot: int = -1  # in the arena, where it lies, if it is an undecided one that is not carried at all
 
 
 class Sent(Message, frozen=True, tag=True):
@@ -113,17 +98,13 @@ class Fits(Message, frozen=True, tag=True):
 
 
 class State(Message, frozen=True, tag=True):
-    """What the worker has: the newest version that is ``received``, ``ready`` or ``installed`` there.
-
-    Attributes:
-        wait, apply: seconds from the arrival of the installed version until the gate was free, and of the installation.
-    """
+    """What the worker has: the newest version that is ``received``, ``ready`` or ``installed`` there."""
 
     received: _Version
     ready: _Version = 0
     installed: _Version = 0
-    wait: Seconds = 0.0
-    apply: Seconds = 0.0
+    wait: Seconds = 0.0  # from the arrival of the installed version until the gate was free
+    apply: Seconds = 0.0  # of the installation
 
     @property
     def version(self) -> int:
@@ -188,8 +169,7 @@ class Changes:
 class Stream(Protocol):
     """A connection's bytes. Used by the control thread alone."""
 
-    host: str
-    """This end's address, by which the other end reaches it."""
+    host: str  # this end's address, by which the other end reaches it
 
     async def read(self, size: int) -> bytes:
         """Return exactly ``size`` bytes; ConnectionError if the connection has ended."""
@@ -208,13 +188,7 @@ class Stream(Protocol):
 class Link:
     """An authenticated connection.
 
-    Args:
-        end: ``"trainer"`` or ``"worker"``: this one.
-        keys: for the MACs of the frames that are sent, and received.
-
-    Attributes:
-        host: as of the stream.
-        cause: why it has ended; None while it has not.
+    ``end``: this one, ``"trainer"`` or ``"worker"``. ``keys``: for the MACs of frames that are sent, and received.
     """
 
     def __init__(self, stream: Stream, end: str, keys: tuple[bytes, bytes]) -> None:
@@ -225,7 +199,7 @@ class Link:
         self._sent = self._received = 0
         self._writing = asyncio.Lock()
         self.host = stream.host
-        self.cause: Exception | None = None
+        self.cause: Exception | None = None  # why it has ended
 
     async def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
         """Send a message, and the bytes that follow it; return when their memory may be reused."""

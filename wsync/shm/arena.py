@@ -327,15 +327,11 @@ class ArenaInbox(Inbox):
     """The arena in a worker.
 
     ``fds``, the two files, the trainer's eventfd and this connection's, are owned by this object from now on.
-    ``binds``: whether the model stays bound to its slot; otherwise it copies.
-
-    Attributes:
-        refuse: called with an update that could not be installed, and the error; set by the connection.
-        wake: this connection's eventfd. When it can be read, an update has come that the trainer, or a thread of this
-            process, waits for.
+    ``binds``: whether the model stays bound to its slot; otherwise it copies. ``wake`` is readable when an update has
+    come that the trainer, or a thread of this process, waits for.
     """
 
-    refuse: Callable[[Update, str], None]
+    refuse: Callable[[Update, str], None]  # called with an update that could not be installed; set by the connection
 
     def __init__(self, fds: Sequence[int], block: int, blocks: int, owner: Any, *, binds: bool) -> None:
         weights, headers, self._signal, self.wake = fds

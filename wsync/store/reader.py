@@ -35,18 +35,12 @@ _CLOSING = 2.0  # seconds that ``close`` waits for the thread, which may be read
 
 
 class Reader:
-    """Reads the newest version of a store, each once. Any thread may call.
-
-    Attributes:
-        oldest: the oldest version that may be used.
-        newest: the newest version that was read, by the trainer ``writer``; 0 for none.
-        stop: ends every wait.
-    """
+    """Reads the newest version of a store, each once. Any thread may call."""
 
     def __init__(self, store: Store, oldest: int = 1) -> None:
-        self.store, self.oldest = store, oldest
-        self.newest, self.writer = 0, ""
-        self.stop = threading.Event()
+        self.store, self.oldest = store, oldest  # the oldest version that may be used
+        self.newest, self.writer = 0, ""  # the newest version that was read, and its trainer
+        self.stop = threading.Event()  # ends every wait
         self._pool = BufferPool()
         self._lock = threading.Lock()  # guards ``newest``, ``writer`` and what follows, and reading takes long
         self._layout: Layout | None = None

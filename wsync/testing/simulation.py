@@ -24,9 +24,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from wsync import deadlines, workers
-from wsync.control import session
 from wsync.control.session import Medium, SessionInbox, choose
-from wsync.control.wire import Link
+from wsync.control.wire import Fits, Link
 from wsync.deadlines import deadline_in
 from wsync.update import Cause, Stage, Update
 from wsync.workers import Workers
@@ -268,7 +267,7 @@ class SimulatedWorker(Process):
             try:
                 await link.receive()  # its settings
                 inbox = SessionInbox(link, Medium(), model, self.world.loop.call_soon)  # type: ignore[arg-type]
-                await link.send(session.Fits())
+                await link.send(Fits())
                 if model.inbox is not None:  # what was promised stays promised
                     inbox._staged.extend(model.inbox.poll())
                 model.inbox = inbox
