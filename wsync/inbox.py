@@ -181,7 +181,7 @@ class InProcess(Outlet, Inbox):
 
     def connect(self, _: Any, deadline: float | None) -> int:
         """Connect the receiver, unless that has been done: its own ``connect`` comes here, too."""
-        if not self._receiver.connected:
+        if self._receiver.phase != "open":
             self._receiver.connect(0, remaining(deadline))
         else:
             self._receiver.inbox = self

@@ -582,7 +582,7 @@ class WeightSyncScheme:
     def _inherited(self) -> bool:
         """Whether this is a forked child of the process that has initialised the scheme."""
         end = self._sender or self._receiver
-        return end is not None and end.inherited
+        return end is not None and end.loop.inherited
 
     def _require_not_forked(self) -> None:
         if self._inherited:
@@ -652,7 +652,7 @@ class WeightSyncScheme:
     @property
     def finished(self) -> bool:
         """On a receiver: whether the sender has shut down. False after its death, and after this end's ``shutdown``."""
-        return self._receiver is not None and self._receiver.finished
+        return self._receiver is not None and self._receiver.phase == "finished"
 
     @property
     def weights(self) -> Any:

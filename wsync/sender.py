@@ -68,7 +68,6 @@ class Sender:
     ) -> None:
         self.outlet, self.source = outlet, source
         self.num_workers, self.timeout = num_workers, timeout
-        self.name = outlet.name  # identifies this sender in what updates require of one another
         self.version = 0  # the newest number used: sent, skipped by `continue_from`, or failed
         self.sent_version = 0  # the newest version that workers were given
         self.layout: Layout | None = None  # of the weights
@@ -88,17 +87,12 @@ class Sender:
         self._extra: dict[int, bytes] = {}  # each worker's extra state, as last sent
         self._newest: Buffer | None = None  # of the newest update, if all workers were given it
         self._lock = threading.RLock()  # guards everything here; it is the order of updates
-        self._loop = control_loop()
-
-    @property
-    def inherited(self) -> bool:
-        """Whether this process is a forked child of the one that has made this sender."""
-        return self._loop.inherited
+        self.loop = control_loop()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Let no other call run meanwhile; NotConnected: in a forked child."""
-        self._loop.require_own()
+        self.loop.require_own()
         with self._lock:
             yield
 
@@ -124,7 +118,7 @@ class Sender:
     def disconnect(self, worker: int) -> None:
         """Treat a worker as dead, also while another thread's call waits for it."""
         worker = one_worker(worker, self.num_workers)
-        self._loop.require_own()
+        self.loop.require_own()
         self.outlet.disconnect(worker, "it was disconnected by disconnect() or readmit()")
         if self._lock.acquire(blocking=False):  # else the call that has the lock does so, if it waits for this worker
             try:
@@ -152,7 +146,7 @@ class Sender:
         self, weights: object, worker_ids: Any = None, *, wait: bool = True, partial: bool = False
     ) -> SyncReport | None:
         """Deliver an update, as ``WeightSyncScheme.send`` does; without ``wait``, do not wait for the workers."""
-        if self._loop.inherited:
+        if self.loop.inherited:
             raise forked_child_error()
         with self._lock:
             acknowledge = self._acknowledges or (self._waits and not wait)  # `wait_async` promises the install
@@ -244,7 +238,7 @@ class Sender:
                 packing += time.monotonic() - at
                 packed.append((group, buffer, extra, requires))
             del part  # before the next one is made
-        self._loop.require_own()  # a function of the user's may have forked, and this may be the child
+        self.loop.require_own()  # a function of the user's may have forked, and this may be the child
         if workers is self._everyone and rest is None:
             self.source.learn(weights, layout)
         acknowledge = acknowledge or any(extra for _, _, extra, _ in packed)  # `set_extra_state` may raise
@@ -424,7 +418,7 @@ class Sender:
             raise WeightSyncError("models are installed one by one here: workers fetch, or the backend cannot wait")
         workers = self._recipients(worker_ids)
         sent, updates = self._pack(weights, workers, undecided=True)
-        requires[self.name] = sent.version
+        requires[self.outlet.name] = sent.version
         yield {}
         decided = False
         try:

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from wsync.control.session import checksum_of
-from wsync.control.wire import Link, Offer, Sent, Side
+from wsync.control.wire import Changes, Link, Offer, Sent, Side
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import WeightSyncError, as_text
 from wsync.media import BlockingMedium
@@ -45,7 +45,7 @@ class TransportMedium(BlockingMedium):
         self._is_set_up = False
         self._sent = Sent(0)  # the newest such message
         self._receiving: asyncio.Future[Any] | None = None  # a call of ``receive_weights`` that was not used yet
-        self._news = asyncio.Event()  # set when either has changed
+        self._changes = Changes()  # of either, and the end
 
     @property
     def waits_for_close(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -109,7 +109,7 @@ class TransportMedium(BlockingMedium):
             options = {"weights": own, "strategy": self._strategy}
             receive = self._transport.receive_weights
             self._receiving = self._start(self._transfers, lambda _=into: receive(remaining(deadline), **options))
-            self._receiving.add_done_callback(lambda _: self._news.set())
+            self._receiving.add_done_callback(lambda _: self._changes.tell())
         call = self._receiving
         await self._until(lambda: call is None or call.done() or self._has_failed(offer))
         if call is None or self._has_failed(offer):  # the call may return the next update
@@ -133,10 +133,9 @@ class TransportMedium(BlockingMedium):
         return self._has_returned(offer) and bool(self._sent.error)
 
     async def _until(self, ready: Callable[[], bool]) -> None:
-        while not ready():
+        await self._changes.until(lambda: ready() or self._ended.done())
+        if not ready():
             self._require_open()
-            self._news.clear()
-            await self._news.wait()
 
     # --- both ---
 
@@ -174,11 +173,11 @@ class TransportMedium(BlockingMedium):
 
     def on_sent(self, version: int, error: str) -> None:
         self._sent = Sent(version, error)
-        self._news.set()
+        self._changes.tell()
 
     def close(self) -> None:
         super().close()
-        self._news.set()
+        self._changes.tell()
 
     def _release(self) -> None:
         close = getattr(self._transport, "close", None)

@@ -360,7 +360,7 @@ class ArenaInbox(Inbox):
         The receiver installs all while threads wait for them, or if the worker fetches or passes on.
         """
         owner = self._owner
-        usual = not (self._waited_for or self._may_refuse or owner.on_request or owner.passes_on)
+        usual = not (self._waited_for or self._may_refuse or owner.on_request or owner.pass_on)
         self.words.usual(getattr(self._target, "installer", None) if usual else None)
 
     @property
