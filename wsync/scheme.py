@@ -72,8 +72,6 @@ class WeightSyncScheme:
         metrics: what each update has cost.
         model_id, context, model: what this end was initialised with; None before that.
         worker_idx: this worker's index; None on the sender.
-        name, collectors: of the backend: its name in reports; the values of ``collector=`` in ``train.py`` that work
-            with it, the default first.
     """
 
     __signature__: ClassVar[inspect.Signature]
@@ -81,9 +79,9 @@ class WeightSyncScheme:
     context: Any = None
     model: Any = None
     worker_idx: int | None = None
-    # What a backend sets.
-    name: ClassVar[str] = ""  # in reports; by default the class's name
-    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")  # of `train.py`, the default first
+    # What a backend sets: its name in reports; the values of ``collector=`` in `train.py` for it, the default first.
+    name: ClassVar[str] = ""
+    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
     sends_weights: ClassVar[bool] = True  # false for the backend `none` alone
     sender_driven: ClassVar[bool] = False  # `connect` of the sender sets up the receivers, too: actors of its `context`
     delivers_at_connect: ClassVar[bool] = True  # else the first `send` delivers the first weights
@@ -606,9 +604,8 @@ class WeightSyncScheme:
         return self._receiver
 
     def _wrong_end(self, call: str, needed: str) -> NotConnected:
-        if self.model_id is None:
-            return NotConnected(f"{call}() needs init_on_{needed}() first, also after shutdown()")
-        return NotConnected(f"{call}() can only be called on the {needed}; this scheme is initialised on the other end")
+        why = "this scheme is initialised on the other end" if self.model_id else "also again after shutdown()"
+        return NotConnected(f"{call}() needs init_on_{needed}() first: {why}")
 
     @property
     def timeout(self) -> float | None:

@@ -13,7 +13,7 @@ import hashlib
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -166,32 +166,13 @@ class Changes:
             await self._event.wait()
 
 
-class Stream(Protocol):
-    """A connection's bytes. Used by the control thread alone."""
-
-    host: str  # this end's address, by which the other end reaches it
-
-    async def read(self, size: int) -> bytes:
-        """Return exactly ``size`` bytes; ConnectionError if the connection has ended."""
-        ...
-
-    async def read_into(self, memory: memoryview) -> None:
-        """Fill ``memory``; ConnectionError if the connection has ended."""
-
-    async def write(self, head: bytes, payload: memoryview | bytes = b"") -> None:
-        """Take both at once, in this order; then wait until the memory may be reused."""
-
-    def close(self) -> None:
-        """End the connection; pending reads and writes raise ConnectionError."""
-
-
 class Link:
     """An authenticated connection.
 
     ``end``: this one, ``"trainer"`` or ``"worker"``. ``keys``: for the MACs of frames that are sent, and received.
     """
 
-    def __init__(self, stream: Stream, end: str, keys: tuple[bytes, bytes]) -> None:
+    def __init__(self, stream: SocketStream, end: str, keys: tuple[bytes, bytes]) -> None:
         self._stream = stream
         self._decoder = _decoders[end]
         self._limit = LARGE if end == "worker" else SMALL
@@ -244,10 +225,13 @@ def frame_mac(key: bytes, number: int, *parts: bytes | bytearray | memoryview) -
 
 
 class SocketStream(asyncio.BufferedProtocol):
-    """A ``Stream`` over a socket: a payload is read from the kernel into its place, and written without a copy."""
+    """A connection's bytes: a payload is read from the kernel into its place, and written without a copy.
+
+    What is pending raises ConnectionError when the connection ends. Used by the control thread alone.
+    """
 
     def __init__(self) -> None:
-        self.host = "127.0.0.1"
+        self.host = "127.0.0.1"  # this end's address, by which the other end reaches it
         self._head = bytearray(2 * _PAUSE)
         self._have = 0  # bytes in `_head` that were not read
         self._target: memoryview | None = None  # what `read_into` fills
@@ -298,9 +282,10 @@ class SocketStream(asyncio.BufferedProtocol):
                 self._paused = True
         self._changes.tell()
 
-    # --- Stream ---
+    # --- called by a ``Link`` ---
 
     async def read(self, size: int) -> bytes:
+        """Return exactly ``size`` bytes."""
         if size > _PAUSE:
             data = bytearray(size)
             await self.read_into(memoryview(data))
@@ -335,6 +320,7 @@ class SocketStream(asyncio.BufferedProtocol):
             raise self._error
 
     async def write(self, head: bytes, payload: memoryview | bytes = b"") -> None:
+        """Take both at once, in this order; then wait until the memory may be reused."""
         if self._error is not None:
             raise self._error
         if payload:

@@ -193,16 +193,6 @@ class SenderArena:
     and ``wait``. The control thread calls ``store_header`` and ``publish`` as well, with the outlet's lock, to give a
     worker that has just connected the newest update. The others are for any thread. ``blocks``: the most connections at
     a time, those of disconnected but living workers included.
-
-    Attributes:
-        signal: the eventfd that workers signal.
-        publish: ``(blocks, version, slot, acknowledge)``: points connections to a slot, and wakes those workers that
-            have to acknowledge it or want to be woken. Returns False if the process of an open block has ended; that is
-            looked at only without ``acknowledge``.
-        wait: ``(blocks, version, timeout)``: waits until all of them have installed a version. Returns False at the
-            deadline, or if one without the version was closed, or needs ``attention``. Raises what a signal handler
-            raises.
-        attention: ends the wait for a block, or the next one: its session has ended, or has refused an update.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -217,13 +207,18 @@ class SenderArena:
                 headers = keep(os.memfd_create("wsync-headers", os.MFD_CLOEXEC))
             _allocate(words, 0, _size_of_words(blocks))
             with system_call("eventfd(2)", "shared memory"):
-                self.signal = keep(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+                self.signal = keep(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))  # what workers signal
             self.blocks = blocks
             self._slots = _Slots((words, headers), blocks)
             with system_call("epoll_create(2)", "shared memory"):
                 self._words = native.SenderWords(self._slots.control, blocks, self.signal)
+            # (blocks, version, slot, acknowledge): points connections to a slot, and wakes workers that have to answer
+            # or want to be woken; False: the process of one has ended, which is looked at only without `acknowledge`.
             self.publish: Callable[[tuple[int, ...], int, int, bool], bool] = self._words.publish
+            # (blocks, version, timeout): waits until all have installed a version. False: at the deadline; or if one
+            # without it was closed, or needs `attention`. Raises what a signal handler raises.
             self.wait: Callable[[tuple[int, ...], int, float | None], bool] = self._words.wait
+            # Ends the wait for a block, or the next one: its session has ended, or has refused an update.
             self.attention: Callable[[int], None] = self._words.attention
             opened.pop_all()
         self._workers: dict[int, int] = {}  # by block, of those that are open

@@ -89,13 +89,13 @@ class Process:
 
 
 class Stream:
-    """One end of a connection. Bytes arrive late and in pieces, in order; a cut one loses them from any byte on."""
+    """In place of a ``SocketStream``: bytes come late and in pieces, in order; cut, it loses them from any byte on."""
 
     host = ""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, peer: Stream | None = None) -> None:
         self.process, self.world = process, process.world
-        self.peer: Stream = self
+        self.peer: Stream = peer or self
         self.received, self.in_flight, self.last, self.error = bytearray(), 0, 0.0, ""
         self.changed = asyncio.Event()
         self.lost = False
@@ -186,7 +186,7 @@ def make_outlet() -> Workers:
     return outlet
 
 
-async def welcome(outlet: Workers, index: int, there: Stream) -> None:
+async def welcome(outlet: Workers, index: int, there: Any) -> None:
     """Have the outlet accept a worker, by the trainer's end of its connection."""
 
     async def accept(fds: Sequence[int] = ()) -> None:
@@ -260,8 +260,8 @@ class SimulatedWorker(Process):
         """Connect, and connect again whenever the connection has ended."""
         model = self.models[name]
         while True:
-            here, there = Stream(self), Stream(self.world.trainer)
-            here.peer, there.peer = there, here
+            here: Any = Stream(self)
+            here.peer = there = Stream(self.world.trainer, peer=here)
             self.world.trainer.start(welcome(self.world.outlets[name], self.index, there))
             link = Link(here, "worker", (KEYS[1], KEYS[0]))
             try:
