@@ -119,10 +119,6 @@ class Receiver:
         self.inbox.leave()
         self._answer()
 
-    def candidates(self) -> Sequence[Update]:
-        """Return the updates that may be installed, the oldest first."""
-        return self.inbox.poll()
-
     def ready_version(self) -> int:
         """Return the version that a forward that starts now would use."""
         chosen = choose(self._siblings()).get(self)

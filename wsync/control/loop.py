@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -151,13 +151,12 @@ class BlockingCalls:
 
     def start(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Have a function called; return the future of its result."""
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        self._calls.put((loop, future, partial(function, *args, **kwargs)))
+        work = Future[T]()
+        self._calls.put((work, partial(function, *args, **kwargs)))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        return future
+        return asyncio.wrap_future(work)
 
     def end(self) -> None:
         """End the thread, once it is idle."""
@@ -170,28 +169,20 @@ class BlockingCalls:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            loop, future, function = call
-            result, error = None, None
-            try:
-                result = function()
-            except BaseException as raised:  # noqa: BLE001  raised again where it is awaited
-                error = raised
-                if not isinstance(raised, Exception) or isinstance(raised, StopIteration):  # these would end the loop
-                    error = RuntimeError(f"{type(raised).__name__}: {raised}")
-            with suppress(RuntimeError):  # the loop has ended: nothing awaits the result
-                loop.call_soon_threadsafe(_settle, future, result, error)
-            del call, future, function, result, error  # not kept until the next call: they may have a buffer
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if not future.done():
-        future.set_result(result) if error is None else future.set_exception(error)
+            work, function = call
+            if work.set_running_or_notify_cancel():
+                try:
+                    work.set_result(function())
+                except BaseException as error:  # noqa: BLE001  raised again where it is awaited
+                    plain = isinstance(error, Exception) and not isinstance(error, StopIteration)  # no end of the loop
+                    work.set_exception(error if plain else RuntimeError(f"{type(error).__name__}: {error}"))
+            del call, work, function  # not kept until the next call: they may have a buffer
 
 
 async def run_blocking(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function that blocks in a thread of its own, and await its result.
 
-    If the caller is cancelled, the thread goes on to the function's end, and its result is dropped.
+    If the caller is cancelled, a call that has begun goes on to the function's end, and its result is dropped.
     """
     calls = BlockingCalls(name)
     future = calls.start(function, *args, **kwargs)

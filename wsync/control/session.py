@@ -47,8 +47,7 @@ class Medium:
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
         """Trainer: send the offer by ``link``, then whole weights or a difference; return when the memory is free.
 
-        A medium that carries the weights beside ``link`` sets ``Offer.medium``, and tells the worker by ``Sent`` when
-        it has returned, or why it has failed.
+        A medium that carries the weights beside ``link`` sets ``Offer.medium``.
 
         Raises:
             ConnectionError: nothing can be sent to this worker any more.
@@ -60,12 +59,9 @@ class Medium:
         """Worker: fill ``into`` with the weights of an offer with ``Offer.medium``, which was just received."""
         raise ConnectionError("the sender uses a medium that this worker does not have")
 
-    def on_side(self, data: bytes) -> None:
-        """Take a ``Side`` message of the other end."""
+    def on_side(self, said: Side) -> None:
+        """Take a message of the other end."""
         raise ConnectionError("the other end uses a medium that this one does not have")
-
-    def on_sent(self, version: int, error: str) -> None:
-        """Worker: the trainer's ``send`` has returned, or has failed."""
 
     def close(self) -> None:
         """Make ``send`` and ``receive`` raise, at once. Idempotent."""
@@ -296,8 +292,8 @@ class WorkerSession:
                 case wire.Fetch(number):
                     self._asked = number
                     self._announce()
-                case Side(data):
-                    self._medium.on_side(data)
+                case Side() as said:
+                    self._medium.on_side(said)
                 case wire.Goodbye():
                     self.end("it has shut down")
                     return
@@ -337,7 +333,7 @@ def choose(models: Iterable[Receiver]) -> dict[Receiver, Update]:
     versions of its siblings that it requires, and so does every later one.
     """
     models = list(models)
-    waiting = {model: list(found) for model in models if (found := model.candidates())}
+    waiting = {model: list(found) for model in models if (found := model.inbox.poll())}
     while True:
         then = {model.sender: (waiting[model][-1] if model in waiting else model).version for model in models}
         early = next((one for one in waiting if _lacks_any(then, waiting[one][-1].requires)), None)
@@ -457,10 +453,8 @@ class SessionInbox(Inbox):
         """Read; what is for the medium reaches it also while an update is received through it."""
         while True:
             match await self._link.receive():
-                case Side(data):
-                    self._medium.on_side(data)
-                case wire.Sent(version, error):
-                    self._medium.on_sent(version, error)
+                case Side() as said:
+                    self._medium.on_side(said)
                 case Offer(medium=False, slot=-1) as offer:
                     self._messages.put_nowait((offer, await self._read_payload(offer)))
                 case message:

@@ -67,13 +67,6 @@ class Offer(Message, frozen=True, tag=True):
     slot: int = -1  # in the arena, where it lies, if it is an undecided one that is not carried at all
 
 
-class Sent(Message, frozen=True, tag=True):
-    """The medium's ``send`` has returned, or has failed."""
-
-    version: int
-    error: str = ""
-
-
 class Decide(Message, frozen=True, tag=True):
     """Whether an undecided update is committed."""
 
@@ -137,14 +130,16 @@ class Goodbye(Message, frozen=True, tag=True):
 
 
 class Side(Message, frozen=True, tag=True):
-    """What the two ends of a medium tell each other."""
+    """What the two ends of a medium tell each other, who know what it means."""
 
-    data: bytes
+    number: int = 0
+    text: str = ""
+    data: bytes = b""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {  # by the end that reads
-    "worker": msgspec.msgpack.Decoder(Settings | NewLayout | Offer | Sent | Decide | Newest | Goodbye | Side),
+    "worker": msgspec.msgpack.Decoder(Settings | NewLayout | Offer | Decide | Newest | Goodbye | Side),
     "trainer": msgspec.msgpack.Decoder(Fits | State | Refused | Fetch | Goodbye | Side),
 }
 

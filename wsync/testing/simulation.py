@@ -27,7 +27,7 @@ from wsync import deadlines, workers
 from wsync.control.session import Medium, SessionInbox, choose
 from wsync.control.wire import Fits, Link
 from wsync.deadlines import deadline_in
-from wsync.update import Cause, Stage, Update
+from wsync.update import Cause, Inbox, Stage, Update
 from wsync.workers import Workers
 
 MODELS, INDICES, TIMEOUT, KEEPALIVE = ("actor", "critic"), (0, 1, 2), 5.0, 2.0
@@ -211,10 +211,7 @@ class Model:
         self.worker, self.sender = worker, sender
         self.version = self.seen = self.promised = 0
         self.installed: Update | None = None
-        self.inbox: SessionInbox | None = None
-
-    def candidates(self) -> Sequence[Update]:
-        return self.inbox.poll() if self.inbox is not None else ()
+        self.inbox = Inbox()
 
     async def use_layout(self, layout: bytes) -> str:
         return ""
@@ -268,8 +265,7 @@ class SimulatedWorker(Process):
                 await link.receive()  # its settings
                 inbox = SessionInbox(link, Medium(), model, self.world.loop.call_soon)  # type: ignore[arg-type]
                 await link.send(Fits())
-                if model.inbox is not None:  # what was promised stays promised
-                    inbox._staged.extend(model.inbox.poll())
+                inbox._staged.extend(model.inbox.poll())  # what was promised stays promised
                 model.inbox = inbox
                 await inbox.run()
             except ConnectionError:
