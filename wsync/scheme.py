@@ -231,9 +231,7 @@ class WeightSyncScheme:
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
             pipes: of the older API, one to each worker, which is sent the sender's address.
 
-        Raises:
-            RuntimeError: the scheme is initialised already.
-            TypeError, ValueError: an argument has a wrong type; or arguments contradict one another.
+        RuntimeError: initialised already. TypeError, ValueError: a wrong argument; or they contradict one another.
         """
         self._require_uninitialised()
         sources = {"model": model, "weights": weights, "params_map": params_map}
@@ -299,8 +297,7 @@ class WeightSyncScheme:
         Raises:
             RuntimeError: initialised already; or the scheme has no sender's address and no torch store with one.
             LookupError, TypeError: the context has no such model.
-            ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or the context passes
-                updates on, but ``send`` awaits no acknowledgements.
+            ValueError: another model_id than the sender's; no model; or a context passes on what is not acknowledged.
         """
         if self._sender is not None and self._inherited:  # a forked worker has the trainer's end, too
             self._sender = self.model_id = None
@@ -341,9 +338,8 @@ class WeightSyncScheme:
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process: an update is installed before ``send`` returns.
 
-        The weights of ``source`` are installed in ``model`` at once, and ``send()`` reads it again.
-
-        LayoutMismatch: it does not fit the model. RuntimeError: the scheme is initialised.
+        The weights of ``source`` are installed in ``model`` at once, and ``send()`` reads it again. LayoutMismatch: it
+        does not fit the model. RuntimeError: the scheme is initialised.
         """
         self._require_uninitialised()
         receiver = self._make_receiver(model_id, model)
@@ -458,8 +454,7 @@ class WeightSyncScheme:
     def wait_async(self) -> SyncReport | None:
         """Wait until all that was sent without waiting is installed; return the newest report, None if there is none.
 
-        It raises as ``send``: one error, for the oldest update that failed, with every worker that lacks it or a later
-        one.
+        It raises as ``send``: one error, for the oldest update that failed, with all that lack it or a later one.
         """
         return self._as_sender("wait_async").wait()
 
@@ -470,10 +465,8 @@ class WeightSyncScheme:
             The model's weights, of one version, not copied; with ``load=`` and no model, the version number. None after
             ``timeout`` seconds, and when the sender has shut down (``finished`` is then true) or this end has.
 
-        Raises:
-            NotConnected: the sender died, or has disconnected this worker; or an earlier call has told a shutdown.
-            WeightSyncError: the model may be mixed from two versions.
-            RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
+        NotConnected: the sender died, or has disconnected this worker; or an earlier call has told a shutdown.
+        WeightSyncError: the model may be mixed from two versions. RuntimeError: called inside the gate.
         """
         return self._as_receiver("receive").receive(timeout)
 
@@ -486,15 +479,12 @@ class WeightSyncScheme:
             NotConnected: before ``connect``; or the connection is lost, and the last version was returned already.
             SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
             WeightSyncError: the newest version failed to install or to be sent; or a store is unreadable.
-            RuntimeError: called inside a forward, or ``wsync.gate()``.
+            RuntimeError: called inside the gate.
         """
         return self._as_receiver("pull").pull(timeout)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply ``weights`` to this end's model, inside the gate, without sending anything.
-
-        LayoutMismatch: they do not fit, nothing was applied. NotConnected: this end has no model.
-        """
+        """Apply ``weights`` to this end's model, inside the gate, without sending anything; LayoutMismatch: no fit."""
         self._require_not_forked()
         if self.model is None:
             raise NotConnected("this end has no model to apply weights to")

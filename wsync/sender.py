@@ -460,10 +460,8 @@ class Sender:
 def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]:
     """Return the workers that ``worker_ids`` names, one or several, each once.
 
-    Integers of any type are accepted (torch's, numpy's), and returned as plain ones.
-
-    Raises:
-        ValueError: one is not among ``num_workers`` workers; or is a bool, which may be part of a mask.
+    Integers of any type are accepted (torch's, numpy's), and returned as plain ones. ValueError: one is not among
+    ``num_workers`` workers; or is a bool, which may be part of a mask.
     """
     ids = worker_ids.tolist() if isinstance(worker_ids, np.ndarray | torch.Tensor) else worker_ids
     named = [as_plain_integer(one) for one in (ids if isinstance(ids, Iterable) else [ids])]

@@ -526,8 +526,7 @@ def raise_causes(
 ) -> None:
     """Raise one error that names each worker, its cause and the survivors; if there is no cause, do nothing.
 
-    Raises:
-        WorkerDied, WorkerFailed, SyncTimeout: by the gravest cause.
+    It is a ``WorkerDied``, a ``WorkerFailed`` or a ``SyncTimeout``, by the gravest cause.
     """
     if not causes:
         return

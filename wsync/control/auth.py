@@ -103,10 +103,8 @@ def new_key() -> bytes:
 def shared_key(*, of_run: bool = True) -> bytes:
     """Return the key that this user's processes share: ``WSYNC_AUTHKEY``, or a file that only this user can read.
 
-    ``of_run``: under ``torchrun``, that of this run alone.
-
-    Raises:
-        NotConnected: ``WSYNC_AUTHKEY`` is not set, and the file cannot be made or read, or others can read it.
+    ``of_run``: under ``torchrun``, that of this run alone. NotConnected: ``WSYNC_AUTHKEY`` is not set, and the file
+    cannot be made or read, or others can read it.
     """
     if of_run and _RUN[0] in os.environ:
         run = "\0".join(os.environ.get(name, "") for name in _RUN)

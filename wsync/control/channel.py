@@ -108,13 +108,8 @@ class Channel:
 class ChannelListener:
     """Accepts channels at its ``address``, which has the key.
 
-    Args:
-        purpose, name: what a connection is for; both ends name the same.
-        host, port: as in ``listen_on``; without a host only processes on this machine can connect.
-        key: the secret that both ends must have; a random one by default.
-
-    Raises:
-        NotConnected: as ``listen_on``.
+    Both ends name the same ``purpose`` and ``name``, and have the same ``key`` (by default a random one). ``host``,
+    ``port``: as in ``listen_on``, which raises NotConnected; without a host only this machine's processes can connect.
     """
 
     def __init__(
@@ -165,10 +160,7 @@ def connect_channel(
     """Connect to a ``ChannelListener`` with the same purpose and name, until a deadline on ``time.monotonic``'s clock.
 
     Its ``accept`` returns this end's index ``worker``, and up to about a kilobyte of ``payload``, in the ``Hello``.
-
-    Raises:
-        NotConnected: nothing listens there (any more), or this end was refused.
-        SyncTimeout: no answer by the deadline.
+    NotConnected: nothing listens there (any more), or this end was refused. SyncTimeout: no answer by the deadline.
     """
     loop = control_loop().acquire()
     try:

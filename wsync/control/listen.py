@@ -89,8 +89,7 @@ class Contact:
 def listen_on(host: str, port: int = 0) -> socket.socket:
     """Return a TCP socket that listens on one address of this machine, at a port, or (0) any free one.
 
-    Raises:
-        NotConnected: this machine has no such address, it is a wildcard such as 0.0.0.0, or the port is taken.
+    NotConnected: this machine has no such address, it is a wildcard such as 0.0.0.0, or the port is taken.
     """
     if not host:
         raise NotConnected("host is empty: it has to be an address of this machine, by which workers reach it")
@@ -213,9 +212,7 @@ class Listener:
 async def dial(address: Address, hello: Hello, deadline: float | None) -> Contact:
     """Connect to a listener, and wait until it accepts this worker.
 
-    Raises:
-        NotConnected: no sender is there (any more), or it has refused this worker.
-        SyncTimeout: no answer by the deadline.
+    NotConnected: no sender is there (any more), or it has refused this worker. SyncTimeout: no answer in time.
     """
     worker, where = f"worker {hello.worker}", f" at {address.host} port {address.port}" if address.host else ""
     body, text = msgspec.msgpack.encode(hello), b""

@@ -100,11 +100,8 @@ class ControlLoop:
     def call(self, coroutine: Coroutine[Any, Any, T], deadline: float | None = None) -> T:
         """Run a coroutine in the control thread, and wait for its result until a deadline.
 
-        The coroutine goes on if the deadline, or an exception such as Ctrl-C, ends the wait.
-
-        Raises:
-            TimeoutError: at the deadline.
-            RuntimeError: called by the control thread, which would wait for itself.
+        The coroutine goes on if the deadline (TimeoutError), or an exception such as Ctrl-C, ends the wait.
+        RuntimeError: called by the control thread, which would wait for itself.
         """
         if self.here:
             coroutine.close()

@@ -49,12 +49,7 @@ def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int,
     """Yield ``{worker: descriptor}``: each descriptor is readable when the worker's process has ended.
 
     If the block raises ``WorkerDied``, it is raised again with the exit codes of processes that were not given by a
-    sentinel.
-
-    Raises:
-        TypeError: one is neither a process nor a sentinel.
-        ValueError: a list of another length; an unknown worker; a process that was not started; a process id, or
-            another integer that is not an open descriptor.
+    sentinel. TypeError, ValueError: not one running process or sentinel for each worker, or for some of them by index.
     """
     with ExitStack() as opened:
         known = _by_worker(processes, num_workers)

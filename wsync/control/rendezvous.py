@@ -23,8 +23,7 @@ Join = Callable[[Address], int]
 class Rendezvous:
     """How workers find the sender: here by the address in the pickled scheme.
 
-    Args:
-        host: the sender's address, by which workers on other machines reach it; None for this machine only.
+    ``host``: the sender's address, by which workers on other machines reach it; None for this machine only.
     """
 
     def __init__(self, host: str | None = None) -> None:
