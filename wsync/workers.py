@@ -426,11 +426,9 @@ class Workers(Outlet):
         blocks = [one.block for one in members if one.block >= 0]
         sessions = [one.session for one in members if one.block < 0]
         times = self._arena.times(blocks) if self._arena is not None else []
-        if not sessions:
-            return *max(times, key=sum, default=(0.0, 0.0)), 0
         times += [(one.reported.wait, one.reported.apply) for one in sessions]
-        sent = 0 if blocks else max(one.sent_bytes * (one.reported.received >= version) for one in sessions)
-        return *max(times, key=sum), sent
+        sent = [0] if blocks else [one.sent_bytes * (one.reported.received >= version) for one in sessions]
+        return *max(times, key=sum, default=(0.0, 0.0)), max(sent, default=0)
 
     def disconnect(self, worker: int, cause: str) -> None:
         member = self._members.get(worker)
@@ -519,10 +517,7 @@ def _difference(delta: Delta, known: dict[Any, bytes | None], base: Update, new:
 
 
 def raise_causes(
-    causes: Mapping[int, Cause],
-    what: str,
-    version: int | None = None,
-    have: Sequence[int] | None = None,
+    causes: Mapping[int, Cause], what: str, version: int | None = None, have: Sequence[int] | None = None
 ) -> None:
     """Raise one error that names each worker, its cause and the survivors; if there is no cause, do nothing.
 

@@ -105,9 +105,8 @@ class _LinkStore(TorchStore):
 class GroupMedium(BlockingMedium):
     """One end of a connection with a process group (``backend``: gloo or nccl) for large updates.
 
-    Args:
-        inline_bytes: updates with at most this many bytes follow their offer, unless nccl carries all.
-        timeout: seconds to form a group; None for ten minutes.
+    Updates with at most ``inline_bytes`` follow their offer, unless nccl carries all. ``timeout``: seconds to form a
+    group; None for ten minutes.
     """
 
     def __init__(self, backend: str, inline_bytes: int, timeout: float | None) -> None:
