@@ -29,7 +29,7 @@ from wsync.control.processes import Process, Processes
 from wsync.control.rendezvous import Rendezvous
 from wsync.control.session import Medium
 from wsync.deadlines import as_timeout, deadline_in
-from wsync.errors import NotConnected, forked_child_error
+from wsync.errors import NotConnected
 from wsync.gate import process_gate
 from wsync.inbox import InProcess, WorkerConnection
 from wsync.media.transport import TransportMedium
@@ -573,8 +573,8 @@ class WeightSyncScheme:
         return end is not None and end.loop.inherited
 
     def _require_not_forked(self) -> None:
-        if self._inherited:
-            raise forked_child_error()
+        if (end := self._sender or self._receiver) is not None:
+            end.loop.require_own()
 
     def _require_uninitialised(self) -> None:
         if self.model_id is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from wsync.control.loop import control_loop
 from wsync.deadlines import NOW, deadline_in
-from wsync.errors import NotConnected, WeightSyncError, WorkerDied, WorkerError, forked_child_error, join_indices
+from wsync.errors import NotConnected, WeightSyncError, WorkerDied, WorkerError, join_indices
 from wsync.update import LAST_VERSION, Cause, Outlet, Stage, SyncReport, Update
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.source import Source, as_plain_integer
@@ -147,7 +147,7 @@ class Sender:
     ) -> SyncReport | None:
         """Deliver an update, as ``WeightSyncScheme.send`` does; without ``wait``, do not wait for the workers."""
         if self.loop.inherited:
-            raise forked_child_error()
+            self.loop.require_own()
         with self._lock:
             acknowledge = self._acknowledges or (self._waits and not wait)  # `wait_async` promises the install
             sent = None

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from wsync.deadlines import remaining
-from wsync.errors import NotConnected, forked_child_error, system_call
+from wsync.errors import NotConnected, system_call
 
 try:
     from uvloop import new_event_loop as _new_loop
@@ -90,7 +90,8 @@ class ControlLoop:
     def require_own(self) -> None:
         """Raise NotConnected in a forked child of the process that made this object."""
         if self.inherited:
-            raise forked_child_error()
+            made = "its parent has initialised this scheme: make a scheme of its own here"
+            raise NotConnected(f"this process is a forked child, and {made}")
 
     @property
     def here(self) -> bool:
