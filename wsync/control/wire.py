@@ -231,7 +231,7 @@ class SocketStream(asyncio.BufferedProtocol):
         self._have = 0  # bytes in `_head` that were not read
         self._target: memoryview | None = None  # what `read_into` fills
         self._changes = Changes()
-        self._error: ConnectionError | None = None
+        self._error = ""  # why it has ended; an exception would refer to all who have seen it raised
         self._paused = self._full = False
 
     # --- called by the loop ---
@@ -245,7 +245,7 @@ class SocketStream(asyncio.BufferedProtocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._error = self._error or ConnectionError(f"the connection has ended ({exc or 'closed by the other end'})")
+        self._error = self._error or f"the connection has ended ({exc or 'closed by the other end'})"
         self._changes.tell()
 
     def eof_received(self) -> bool:
@@ -310,14 +310,14 @@ class SocketStream(asyncio.BufferedProtocol):
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds; ConnectionError: it does not, and the connection has ended."""
-        await self._changes.until(lambda: condition() or self._error is not None)
-        if self._error is not None and not condition():
-            raise self._error
+        await self._changes.until(lambda: condition() or self._error)
+        if self._error and not condition():
+            raise ConnectionError(self._error)
 
     async def write(self, head: bytes, payload: memoryview | bytes = b"") -> None:
         """Take both at once, in this order; then wait until the memory may be reused."""
-        if self._error is not None:
-            raise self._error
+        if self._error:
+            raise ConnectionError(self._error)
         if payload:
             self._transport.writelines([head, payload])
         else:
@@ -326,7 +326,7 @@ class SocketStream(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """End the connection, after what was written."""
-        self._error = self._error or ConnectionError("the connection was closed at this end")
+        self._error = self._error or "the connection was closed at this end"
         with suppress(AttributeError):  # it was never connected
             self._transport.close()
         self._changes.tell()
