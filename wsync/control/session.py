@@ -286,7 +286,7 @@ class WorkerSession:
                     self.reported = state
                 case Refused(version, error, last):
                     self._refuse(version, error, last=last)
-                case wire.Fits(error):
+                case wire.Fits(error) if self._asked_about:
                     self._asked_about -= 1
                     self.misfit = None if self._asked_about else error
                 case wire.Fetch(number):
