@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL = 101
+PROTOCOL = 102
 
 
 class RawWorker:

@@ -34,21 +34,15 @@ def earlier(*deadlines: float | None) -> float | None:
     return min((one for one in deadlines if one is not None), default=None)
 
 
-def milliseconds(deadline: float | None) -> float | None:
-    """Return the milliseconds until ``deadline``, rounded up, as ``poll`` takes them; None for no deadline."""
-    left = remaining(deadline)
-    return None if left is None else min(-(-left * 1000 // 1), _MAX_MILLISECONDS)
-
-
 def time_until(deadline: float | None) -> timedelta:
     """Return the time until ``deadline`` for ``torch.distributed``: a year for None, and never 0, which is no limit."""
     left = remaining(deadline)
     return timedelta(days=365) if left is None else timedelta(seconds=max(left, 0.001))
 
 
-def readable(descriptors: Iterable[int], deadline: float | None) -> bool:
+def readable(descriptors: Iterable[int], deadline: float | None, event: int = select.POLLIN) -> bool:
     """Wait until one of the descriptors is readable or closed; return False at the deadline (``time.monotonic``)."""
-    poller = select.poll()
+    poller, left = select.poll(), remaining(deadline)
     for descriptor in descriptors:
-        poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(milliseconds(deadline)))
+        poller.register(descriptor, event)
+    return bool(poller.poll(None if left is None else min(-(-left * 1000 // 1), _MAX_MILLISECONDS)))

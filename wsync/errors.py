@@ -28,13 +28,6 @@ class NotConnected(WeightSyncError):
     """A call that needs the other end came before ``connect``, or after it went away."""
 
 
-def forked_child_error() -> NotConnected:
-    """Return the error of every call, in a forked child, of an end that its parent has initialised."""
-    return NotConnected(
-        "this process is a forked child, and its parent has initialised this scheme: make a scheme of its own here"
-    )
-
-
 class LayoutMismatch(WeightSyncError, ValueError):
     """Weights do not fit the model, or the layout agreed on first; nothing was applied."""
 

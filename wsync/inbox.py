@@ -10,12 +10,13 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from typing import Any
 
 from wsync.control.auth import Address, Hello
 from wsync.control.listen import Contact, dial
 from wsync.control.loop import ControlLoop, control_loop
+from wsync.control.processes import pidfd_of
 from wsync.control.rendezvous import Rendezvous
 from wsync.control.session import Medium, SessionInbox
 from wsync.control.wire import Fits, Link, Settings
@@ -53,8 +54,7 @@ class WorkerConnection:
         self._loop: ControlLoop | None = None
         self._joining: asyncio.Task[Any] | None = None
         self._running: asyncio.Task[None] | None = None
-        self._watched: list[int] = []  # descriptors
-        self._pidfd = -1
+        self._opened = ExitStack()  # descriptors that are watched, and that of the sender's process
 
     def connect(self, worker_idx: int, deadline: float | None) -> int:
         """Connect; return the first version that the sender has for this worker."""
@@ -77,7 +77,7 @@ class WorkerConnection:
                 return await self._begin(loop, link, settings, contact)
         except BaseException as error:
             link.close(ConnectionError("this worker has given up"))
-            self._unwatch()
+            self._opened.close()
             if self._session is not None:
                 self._owner.inbox.close()
             for fd in contact.fds if self._session is None else ():
@@ -108,27 +108,23 @@ class WorkerConnection:
         if arena is not None:
             arena.refuse = self._session.refuse
         owner.inbox = arena or self._session
-        error = await owner.use_layout(settings.layout, try_only=False) if settings.layout else ""
+        error = await owner.use_layout(settings.layout) if settings.layout else ""
         await link.send(Fits(as_text(error)))
         if error:
             raise LayoutMismatch(error.strip().rpartition("\n")[2].partition(": ")[2] or error)
-        with suppress(OSError):
-            if contact.pid:
-                self._pidfd = os.pidfd_open(contact.pid)
-                self._watch(self._pidfd, self._sender_died, link)
+        if (pidfd := pidfd_of(contact.pid)) >= 0:
+            self._opened.callback(os.close, pidfd)
+            self._watch(pidfd, self._sender_died, pidfd, link)
         self._running = asyncio.ensure_future(self._session.run())
         return settings.first
 
     def _watch(self, descriptor: int, function: Callable[..., object], *args: Any) -> None:
-        self._watched.append(descriptor)
-        asyncio.get_running_loop().add_reader(descriptor, function, *args)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(descriptor, function, *args)
+        self._opened.callback(loop.remove_reader, descriptor)
 
-    def _unwatch(self) -> None:
-        while self._watched:
-            asyncio.get_running_loop().remove_reader(self._watched.pop())
-
-    def _sender_died(self, link: Link) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)  # it stays readable
+    def _sender_died(self, pidfd: int, link: Link) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)  # it stays readable
         link.close(ConnectionError("the sender's process has died"))
 
     def fetch(self, deadline: float | None) -> None:
@@ -150,10 +146,7 @@ class WorkerConnection:
         if self._session is not None and self._running is not None and not self._running.done():
             await self._session.say_goodbye()
             await asyncio.wait([self._running])
-        self._unwatch()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+        self._opened.close()
         self._running = None
 
 
@@ -182,7 +175,7 @@ class InProcess(Outlet, Inbox):
 
     def connect(self, _: Any, deadline: float | None) -> int:
         """Connect the receiver, unless that has been done: its own ``connect`` comes here, too."""
-        if not self._receiver.connected:
+        if self._receiver.phase != "open":
             self._receiver.connect(0, remaining(deadline))
         else:
             self._receiver.inbox = self

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 from wsync.control.auth import Address
-from wsync.deadlines import deadline_in, milliseconds, readable
+from wsync.deadlines import deadline_in, readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.paths import RemoteWorker, find_or_none
 from wsync.transport import TransportBackend
@@ -171,10 +171,8 @@ def invite_all(scheme: WeightSyncScheme) -> None:
     NotConnected, SyncTimeout: a pipe is closed, or full and not read; names the worker.
     """
     for worker, pipe in enumerate(scheme._pipes):
-        poller = select.poll()
         try:
-            poller.register(pipe.fileno(), select.POLLOUT)
-            if poller.poll(milliseconds(deadline_in(scheme.timeout))):
+            if readable([pipe.fileno()], deadline_in(scheme.timeout), select.POLLOUT):
                 pipe.send_bytes(json.dumps([scheme.model_id, worker, scheme._address.dump()]).encode())
                 continue
         except OSError as error:

@@ -48,14 +48,6 @@ class Receiver:
     it needs. ``pass_on``: passes an update on to workers of this worker; called after it is installed and before it is
     acknowledged, outside the gate, in a thread of its own. ``device``: where updates are received that do not come by
     the arena.
-
-    Attributes:
-        sender: identifies the sender of the present connection.
-        passes_on: whether updates are passed on to workers of this worker.
-        worker_idx: the worker's index; -1 before ``connect``.
-        connection: the way to the sender; set by the scheme.
-        inbox: what has its updates; set by the connection. An empty one while there is no connection.
-        announced_at: when the control thread has seen the newest update, if that has come by a connection; else 0.0.
     """
 
     def __init__(
@@ -74,15 +66,15 @@ class Receiver:
     ) -> None:
         self.model_id = model_id
         self.destination = destination
-        self.connection: Connection
-        self.inbox: Inbox = Inbox()
-        self.sender = ""
+        self.connection: Connection  # the way to the sender; set by the scheme
+        self.inbox: Inbox = Inbox()  # what has its updates; set by the connection
+        self.sender = ""  # identifies the sender of the present connection
         self.worker_idx, self._version = -1, 0
-        self.announced_at = 0.0
+        self.announced_at = 0.0  # when the control thread has seen the newest update, if that came by a connection
         self.bind, self.on_request, self._gate = bind, on_request, gate
         self._strategy = strategy
         self._max_staleness, self._timeout = max_staleness, timeout
-        self.passes_on, self._pass_on = pass_on is not None, pass_on
+        self.pass_on = pass_on
         self._passing: Update | None = None  # installed, and to be passed on
         self._passed = 0  # the newest version that was
         self._target: Target | None = None
@@ -101,10 +93,10 @@ class Receiver:
         self._waiters: set[queue.SimpleQueue[None]] = set()
         # new: before ``connect``. finished: the sender or this end has shut down. lost: the sender died, or has
         # disconnected this worker, or ``connect`` has failed.
-        self._phase: Literal["new", "open", "finished", "lost"] = "new"
+        self.phase: Literal["new", "open", "finished", "lost"] = "new"
         self._hook: Any = self  # of the gate: this object, or compiled code that calls it
         self._end_cause = ""
-        self._loop = control_loop()
+        self.loop = control_loop()
 
     # --- the gate's hook: called inside the gate ---
 
@@ -127,10 +119,6 @@ class Receiver:
         self.inbox.leave()
         self._answer()
 
-    def candidates(self) -> Sequence[Update]:
-        """Return the updates that may be installed, the oldest first."""
-        return self.inbox.poll()
-
     def ready_version(self) -> int:
         """Return the version that a forward that starts now would use."""
         chosen = choose(self._siblings()).get(self)
@@ -152,7 +140,7 @@ class Receiver:
 
     def _is_too_old(self) -> bool:
         """Whether the forward that starts now needs a newer version, which is fetched; SyncTimeout: it did not come."""
-        if self._max_staleness is None or self._phase != "open":
+        if self._max_staleness is None or self.phase != "open":
             return False
         newest = self.inbox.newest
         if newest - self.version <= self._max_staleness or not entered_for_forward_of(self.destination.model):
@@ -189,9 +177,9 @@ class Receiver:
         if self._unanswered is None:
             return
         update, error, wait, apply = self._unanswered
-        if self._pass_on is not None and not error:
+        if self.pass_on is not None and not error:
             self._passing = update
-            self._loop.post(lambda: asyncio.ensure_future(self._pass(update)))
+            self.loop.post(lambda: asyncio.ensure_future(self._pass(update)))
         elif update.acknowledge or error:
             self.inbox.answer(update, error, wait, apply)
         self._unanswered = None
@@ -211,9 +199,9 @@ class Receiver:
     async def _pass(self, update: Update) -> None:
         """Pass an update on, unless a newer one was installed meanwhile, and is passed on instead."""
         async with self._in_order:
-            if self._passing is not update or self._pass_on is None:
+            if self._passing is not update or self.pass_on is None:
                 return
-            error = await run_blocking("cascade", error_of, self._pass_on)
+            error = await run_blocking("cascade", error_of, self.pass_on)
             if not error:
                 self._passed = update.version
             self.inbox.answer(update, error, 0.0, 0.0)
@@ -223,21 +211,20 @@ class Receiver:
 
     # --- the owner of a connection: called in the control thread ---
 
-    async def use_layout(self, layout: bytes, *, try_only: bool) -> str:
-        """Use weights of this layout from now on, or only try it; return why they do not fit."""
+    async def use_layout(self, layout: bytes) -> str:
+        """Use weights of this layout from now on; return why they do not fit."""
         decoded = Layout.decode(layout)
-        return await self._inside(lambda: error_of(self.set_layout, decoded, try_only=try_only))
+        return await self._inside(lambda: error_of(self.set_layout, decoded))
 
-    def set_layout(self, layout: Layout, *, try_only: bool = False) -> None:
+    def set_layout(self, layout: Layout) -> None:
         """As ``use_layout``, inside the gate; LayoutMismatch: they do not fit."""
         if self._layout is not None and self._layout == layout and self._target is not None:
             return
-        if not try_only and self.destination.module is not None:
+        if self.destination.module is not None:
             unshare(self.destination.module)
-        target = self.destination.target(layout, bind=self.bind and self.inbox.binds)
-        if not try_only:
-            self._target, self._layout = target, layout
-            self.inbox.use(layout, target)
+        self._target = self.destination.target(layout, bind=self.bind and self.inbox.binds)
+        self._layout = layout
+        self.inbox.use(layout, self._target)
 
     async def check(self, update: Update) -> str:
         """Find out whether the model would take an update; return why not."""
@@ -289,8 +276,8 @@ class Receiver:
 
     def ended(self, cause: str, *, finished: bool) -> None:
         """The connection has ended."""
-        if self._phase == "open":
-            self._phase, self._end_cause = "finished" if finished else "lost", cause
+        if self.phase == "open":
+            self.phase, self._end_cause = "finished" if finished else "lost", cause
         self._notify()
 
     # --- connect and close ---
@@ -315,12 +302,12 @@ class Receiver:
 
     def _connect(self, worker_idx: int, timeout: float | None) -> None:
         self._require_outside("connect()")
-        if self._phase == "open":
+        if self.phase == "open":
             raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
         self.close()
         self.worker_idx, self._version, self._returned, self._failed_version = worker_idx, 0, 0, 0
         self._passing, self._passed, self._in_order = None, 0, asyncio.Lock()
-        self._end_returned, self._phase = False, "open"
+        self._end_returned, self.phase = False, "open"
         deadline = deadline_in(timeout)
         try:
             process_gate().call_without_forward(self._gate_model)
@@ -341,7 +328,7 @@ class Receiver:
             self._returned = self._first = first
         except BaseException:
             self.close()
-            self._phase = "lost"
+            self.phase = "lost"
             raise
         finally:
             self._pulling = 0  # no other thread can pull yet
@@ -354,7 +341,7 @@ class Receiver:
     def shutdown(self) -> None:
         """``close``, and end the thread of ``connect_in_thread``."""
         self.close()
-        while self._connecting is not None and not self._loop.inherited:
+        while self._connecting is not None and not self.loop.inherited:
             ended = wait([self._connecting], _PAUSE).done
             self.close()  # again: the thread may not have begun to wait for the sender before
             if ended:
@@ -362,9 +349,9 @@ class Receiver:
 
     def close(self) -> None:
         """Close the connection; the model keeps its weights, in its own memory. Idempotent."""
-        if self._phase == "open":
-            self._phase = "finished"
-        if self._loop.inherited:
+        if self.phase == "open":
+            self.phase = "finished"
+        if self.loop.inherited:
             return
         self.connection.close()
         process_gate().call_without_forward(self._detach)
@@ -412,27 +399,12 @@ class Receiver:
     @property
     def passed_version(self) -> int:
         """The version that the model has; where updates are passed on, the newest that was."""
-        return self.version if self._pass_on is None else self._passed
-
-    @property
-    def inherited(self) -> bool:
-        """Whether this process is a forked child of the one that has made this receiver."""
-        return self._loop.inherited
-
-    @property
-    def connected(self) -> bool:
-        """Whether it is connected to a sender that has not ended, as far as is known here."""
-        return self._phase == "open"
-
-    @property
-    def finished(self) -> bool:
-        """Whether there will be no more versions because the sender or this worker has shut down."""
-        return self._phase == "finished"
+        return self.version if self.pass_on is None else self._passed
 
     @property
     def closed(self) -> bool:
         """Whether there will be no more versions."""
-        return self._phase in ("finished", "lost")
+        return self.phase in ("finished", "lost")
 
     def weights(self) -> Any:
         """Return the weights in the strategy's format, not copied; the version number if there is no model."""
@@ -456,7 +428,7 @@ class Receiver:
 
         taken = self._wait(deadline, attempt)
         if taken is None and self.closed:
-            if end_returned or self._phase == "lost":
+            if end_returned or self.phase == "lost":
                 raise self._ended_error()
             self._end_returned = True
         return taken
@@ -492,7 +464,7 @@ class Receiver:
         return self.version
 
     def _require_outside(self, call: str) -> None:
-        self._loop.require_own()
+        self.loop.require_own()
         if process_gate().held_here:
             raise RuntimeError(f"call {call} outside any forward and any wsync.gate() block")
 
@@ -504,12 +476,12 @@ class Receiver:
             if not wait([self._connecting], timeout).done:
                 return False
             self._connecting.result()
-        elif self._phase == "new":
+        elif self.phase == "new":
             raise NotConnected(f"not connected yet: call connect(worker_idx=…) before {call}")
         return True
 
     def _ended_error(self) -> NotConnected:
-        if self._phase == "finished":
+        if self.phase == "finished":
             return NotConnected("the sender (or this end) has shut down: there will be no more weights")
         return NotConnected(
             "the sender died, ended without shutdown(), or has disconnected this worker: there will be no more weights"

@@ -29,7 +29,7 @@ from wsync.control.processes import Process, Processes
 from wsync.control.rendezvous import Rendezvous
 from wsync.control.session import Medium
 from wsync.deadlines import as_timeout, deadline_in
-from wsync.errors import NotConnected, forked_child_error
+from wsync.errors import NotConnected
 from wsync.gate import process_gate
 from wsync.inbox import InProcess, WorkerConnection
 from wsync.media.transport import TransportMedium
@@ -72,8 +72,6 @@ class WeightSyncScheme:
         metrics: what each update has cost.
         model_id, context, model: what this end was initialised with; None before that.
         worker_idx: this worker's index; None on the sender.
-        name, collectors: of the backend: its name in reports; the values of ``collector=`` in ``train.py`` that work
-            with it, the default first.
     """
 
     __signature__: ClassVar[inspect.Signature]
@@ -81,9 +79,9 @@ class WeightSyncScheme:
     context: Any = None
     model: Any = None
     worker_idx: int | None = None
-    # What a backend sets.
-    name: ClassVar[str] = ""  # in reports; by default the class's name
-    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")  # of `train.py`, the default first
+    # What a backend sets: its name in reports; the values of ``collector=`` in `train.py` for it, the default first.
+    name: ClassVar[str] = ""
+    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
     sends_weights: ClassVar[bool] = True  # false for the backend `none` alone
     sender_driven: ClassVar[bool] = False  # `connect` of the sender sets up the receivers, too: actors of its `context`
     delivers_at_connect: ClassVar[bool] = True  # else the first `send` delivers the first weights
@@ -233,9 +231,7 @@ class WeightSyncScheme:
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
             pipes: of the older API, one to each worker, which is sent the sender's address.
 
-        Raises:
-            RuntimeError: the scheme is initialised already.
-            TypeError, ValueError: an argument has a wrong type; or arguments contradict one another.
+        RuntimeError: initialised already. TypeError, ValueError: a wrong argument; or they contradict one another.
         """
         self._require_uninitialised()
         sources = {"model": model, "weights": weights, "params_map": params_map}
@@ -301,8 +297,7 @@ class WeightSyncScheme:
         Raises:
             RuntimeError: initialised already; or the scheme has no sender's address and no torch store with one.
             LookupError, TypeError: the context has no such model.
-            ValueError: another ``model_id`` than the sender's; no model, context or ``load``; or the context passes
-                updates on, but ``send`` awaits no acknowledgements.
+            ValueError: another model_id than the sender's; no model; or a context passes on what is not acknowledged.
         """
         if self._sender is not None and self._inherited:  # a forked worker has the trainer's end, too
             self._sender = self.model_id = None
@@ -343,9 +338,8 @@ class WeightSyncScheme:
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process: an update is installed before ``send`` returns.
 
-        The weights of ``source`` are installed in ``model`` at once, and ``send()`` reads it again.
-
-        LayoutMismatch: it does not fit the model. RuntimeError: the scheme is initialised.
+        The weights of ``source`` are installed in ``model`` at once, and ``send()`` reads it again. LayoutMismatch: it
+        does not fit the model. RuntimeError: the scheme is initialised.
         """
         self._require_uninitialised()
         receiver = self._make_receiver(model_id, model)
@@ -460,8 +454,7 @@ class WeightSyncScheme:
     def wait_async(self) -> SyncReport | None:
         """Wait until all that was sent without waiting is installed; return the newest report, None if there is none.
 
-        It raises as ``send``: one error, for the oldest update that failed, with every worker that lacks it or a later
-        one.
+        It raises as ``send``: one error, for the oldest update that failed, with all that lack it or a later one.
         """
         return self._as_sender("wait_async").wait()
 
@@ -472,10 +465,8 @@ class WeightSyncScheme:
             The model's weights, of one version, not copied; with ``load=`` and no model, the version number. None after
             ``timeout`` seconds, and when the sender has shut down (``finished`` is then true) or this end has.
 
-        Raises:
-            NotConnected: the sender died, or has disconnected this worker; or an earlier call has told a shutdown.
-            WeightSyncError: the model may be mixed from two versions.
-            RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
+        NotConnected: the sender died, or has disconnected this worker; or an earlier call has told a shutdown.
+        WeightSyncError: the model may be mixed from two versions. RuntimeError: called inside the gate.
         """
         return self._as_receiver("receive").receive(timeout)
 
@@ -488,15 +479,12 @@ class WeightSyncScheme:
             NotConnected: before ``connect``; or the connection is lost, and the last version was returned already.
             SyncTimeout: none was sent within ``timeout``, or the newest one did not arrive in time.
             WeightSyncError: the newest version failed to install or to be sent; or a store is unreadable.
-            RuntimeError: called inside a forward, or ``wsync.gate()``.
+            RuntimeError: called inside the gate.
         """
         return self._as_receiver("pull").pull(timeout)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply ``weights`` to this end's model, inside the gate, without sending anything.
-
-        LayoutMismatch: they do not fit, nothing was applied. NotConnected: this end has no model.
-        """
+        """Apply ``weights`` to this end's model, inside the gate, without sending anything; LayoutMismatch: no fit."""
         self._require_not_forked()
         if self.model is None:
             raise NotConnected("this end has no model to apply weights to")
@@ -582,11 +570,11 @@ class WeightSyncScheme:
     def _inherited(self) -> bool:
         """Whether this is a forked child of the process that has initialised the scheme."""
         end = self._sender or self._receiver
-        return end is not None and end.inherited
+        return end is not None and end.loop.inherited
 
     def _require_not_forked(self) -> None:
-        if self._inherited:
-            raise forked_child_error()
+        if (end := self._sender or self._receiver) is not None:
+            end.loop.require_own()
 
     def _require_uninitialised(self) -> None:
         if self.model_id is not None:
@@ -606,9 +594,8 @@ class WeightSyncScheme:
         return self._receiver
 
     def _wrong_end(self, call: str, needed: str) -> NotConnected:
-        if self.model_id is None:
-            return NotConnected(f"{call}() needs init_on_{needed}() first, also after shutdown()")
-        return NotConnected(f"{call}() can only be called on the {needed}; this scheme is initialised on the other end")
+        why = "this scheme is initialised on the other end" if self.model_id else "also again after shutdown()"
+        return NotConnected(f"{call}() needs init_on_{needed}() first: {why}")
 
     @property
     def timeout(self) -> float | None:
@@ -652,7 +639,7 @@ class WeightSyncScheme:
     @property
     def finished(self) -> bool:
         """On a receiver: whether the sender has shut down. False after its death, and after this end's ``shutdown``."""
-        return self._receiver is not None and self._receiver.finished
+        return self._receiver is not None and self._receiver.phase == "finished"
 
     @property
     def weights(self) -> Any:

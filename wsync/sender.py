@@ -20,7 +20,7 @@ from torch import Tensor
 
 from wsync.control.loop import control_loop
 from wsync.deadlines import NOW, deadline_in
-from wsync.errors import NotConnected, WeightSyncError, WorkerDied, WorkerError, forked_child_error, join_indices
+from wsync.errors import NotConnected, WeightSyncError, WorkerDied, WorkerError, join_indices
 from wsync.update import LAST_VERSION, Cause, Outlet, Stage, SyncReport, Update
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.source import Source, as_plain_integer
@@ -50,15 +50,8 @@ Updates = list[tuple[Sequence[int], Update]]
 class Sender:
     """Sends one model's weights. Any thread may call; one call runs at a time, with the sender's lock.
 
-    Args:
-        outlet: what it publishes to.
-        source: where weights come from when a call is given none.
-        timeout: seconds for ``connect`` and ``send``; None for no limit.
-        acknowledges: whether a finished ``send`` means that the workers have installed the update; else that every
-            forward that starts later uses it.
-        delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
-        waits: whether ``send`` waits for workers at all (not where they fetch, nor with a store).
-        record: called with the report of each finished update except that of ``connect``.
+    ``acknowledges``, ``delivers_at_connect``, ``waits``: as in ``WeightSyncScheme``. ``record`` is called with the
+    report of each finished update except that of ``connect``.
     """
 
     def __init__(
@@ -75,15 +68,12 @@ class Sender:
     ) -> None:
         self.outlet, self.source = outlet, source
         self.num_workers, self.timeout = num_workers, timeout
-        self.name = outlet.name  # identifies this sender in what updates require of one another
         self.version = 0  # the newest number used: sent, skipped by `continue_from`, or failed
         self.sent_version = 0  # the newest version that workers were given
         self.layout: Layout | None = None  # of the weights
         self.connected = False  # `connect` has found all workers
         self.connect_first: Callable[[], object] | None = None  # what the first `send` does, if that connects
-        self.on_published: Callable[[Buffer], None] | None = (
-            None  # set where weights are registered: called after each update of all workers
-        )
+        self.on_published: Callable[[Buffer], None] | None = None  # called after each update of all workers
         self._acknowledges, self._delivers_at_connect, self._waits = acknowledges, delivers_at_connect, waits
         self._record = record
         self._everyone: Sequence[int] = range(num_workers)
@@ -97,17 +87,12 @@ class Sender:
         self._extra: dict[int, bytes] = {}  # each worker's extra state, as last sent
         self._newest: Buffer | None = None  # of the newest update, if all workers were given it
         self._lock = threading.RLock()  # guards everything here; it is the order of updates
-        self._loop = control_loop()
-
-    @property
-    def inherited(self) -> bool:
-        """Whether this process is a forked child of the one that has made this sender."""
-        return self._loop.inherited
+        self.loop = control_loop()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Let no other call run meanwhile; NotConnected: in a forked child."""
-        self._loop.require_own()
+        self.loop.require_own()
         with self._lock:
             yield
 
@@ -133,7 +118,7 @@ class Sender:
     def disconnect(self, worker: int) -> None:
         """Treat a worker as dead, also while another thread's call waits for it."""
         worker = one_worker(worker, self.num_workers)
-        self._loop.require_own()
+        self.loop.require_own()
         self.outlet.disconnect(worker, "it was disconnected by disconnect() or readmit()")
         if self._lock.acquire(blocking=False):  # else the call that has the lock does so, if it waits for this worker
             try:
@@ -161,8 +146,8 @@ class Sender:
         self, weights: object, worker_ids: Any = None, *, wait: bool = True, partial: bool = False
     ) -> SyncReport | None:
         """Deliver an update, as ``WeightSyncScheme.send`` does; without ``wait``, do not wait for the workers."""
-        if self._loop.inherited:
-            raise forked_child_error()
+        if self.loop.inherited:
+            self.loop.require_own()
         with self._lock:
             acknowledge = self._acknowledges or (self._waits and not wait)  # `wait_async` promises the install
             sent = None
@@ -253,7 +238,7 @@ class Sender:
                 packing += time.monotonic() - at
                 packed.append((group, buffer, extra, requires))
             del part  # before the next one is made
-        self._loop.require_own()  # a function of the user's may have forked, and this may be the child
+        self.loop.require_own()  # a function of the user's may have forked, and this may be the child
         if workers is self._everyone and rest is None:
             self.source.learn(weights, layout)
         acknowledge = acknowledge or any(extra for _, _, extra, _ in packed)  # `set_extra_state` may raise
@@ -433,7 +418,7 @@ class Sender:
             raise WeightSyncError("models are installed one by one here: workers fetch, or the backend cannot wait")
         workers = self._recipients(worker_ids)
         sent, updates = self._pack(weights, workers, undecided=True)
-        requires[self.name] = sent.version
+        requires[self.outlet.name] = sent.version
         yield {}
         decided = False
         try:
@@ -475,10 +460,8 @@ class Sender:
 def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]:
     """Return the workers that ``worker_ids`` names, one or several, each once.
 
-    Integers of any type are accepted (torch's, numpy's), and returned as plain ones.
-
-    Raises:
-        ValueError: one is not among ``num_workers`` workers; or is a bool, which may be part of a mask.
+    Integers of any type are accepted (torch's, numpy's), and returned as plain ones. ValueError: one is not among
+    ``num_workers`` workers; or is a bool, which may be part of a mask.
     """
     ids = worker_ids.tolist() if isinstance(worker_ids, np.ndarray | torch.Tensor) else worker_ids
     named = [as_plain_integer(one) for one in (ids if isinstance(ids, Iterable) else [ids])]

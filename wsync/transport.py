@@ -62,9 +62,8 @@ class TransportBackend(Protocol):
             weights: in the scheme's format (``strategy``), the same object for all workers: views of the packed
                 buffer, not to be written, unchanged until the call has returned. Standalone: any weights.
 
-        Raises:
-            ConnectionError: nothing can be sent to this worker any more: it is disconnected, and the trainer raises
-                ``WorkerDied``. After any other error it stays connected, and the trainer raises ``WorkerFailed``.
+        A ConnectionError says that nothing can be sent to this worker any more: it is disconnected, and the trainer
+        raises ``WorkerDied``. After any other error it stays connected, and the trainer raises ``WorkerFailed``.
         """
         ...
 

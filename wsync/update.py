@@ -184,17 +184,12 @@ class Inbox:
 
     All methods are called inside the gate, but for ``answer`` and ``set_wakeups``, which any thread calls. The control
     thread calls ``poll`` outside it as well, to learn which version the next forward would use.
-
-    Attributes:
-        binds: whether a model may be bound to the memory of an update.
-        newest: the newest version that there is, as far as is known; for receivers that fetch.
-        words: compiled code that is the gate's hook in place of the receiver, and calls the receiver for what is not
-            usual. ``words.version`` is what it has installed. None where the receiver is the hook itself.
     """
 
-    binds: bool = True
-    newest: int = 0
-    words: Any = None
+    binds: bool = True  # whether a model may be bound to the memory of an update
+    newest: int = 0  # the newest version that there is, as far as is known; for receivers that fetch
+    # Compiled code that is the gate's hook in place of the receiver, and calls the receiver for what is not usual.
+    words: Any = None  # ``words.version`` is what it has installed
 
     def use(self, layout: Layout, target: Any) -> None:
         """Take note of the layout, and of what installs its updates."""

@@ -25,9 +25,9 @@ import torch
 
 from wsync.control.listen import Contact, Listener
 from wsync.control.loop import ControlLoop, control_loop
-from wsync.control.processes import Processes, require_descriptors, watched
+from wsync.control.processes import Processes, pidfd_of, require_descriptors, watched
 from wsync.control.session import LATE, Medium, WorkerSession, checksum_of, wait_for
-from wsync.control.wire import NewLayout, Offer, Settings
+from wsync.control.wire import Offer, Settings
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed, join_indices
 from wsync.gate import process_gate
@@ -49,9 +49,8 @@ class Member:
     session: WorkerSession  # its connection; set once it is accepted
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.pidfd = pid, _pidfd(pid)  # its process; 0 and -1 if that is on another machine
+        self.pid, self.pidfd = pid, pidfd_of(pid)  # its process; 0 and -1 if that is on another machine
         self.block = -1  # its words in the arena, if it uses that
-        self.wake = -1  # the eventfd that wakes it there
         self.fresh = True  # it has connected since the last `connect` or `readmit`, which takes it for a replacement
         self.has_layout = False  # it was sent the layout
 
@@ -59,13 +58,9 @@ class Member:
 class Workers(Outlet):
     """The workers of one sender, which connect to ``listener``.
 
-    Args:
-        make_medium: makes the medium of a worker that does not use the arena; given its index.
-        arena: whether workers on this machine use the arena.
-        on_request: whether workers fetch updates.
-        delta: makes differences of weights in main memory, for workers that do not use the arena.
-        device: where weights are packed.
-        loop: for the simulator; by default this process's.
+    With ``arena``, workers on this machine use it; ``make_medium`` makes the medium of another one, given its index,
+    and ``delta`` the differences that it is sent. ``on_request``: workers fetch updates. Weights are packed on
+    ``device``. ``loop`` is for the simulator.
     """
 
     moves_bytes = False
@@ -119,20 +114,20 @@ class Workers(Outlet):
             return await contact.refuse(f"index {worker} is out of range: there are workers 0 to {last}")
         if worker in self._members:
             return await contact.refuse(f"index {worker} is taken by a worker that is connected")
-        task, member, fds = asyncio.current_task(), Member(contact.pid), ()
+        task, member = asyncio.current_task(), Member(contact.pid)
         self._tasks.add(task)
         try:
             if self._arena is not None and contact.hello.native and member.pidfd >= 0:
-                member.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                try:
-                    member.block = self._arena.open_block(member.wake, member.pidfd, worker)
+                wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                try:  # the worker is sent it, and the arena has a duplicate
+                    member.block = self._arena.open_block(wake, member.pidfd, worker)
+                    await contact.accept((*self._arena.fds, self._arena.signal, wake))
                 except IndexError:
                     return await contact.refuse("too many processes that were connected before still live")
-                fds = (*self._arena.fds, self._arena.signal, member.wake)
-            await contact.accept(fds)
-            if member.wake >= 0:  # the worker has it, and the arena a duplicate
-                os.close(member.wake)
-                member.wake = -1
+                finally:
+                    os.close(wake)
+            else:
+                await contact.accept()
             link = await contact.link()
             member.session = WorkerSession(
                 worker,
@@ -229,9 +224,8 @@ class Workers(Outlet):
             asyncio.get_running_loop().remove_reader(member.pidfd)
         if member.block >= 0 and self._arena is not None:
             self._arena.close_block(member.block)
-        for fd in (member.pidfd, member.wake):
-            if fd >= 0:
-                os.close(fd)
+        if member.pidfd >= 0:
+            os.close(member.pidfd)
 
     # --- Outlet: called under the sender's lock, but for `disconnect` and `close` ---
 
@@ -305,27 +299,23 @@ class Workers(Outlet):
     async def _send_layout(self, member: Member) -> None:
         assert self._layout is not None
         member.has_layout = True
-        await member.session.ask(NewLayout(self._layout.encode(), try_only=False))
+        await member.session.ask(self._layout.encode())
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        """Ask all workers; if it fits everywhere, have all of them use it."""
-        ask = partial(self._ask, layout, deadline)
-        return self._loop.call(ask(try_only=True)) or self._loop.call(ask(try_only=False))
+        return self._loop.call(self._ask(layout, deadline))
 
-    async def _ask(self, layout: Layout, deadline: float | None, *, try_only: bool) -> Mapping[int, Cause]:
-        sessions = {worker: member.session for worker, member in self._members.items()}
-        for member in self._members.values():
-            member.has_layout = not try_only
-        answers = [session.ask(NewLayout(layout.encode(), try_only)) for session in sessions.values()]
+    async def _ask(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
+        members, causes = self._members, dict[int, Cause]()
         with suppress(TimeoutError):
             async with asyncio.timeout(remaining(deadline)):
-                await asyncio.gather(*answers)
-        causes = {}
-        for worker, session in sessions.items():
+                await asyncio.gather(*(member.session.ask(layout.encode()) for member in members.values()))
+        for worker, session in ((worker, member.session) for worker, member in members.items()):
             if session.misfit:
                 causes[worker] = Cause("failed", session.misfit)
             elif session.misfit is None:
                 causes[worker] = LATE if session.cause is None else Cause("died", session.cause)
+        for member in members.values():
+            member.has_layout = not causes
         return causes
 
     def reserve(self, deadline: float | None) -> Buffer:
@@ -350,10 +340,8 @@ class Workers(Outlet):
             if alive and not update.acknowledge and given is self._members and self._all_blocks:
                 return True
             self._note_given(update.version, given)
-        if not alive:
-            self._loop.call(
-                asyncio.sleep(0)
-            )  # the control thread ends sessions of dead processes, so that `wait` names them
+        if not alive:  # the control thread ends sessions of dead processes, so that `wait` names them
+            self._loop.call(asyncio.sleep(0))
         return False
 
     def _choose(self, workers: Sequence[int]) -> Mapping[int, Member]:
@@ -438,11 +426,9 @@ class Workers(Outlet):
         blocks = [one.block for one in members if one.block >= 0]
         sessions = [one.session for one in members if one.block < 0]
         times = self._arena.times(blocks) if self._arena is not None else []
-        if not sessions:
-            return *max(times, key=sum, default=(0.0, 0.0)), 0
         times += [(one.reported.wait, one.reported.apply) for one in sessions]
-        sent = 0 if blocks else max(one.sent_bytes * (one.reported.received >= version) for one in sessions)
-        return *max(times, key=sum), sent
+        sent = [0] if blocks else [one.sent_bytes * (one.reported.received >= version) for one in sessions]
+        return *max(times, key=sum, default=(0.0, 0.0)), max(sent, default=0)
 
     def disconnect(self, worker: int, cause: str) -> None:
         member = self._members.get(worker)
@@ -530,26 +516,12 @@ def _difference(delta: Delta, known: dict[Any, bytes | None], base: Update, new:
     return known[key]
 
 
-def _pidfd(pid: int) -> int:
-    """Return a descriptor that is readable when a process has ended; -1 for one of another machine."""
-    try:
-        return os.pidfd_open(pid) if pid > 0 else -1
-    except ProcessLookupError:
-        return os.eventfd(1, os.EFD_CLOEXEC)
-    except OSError:  # a container may block the call: as on another machine, without the arena
-        return -1
-
-
 def raise_causes(
-    causes: Mapping[int, Cause],
-    what: str,
-    version: int | None = None,
-    have: Sequence[int] | None = None,
+    causes: Mapping[int, Cause], what: str, version: int | None = None, have: Sequence[int] | None = None
 ) -> None:
     """Raise one error that names each worker, its cause and the survivors; if there is no cause, do nothing.
 
-    Raises:
-        WorkerDied, WorkerFailed, SyncTimeout: by the gravest cause.
+    It is a ``WorkerDied``, a ``WorkerFailed`` or a ``SyncTimeout``, by the gravest cause.
     """
     if not causes:
         return

@@ -65,12 +65,13 @@ FAR = 2**40 - 1
         ("State", {"received": -1}),
         *(("State", {"received": 1, "wait": seconds}) for seconds in (float("nan"), float("inf"), -5.0)),
         ("Refused", {"version": FAR, "error": "no", "last": True}),
+        ("Fits", {}),  # it was asked about one layout, and has answered
     ],
 )
 def test_an_answer_that_cannot_be_ends_the_connection(kind: str, fields: dict[str, Any]) -> None:
     with joined() as (sender, worker):
         worker.say(kind, **fields)
-        with pytest.raises(wsync.WorkerDied, match=r"which it was not sent|has sent something unknown"):
+        with pytest.raises(wsync.WorkerDied, match=r"which it was not sent|has sent something unknown|does not say"):
             sender.send()
 
 

@@ -186,7 +186,7 @@ def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx:
     key = scheme._address.unix
     for known, joined in [*_joined.items()]:
         receiver = joined._receiver  # None while another thread has the scheme leave
-        if known == (key, worker_idx) or receiver is None or not receiver.connected:
+        if known == (key, worker_idx) or receiver is None or receiver.phase != "open":
             _leave(instance, *known)
     scheme.init_on_receiver(model_id, context=instance, worker_idx=worker_idx)
     scheme.connect()

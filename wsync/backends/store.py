@@ -116,7 +116,8 @@ class StoreTransport(TransportBackend):
 
     def receive_weights(self, timeout: float | None = None, **into: Any) -> Any | None:
         deadline = deadline_in(timeout)
-        update = in_time(self._store, Reader(self._store, self._received + 1).wait, deadline, deadline)
+        reader = Reader(self._store, self._received + 1)
+        update = in_time(self._store, lambda: reader.wait(deadline), deadline)
         if update is None:
             return None
         received = dict(zip(update.buffer.layout.names, update.views, strict=True))

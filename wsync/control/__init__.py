@@ -9,13 +9,4 @@ from wsync.control.channel import Channel, ChannelListener, Frame, connect_chann
 from wsync.control.listen import listen_on
 from wsync.deadlines import readable
 
-__all__ = [
-    "Address",
-    "Channel",
-    "ChannelListener",
-    "Frame",
-    "connect_channel",
-    "listen_on",
-    "readable",
-    "shared_key",
-]
+__all__ = ["Address", "Channel", "ChannelListener", "Frame", "connect_channel", "listen_on", "readable", "shared_key"]

@@ -25,7 +25,7 @@ import msgspec
 
 from wsync.errors import NotConnected
 
-PROTOCOL = 101
+PROTOCOL = 102
 """Of all messages: two ends have to be of one revision."""
 NONCE_SIZE, PROOF_SIZE, MAX_HELLO = 16, 32, 2048
 AUTHKEY = "WSYNC_AUTHKEY"
@@ -67,35 +67,23 @@ class Address:
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What a worker says of itself.
+    """What a worker says of itself."""
 
-    Attributes:
-        purpose: what the connection is for: ``"weights"``, or a collector's name for its own.
-        name: of the model, or of the collector.
-        worker: the worker's index.
-        native: whether it has the compiled extension, without which it cannot use the arena.
-        payload: for connections of a collector.
-    """
-
-    purpose: str
-    name: str
-    worker: int
-    native: bool = False
-    payload: bytes = b""
+    purpose: str  # what the connection is for: ``"weights"``, or a collector's name for its own
+    name: str  # of the model, or of the collector
+    worker: int  # its index
+    native: bool = False  # whether it has the compiled extension, without which it cannot use the arena
+    payload: bytes = b""  # for connections of a collector
     protocol: int = PROTOCOL
     nonce: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(NONCE_SIZE))
 
 
 class Handshake(NamedTuple):
-    """What both ends of a first contact know.
-
-    Attributes:
-        said: the encoded ``Hello``, and the public part of the address.
-    """
+    """What both ends of a first contact know."""
 
     key: bytes
     challenge: bytes
-    said: bytes
+    said: bytes  # the encoded ``Hello``, and the public part of the address
 
     def mac(self, role: str, more: bytes = b"") -> bytes:
         """Return the MAC by which ``role`` (``"worker"`` or ``"trainer"``) proves that it has the key."""
@@ -115,10 +103,8 @@ def new_key() -> bytes:
 def shared_key(*, of_run: bool = True) -> bytes:
     """Return the key that this user's processes share: ``WSYNC_AUTHKEY``, or a file that only this user can read.
 
-    ``of_run``: under ``torchrun``, that of this run alone.
-
-    Raises:
-        NotConnected: ``WSYNC_AUTHKEY`` is not set, and the file cannot be made or read, or others can read it.
+    ``of_run``: under ``torchrun``, that of this run alone. NotConnected: ``WSYNC_AUTHKEY`` is not set, and the file
+    cannot be made or read, or others can read it.
     """
     if of_run and _RUN[0] in os.environ:
         run = "\0".join(os.environ.get(name, "") for name in _RUN)

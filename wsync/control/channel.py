@@ -17,6 +17,7 @@ from typing import NamedTuple
 from wsync.control.auth import Address, Hello, new_key
 from wsync.control.listen import Contact, Listener, dial
 from wsync.control.loop import ControlLoop, control_loop
+from wsync.control.processes import pidfd_of
 from wsync.control.wire import MAC_SIZE, frame_mac
 from wsync.deadlines import readable
 
@@ -47,10 +48,7 @@ class Channel:
         self.local = self._socket.family == socket.AF_UNIX
         self._send_key, self._receive_key = contact.frame_keys()
         self._sent = self._received = 0
-        self.process = -1
-        with suppress(OSError):
-            if contact.pid:
-                self.process = os.pidfd_open(contact.pid)
+        self.process = pidfd_of(contact.pid)
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when ``receive`` has something to return."""
@@ -110,13 +108,8 @@ class Channel:
 class ChannelListener:
     """Accepts channels at its ``address``, which has the key.
 
-    Args:
-        purpose, name: what a connection is for; both ends name the same.
-        host, port: as in ``listen_on``; without a host only processes on this machine can connect.
-        key: the secret that both ends must have; a random one by default.
-
-    Raises:
-        NotConnected: as ``listen_on``.
+    Both ends name the same ``purpose`` and ``name``, and have the same ``key`` (by default a random one). ``host``,
+    ``port``: as in ``listen_on``, which raises NotConnected; without a host only this machine's processes can connect.
     """
 
     def __init__(
@@ -167,10 +160,7 @@ def connect_channel(
     """Connect to a ``ChannelListener`` with the same purpose and name, until a deadline on ``time.monotonic``'s clock.
 
     Its ``accept`` returns this end's index ``worker``, and up to about a kilobyte of ``payload``, in the ``Hello``.
-
-    Raises:
-        NotConnected: nothing listens there (any more), or this end was refused.
-        SyncTimeout: no answer by the deadline.
+    NotConnected: nothing listens there (any more), or this end was refused. SyncTimeout: no answer by the deadline.
     """
     loop = control_loop().acquire()
     try:

@@ -41,20 +41,14 @@ KEEPALIVE = [
 
 @dataclass
 class Contact:
-    """One end of an authenticated connection.
-
-    Attributes:
-        end: which one: ``"trainer"``, where the worker waits to be accepted, or ``"worker"``, which was.
-        pid: the process of the other end, as the kernel reports it; 0 if it is on another machine.
-        fds: descriptors that the trainer has passed to the worker.
-    """
+    """One end of an authenticated connection."""
 
     sock: socket.socket
     hello: Hello
-    end: str
-    pid: int
+    end: str  # "trainer", where the worker waits to be accepted, or "worker", which was
+    pid: int  # of the other end, as the kernel reports it; 0 if it is on another machine
     _handshake: Handshake = field(repr=False)  # with the key
-    fds: Sequence[int] = ()
+    fds: Sequence[int] = ()  # that the trainer has passed to the worker
 
     def __post_init__(self) -> None:
         if self.sock.family != socket.AF_UNIX:
@@ -95,8 +89,7 @@ class Contact:
 def listen_on(host: str, port: int = 0) -> socket.socket:
     """Return a TCP socket that listens on one address of this machine, at a port, or (0) any free one.
 
-    Raises:
-        NotConnected: this machine has no such address, it is a wildcard such as 0.0.0.0, or the port is taken.
+    NotConnected: this machine has no such address, it is a wildcard such as 0.0.0.0, or the port is taken.
     """
     if not host:
         raise NotConnected("host is empty: it has to be an address of this machine, by which workers reach it")
@@ -111,15 +104,9 @@ def listen_on(host: str, port: int = 0) -> socket.socket:
 
 
 class Listener:
-    """Where workers connect: a Unix socket for this machine and, with a host, a TCP socket.
+    """Where workers connect: a Unix socket for this machine and, with a host, a TCP socket (see ``listen_on``).
 
-    Args:
-        key: the secret.
-        purpose, name: what a ``Hello`` has to name.
-        host, port: as in ``listen_on``; no host for no TCP socket.
-
-    Raises:
-        NotConnected: as ``listen_on``.
+    ``key`` is the secret; a ``Hello`` has to name ``purpose`` and ``name``.
     """
 
     def __init__(self, key: bytes, purpose: str, name: str, host: str | None = None, port: int = 0) -> None:
@@ -225,9 +212,7 @@ class Listener:
 async def dial(address: Address, hello: Hello, deadline: float | None) -> Contact:
     """Connect to a listener, and wait until it accepts this worker.
 
-    Raises:
-        NotConnected: no sender is there (any more), or it has refused this worker.
-        SyncTimeout: no answer by the deadline.
+    NotConnected: no sender is there (any more), or it has refused this worker. SyncTimeout: no answer in time.
     """
     worker, where = f"worker {hello.worker}", f" at {address.host} port {address.port}" if address.host else ""
     body, text = msgspec.msgpack.encode(hello), b""

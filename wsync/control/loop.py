@@ -15,12 +15,12 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from wsync.deadlines import remaining
-from wsync.errors import NotConnected, forked_child_error, system_call
+from wsync.errors import NotConnected, system_call
 
 try:
     from uvloop import new_event_loop as _new_loop
@@ -41,14 +41,10 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class ControlLoop:
-    """The control thread of one process. It runs while an end of a connection has acquired it.
-
-    Attributes:
-        inherited: whether this process is a forked child of the one that made it.
-    """
+    """The control thread of one process. It runs while an end of a connection has acquired it."""
 
     def __init__(self) -> None:
-        self.inherited = False
+        self.inherited = False  # whether this process is a forked child of the one that made it
         self._lock = threading.RLock()  # guards the three below; a finalizer may come in between
         self._users = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -94,7 +90,8 @@ class ControlLoop:
     def require_own(self) -> None:
         """Raise NotConnected in a forked child of the process that made this object."""
         if self.inherited:
-            raise forked_child_error()
+            made = "its parent has initialised this scheme: make a scheme of its own here"
+            raise NotConnected(f"this process is a forked child, and {made}")
 
     @property
     def here(self) -> bool:
@@ -104,18 +101,14 @@ class ControlLoop:
     def call(self, coroutine: Coroutine[Any, Any, T], deadline: float | None = None) -> T:
         """Run a coroutine in the control thread, and wait for its result until a deadline.
 
-        The coroutine goes on if the deadline, or an exception such as Ctrl-C, ends the wait.
-
-        Raises:
-            TimeoutError: at the deadline.
-            RuntimeError: called by the control thread, which would wait for itself.
+        The coroutine goes on if the deadline (TimeoutError), or an exception such as Ctrl-C, ends the wait.
+        RuntimeError: called by the control thread, which would wait for itself.
         """
         if self.here:
             coroutine.close()
             raise RuntimeError("a blocking call in the control thread: call it from a thread of your own")
-        answers = queue.SimpleQueue[
-            tuple[BaseException | None, asyncio.Task[T]]
-        ]()  # its wait leaves no lock behind if a signal handler raises
+        # Its wait leaves no lock behind if a signal handler raises.
+        answers = queue.SimpleQueue[tuple[BaseException | None, asyncio.Task[T]]]()
 
         def begin() -> None:
             asyncio.ensure_future(coroutine).add_done_callback(end)
@@ -156,13 +149,12 @@ class BlockingCalls:
 
     def start(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Have a function called; return the future of its result."""
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        self._calls.put((loop, future, partial(function, *args, **kwargs)))
+        work = Future[T]()
+        self._calls.put((work, partial(function, *args, **kwargs)))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        return future
+        return asyncio.wrap_future(work)
 
     def end(self) -> None:
         """End the thread, once it is idle."""
@@ -175,28 +167,20 @@ class BlockingCalls:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            loop, future, function = call
-            result, error = None, None
-            try:
-                result = function()
-            except BaseException as raised:  # noqa: BLE001  raised again where it is awaited
-                error = raised
-                if not isinstance(raised, Exception) or isinstance(raised, StopIteration):  # these would end the loop
-                    error = RuntimeError(f"{type(raised).__name__}: {raised}")
-            with suppress(RuntimeError):  # the loop has ended: nothing awaits the result
-                loop.call_soon_threadsafe(_settle, future, result, error)
-            del call, future, function, result, error  # not kept until the next call: they may have a buffer
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if not future.done():
-        future.set_result(result) if error is None else future.set_exception(error)
+            work, function = call
+            if work.set_running_or_notify_cancel():
+                try:
+                    work.set_result(function())
+                except BaseException as error:  # noqa: BLE001  raised again where it is awaited
+                    plain = isinstance(error, Exception) and not isinstance(error, StopIteration)  # no end of the loop
+                    work.set_exception(error if plain else RuntimeError(f"{type(error).__name__}: {error}"))
+            del call, work, function  # not kept until the next call: they may have a buffer
 
 
 async def run_blocking(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function that blocks in a thread of its own, and await its result.
 
-    If the caller is cancelled, the thread goes on to the function's end, and its result is dropped.
+    If the caller is cancelled, a call that has begun goes on to the function's end, and its result is dropped.
     """
     calls = BlockingCalls(name)
     future = calls.start(function, *args, **kwargs)

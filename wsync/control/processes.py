@@ -34,17 +34,22 @@ def require_descriptors(count: int, what: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
+def pidfd_of(pid: int) -> int:
+    """Return a descriptor that is readable when a process has ended; -1 for 0, a process of another machine."""
+    try:
+        return os.pidfd_open(pid) if pid > 0 else -1
+    except ProcessLookupError:
+        return os.eventfd(1, os.EFD_CLOEXEC)  # readable at once
+    except OSError:  # a container may block the call: as on another machine
+        return -1
+
+
 @contextmanager
 def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int, int]]:
     """Yield ``{worker: descriptor}``: each descriptor is readable when the worker's process has ended.
 
     If the block raises ``WorkerDied``, it is raised again with the exit codes of processes that were not given by a
-    sentinel.
-
-    Raises:
-        TypeError: one is neither a process nor a sentinel.
-        ValueError: a list of another length; an unknown worker; a process that was not started; a process id, or
-            another integer that is not an open descriptor.
+    sentinel. TypeError, ValueError: not one running process or sentinel for each worker, or for some of them by index.
     """
     with ExitStack() as opened:
         known = _by_worker(processes, num_workers)

@@ -23,8 +23,7 @@ Join = Callable[[Address], int]
 class Rendezvous:
     """How workers find the sender: here by the address in the pickled scheme.
 
-    Args:
-        host: the sender's address, by which workers on other machines reach it; None for this machine only.
+    ``host``: the sender's address, by which workers on other machines reach it; None for this machine only.
     """
 
     def __init__(self, host: str | None = None) -> None:
@@ -62,11 +61,7 @@ class TorchStoreRendezvous(Rendezvous):
     The store holds addresses, without a key, and nothing else is taken from it: any process may write there. All
     processes share a key (``shared_key``; unless the store was given, that of the run), and the handshake proves it. A
     worker connects to the sender that it was connected to last; else to the first one of its model that is still there
-    and that it has not been connected to before.
-
-    Args:
-        host: the sender's address.
-        store: the store; None for that of the default group, or of ``torchrun``.
+    and that it has not been connected to before. ``store``: None for that of the default group, or of ``torchrun``.
     """
 
     def __init__(self, host: str, store: Store | None = None) -> None:

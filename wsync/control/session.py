@@ -24,22 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from wsync.control.wire import (
-    Changes,
-    Decide,
-    Fetch,
-    Fits,
-    Goodbye,
-    Link,
-    Message,
-    Newest,
-    NewLayout,
-    Offer,
-    Refused,
-    Sent,
-    Side,
-    State,
-)
+from wsync.control import wire
+from wsync.control.wire import Changes, Link, Message, Offer, Refused, Side, State
 from wsync.deadlines import NOW, remaining
 from wsync.errors import NotConnected, as_text
 from wsync.update import Cause, Inbox, Stage, Update
@@ -55,16 +41,13 @@ _FAREWELL = 1.0  # seconds for this end to say that it has shut down
 class Medium:
     """Carries the weights of one connection; used by the control thread. The base class: by the connection itself."""
 
-    checks = False
-    """Whether weights carry a checksum also on one machine."""
-    waits_for_close = False
-    """On the sender: whether ``send`` is inside a user's call that blocks, which only ``close`` can end."""
+    checks = False  # whether weights carry a checksum also on one machine
+    waits_for_close = False  # on the sender: whether ``send`` is inside a user's call, which only ``close`` can end
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
         """Trainer: send the offer by ``link``, then whole weights or a difference; return when the memory is free.
 
-        A medium that carries the weights beside ``link`` sets ``Offer.medium``, and tells the worker by ``Sent`` when
-        it has returned, or why it has failed.
+        A medium that carries the weights beside ``link`` sets ``Offer.medium``.
 
         Raises:
             ConnectionError: nothing can be sent to this worker any more.
@@ -76,12 +59,9 @@ class Medium:
         """Worker: fill ``into`` with the weights of an offer with ``Offer.medium``, which was just received."""
         raise ConnectionError("the sender uses a medium that this worker does not have")
 
-    def on_side(self, data: bytes) -> None:
-        """Take a ``Side`` message of the other end."""
+    def on_side(self, said: Side) -> None:
+        """Take a message of the other end."""
         raise ConnectionError("the other end uses a medium that this one does not have")
-
-    def on_sent(self, version: int, error: str) -> None:
-        """Worker: the trainer's ``send`` has returned, or has failed."""
 
     def close(self) -> None:
         """Make ``send`` and ``receive`` raise, at once. Idempotent."""
@@ -115,21 +95,9 @@ def checksum_of(memory: memoryview | bytes, extra: bytes) -> int:
 class WorkerSession:
     """The trainer's end of one connection: what its worker has, and what waits to be sent. ``run`` is its life.
 
-    Args:
-        medium: carries weights to a worker that does not take them from the arena.
-        remote: whether the worker is on another machine.
-        known: returns the newest version that workers were given: answers are about no other.
-        on_request: whether updates are sent only when the worker asks.
-        difference: returns what turns one version into another, or None if that is not smaller; None: whole weights
-            are sent.
-        on_change: called after each answer, and at the end.
-
-    Attributes:
-        reported: what the worker has said that it has.
-        sent_bytes: what the newest update took.
-        misfit: why the model does not fit the last layout; empty if it does, None while it is not known.
-        cause: why the connection has ended; None while it has not.
-        checks: whether updates carry a checksum.
+    ``known`` returns the newest version that workers were given: answers are about no other. ``remote``: the worker is
+    on another machine. ``on_request``: updates are sent only when the worker asks. ``difference`` returns what turns
+    one version into another, or None if that is not smaller. ``on_change`` is called after each answer, and at the end.
     """
 
     def __init__(
@@ -145,11 +113,12 @@ class WorkerSession:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker = worker
-        self.reported = State(0)
-        self.sent_bytes = 0
-        self.misfit: str | None = None
-        self.cause: str | None = None
-        self.checks = remote or medium.checks
+        self.reported = State(0)  # what the worker has said that it has
+        self.sent_bytes = 0  # what the newest update took
+        self.misfit: str | None = None  # why the model does not fit the last layout; "" if it does, None: not known yet
+        self._asked_about = 1  # layouts without an answer; the first one comes with the settings
+        self.cause: str | None = None  # why the connection has ended
+        self.checks = remote or medium.checks  # whether updates carry a checksum
         self._link, self._medium, self._difference, self._known = link, medium, difference, known
         self._on_request, self._on_change = on_request, on_change
         self._refusals: dict[int, str] = {}  # why, by version
@@ -187,7 +156,7 @@ class WorkerSession:
         newest = self._newest
         if newest is None:
             return
-        self.post(Newest(newest.version, self._asked))
+        self.post(wire.Newest(newest.version, self._asked))
         if self._asked > self._answered and newest.version > self._fetched:
             self._fetched = newest.version
             self._waiting = deque([newest])
@@ -199,7 +168,7 @@ class WorkerSession:
         if waiting is not None and not commit:
             self._waiting.remove(waiting)
         else:
-            self.post(Decide(version, commit))
+            self.post(wire.Decide(version, commit))
 
     # --- what the worker has ---
 
@@ -217,10 +186,11 @@ class WorkerSession:
         """Wait until ``state`` is no longer False."""
         await self._changes.until(lambda: self.state(version, stage))
 
-    async def ask(self, message: NewLayout) -> None:
+    async def ask(self, layout: bytes) -> None:
         """Send a layout, and wait for the answer."""
         self.misfit = None
-        self.post(message)
+        self._asked_about += 1
+        self.post(wire.NewLayout(layout))
         await self.answered()
 
     async def answered(self) -> None:
@@ -272,7 +242,7 @@ class WorkerSession:
     async def finish(self) -> None:
         """Tell the worker that the sender has shut down in order, and end the connection."""
         with suppress(ConnectionError):
-            await self._link.send(Goodbye())
+            await self._link.send(wire.Goodbye())
         self.end("the sender has shut down")
 
     async def _write(self) -> None:
@@ -317,14 +287,15 @@ class WorkerSession:
                     self.reported = state
                 case Refused(version, error, last):
                     self._refuse(version, error, last=last)
-                case Fits(error):
-                    self.misfit = error
-                case Fetch(number):
+                case wire.Fits(error) if self._asked_about:
+                    self._asked_about -= 1
+                    self.misfit = None if self._asked_about else error
+                case wire.Fetch(number):
                     self._asked = number
                     self._announce()
-                case Side(data):
-                    self._medium.on_side(data)
-                case Goodbye():
+                case Side() as said:
+                    self._medium.on_side(said)
+                case wire.Goodbye():
                     self.end("it has shut down")
                     return
                 case message:
@@ -363,7 +334,7 @@ def choose(models: Iterable[Receiver]) -> dict[Receiver, Update]:
     versions of its siblings that it requires, and so does every later one.
     """
     models = list(models)
-    waiting = {model: list(found) for model in models if (found := model.candidates())}
+    waiting = {model: list(found) for model in models if (found := model.inbox.poll())}
     while True:
         then = {model.sender: (waiting[model][-1] if model in waiting else model).version for model in models}
         early = next((one for one in waiting if _lacks_any(then, waiting[one][-1].requires)), None)
@@ -381,10 +352,8 @@ def _lacks_any(versions: Mapping[str, int], requires: Mapping[str, int]) -> bool
 class SessionInbox(Inbox):
     """The worker's end of one connection. ``run`` is its life, in the control thread.
 
-    Args:
-        call_soon: calls a function in the control thread; called by any thread.
-        apply_difference: ``(base, difference, into)``: fills ``into``; None: the sender sends whole weights.
-        slots: returns the update in a slot of the arena; None without an arena.
+    ``call_soon`` calls a function in the control thread. ``apply_difference``: ``(base, difference, into)``: fills
+    ``into``; None: the sender sends whole weights. ``slots`` returns the update in a slot of the arena.
     """
 
     def __init__(
@@ -466,7 +435,7 @@ class SessionInbox(Inbox):
         """Tell the sender that this worker has shut down in order, and end the connection."""
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(_FAREWELL):
-                await self._link.send(Goodbye())
+                await self._link.send(wire.Goodbye())
         self._link.close(ConnectionError("this end was shut down"))
 
     async def request(self) -> None:
@@ -476,7 +445,7 @@ class SessionInbox(Inbox):
         """
         self._asked = number = self._asked + 1
         with suppress(ConnectionError):
-            await self._link.send(Fetch(number))
+            await self._link.send(wire.Fetch(number))
             await self._changes.until(lambda: self._answered >= number or self._ended)
             coming = self._coming
             await self._changes.until(lambda: self._arrived >= coming or self._ended)
@@ -485,15 +454,13 @@ class SessionInbox(Inbox):
         """Read; what is for the medium reaches it also while an update is received through it."""
         while True:
             match await self._link.receive():
-                case Side(data):
-                    self._medium.on_side(data)
-                case Sent(version, error):
-                    self._medium.on_sent(version, error)
+                case Side() as said:
+                    self._medium.on_side(said)
                 case Offer(medium=False, slot=-1) as offer:
                     self._messages.put_nowait((offer, await self._read_payload(offer)))
                 case message:
                     self._messages.put_nowait((message, None))
-                    if isinstance(message, Goodbye):  # nothing follows; the connection ends when this was handled
+                    if isinstance(message, wire.Goodbye):  # nothing follows; the connection ends when this was handled
                         self._finished = True
                         self._medium.close()  # the sender's end is closed, too: what it had not sent never comes
                         await asyncio.get_running_loop().create_future()
@@ -505,22 +472,22 @@ class SessionInbox(Inbox):
                     await self._prepare(self._slots(version, slot))
                 case Offer() as offer, payload:
                     await self._receive(offer, payload)
-                case Decide(version, commit), _:
+                case wire.Decide(version, commit), _:
                     prepared = self._prepared.pop(version, None)
                     if commit and prepared is not None and self._slots is None:
                         self._stage(prepared)
                     elif commit:
                         self._owner.settle()
-                case Newest(version, answered), _:
+                case wire.Newest(version, answered), _:
                     self.newest = max(self.newest, version)
                     if answered > self._answered:
                         self._answered, self._coming = answered, version
                         self._changes.tell()
-                case NewLayout(layout, try_only), _:
-                    error = await self._owner.use_layout(layout, try_only=try_only)
-                    await self._link.send(Fits(as_text(error)))
+                case wire.NewLayout(layout), _:
+                    error = await self._owner.use_layout(layout)
+                    await self._link.send(wire.Fits(as_text(error)))
                     self._owner.settle()  # with the arena, an update may have been published already
-                case Goodbye(), _:
+                case wire.Goodbye(), _:
                     return
                 case message, _:
                     raise ConnectionError(f"a sender does not say {message}")

@@ -13,7 +13,7 @@ import hashlib
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -34,40 +34,27 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Settings(Message, frozen=True, tag=True):
-    """The first message to an accepted worker, which answers with ``Fits``: how this connection is used.
+    """The first message to an accepted worker, which answers with ``Fits``: how this connection is used."""
 
-    Attributes:
-        sender: identifies the sender, for ``requires``.
-        layout: empty if no weights have defined it yet.
-        on_request: whether the worker fetches versions (``initiator="receiver"``).
-        first: the version that ``connect`` of the worker waits for; 0 for none.
-        arena: how many blocks of words the arena has, and which one is this connection's; None without an arena.
-        differences: whether updates may come as differences to the one before.
-    """
-
-    sender: str
-    layout: bytes
-    on_request: bool
-    first: int
-    arena: tuple[int, int] | None
-    differences: bool
+    sender: str  # identifies the sender, for ``requires``
+    layout: bytes  # empty if no weights have defined it yet
+    on_request: bool  # whether the worker fetches versions (``initiator="receiver"``)
+    first: int  # the version that ``connect`` of the worker waits for; 0 for none
+    arena: tuple[int, int] | None  # how many blocks of words it has, and which one is this connection's
+    differences: bool  # whether updates may come as differences to the one before
 
 
 class NewLayout(Message, frozen=True, tag=True):
-    """The layout, where it was not known when the worker connected. ``try_only``: find out whether it would fit."""
+    """The layout, where it was not known when the worker connected; another one follows if it does not fit everywhere.
+
+    Each is answered with ``Fits``.
+    """
 
     layout: bytes
-    try_only: bool
 
 
 class Offer(Message, frozen=True, tag=True):
-    """An ``Update``. Its ``size`` bytes follow, or come through the medium.
-
-    Attributes:
-        base: the version to which a difference is applied; 0 for whole weights.
-        medium: whether the connection's medium carries it.
-        slot: in the arena, where it lies, if it is an undecided one that is not carried at all; else -1.
-    """
+    """An ``Update``. Its ``size`` bytes follow, or come through the medium."""
 
     version: int
     size: int
@@ -75,16 +62,9 @@ class Offer(Message, frozen=True, tag=True):
     extra: bytes = b""
     requires: dict[str, int] = {}
     undecided: bool = False
-    base: int = 0
-    medium: bool = False
-    slot: int = -1
-
-
-class Sent(Message, frozen=True, tag=True):
-    """The medium's ``send`` has returned, or has failed."""
-
-    version: int
-    error: str = ""
+    base: int = 0  # the version to which a difference is applied; 0 for whole weights
+    medium: bool = False  # whether the connection's medium carries it
+    slot: int = -1  # in the arena, where it lies, if it is an undecided one that is not carried at all
 
 
 class Decide(Message, frozen=True, tag=True):
@@ -111,17 +91,13 @@ class Fits(Message, frozen=True, tag=True):
 
 
 class State(Message, frozen=True, tag=True):
-    """What the worker has: the newest version that is ``received``, ``ready`` or ``installed`` there.
-
-    Attributes:
-        wait, apply: seconds from the arrival of the installed version until the gate was free, and of the installation.
-    """
+    """What the worker has: the newest version that is ``received``, ``ready`` or ``installed`` there."""
 
     received: _Version
     ready: _Version = 0
     installed: _Version = 0
-    wait: Seconds = 0.0
-    apply: Seconds = 0.0
+    wait: Seconds = 0.0  # from the arrival of the installed version until the gate was free
+    apply: Seconds = 0.0  # of the installation
 
     @property
     def version(self) -> int:
@@ -154,14 +130,16 @@ class Goodbye(Message, frozen=True, tag=True):
 
 
 class Side(Message, frozen=True, tag=True):
-    """What the two ends of a medium tell each other."""
+    """What the two ends of a medium tell each other, who know what it means."""
 
-    data: bytes
+    number: int = 0
+    text: str = ""
+    data: bytes = b""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {  # by the end that reads
-    "worker": msgspec.msgpack.Decoder(Settings | NewLayout | Offer | Sent | Decide | Newest | Goodbye | Side),
+    "worker": msgspec.msgpack.Decoder(Settings | NewLayout | Offer | Decide | Newest | Goodbye | Side),
     "trainer": msgspec.msgpack.Decoder(Fits | State | Refused | Fetch | Goodbye | Side),
 }
 
@@ -183,39 +161,13 @@ class Changes:
             await self._event.wait()
 
 
-class Stream(Protocol):
-    """A connection's bytes. Used by the control thread alone."""
-
-    host: str
-    """This end's address, by which the other end reaches it."""
-
-    async def read(self, size: int) -> bytes:
-        """Return exactly ``size`` bytes; ConnectionError if the connection has ended."""
-        ...
-
-    async def read_into(self, memory: memoryview) -> None:
-        """Fill ``memory``; ConnectionError if the connection has ended."""
-
-    async def write(self, head: bytes, payload: memoryview | bytes = b"") -> None:
-        """Take both at once, in this order; then wait until the memory may be reused."""
-
-    def close(self) -> None:
-        """End the connection; pending reads and writes raise ConnectionError."""
-
-
 class Link:
     """An authenticated connection.
 
-    Args:
-        end: ``"trainer"`` or ``"worker"``: this one.
-        keys: for the MACs of the frames that are sent, and received.
-
-    Attributes:
-        host: as of the stream.
-        cause: why it has ended; None while it has not.
+    ``end``: this one, ``"trainer"`` or ``"worker"``. ``keys``: for the MACs of frames that are sent, and received.
     """
 
-    def __init__(self, stream: Stream, end: str, keys: tuple[bytes, bytes]) -> None:
+    def __init__(self, stream: SocketStream, end: str, keys: tuple[bytes, bytes]) -> None:
         self._stream = stream
         self._decoder = _decoders[end]
         self._limit = LARGE if end == "worker" else SMALL
@@ -223,7 +175,7 @@ class Link:
         self._sent = self._received = 0
         self._writing = asyncio.Lock()
         self.host = stream.host
-        self.cause: Exception | None = None
+        self.cause: Exception | None = None  # why it has ended
 
     async def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
         """Send a message, and the bytes that follow it; return when their memory may be reused."""
@@ -268,15 +220,18 @@ def frame_mac(key: bytes, number: int, *parts: bytes | bytearray | memoryview) -
 
 
 class SocketStream(asyncio.BufferedProtocol):
-    """A ``Stream`` over a socket: a payload is read from the kernel into its place, and written without a copy."""
+    """A connection's bytes: a payload is read from the kernel into its place, and written without a copy.
+
+    What is pending raises ConnectionError when the connection ends. Used by the control thread alone.
+    """
 
     def __init__(self) -> None:
-        self.host = "127.0.0.1"
+        self.host = "127.0.0.1"  # this end's address, by which the other end reaches it
         self._head = bytearray(2 * _PAUSE)
         self._have = 0  # bytes in `_head` that were not read
         self._target: memoryview | None = None  # what `read_into` fills
         self._changes = Changes()
-        self._error: ConnectionError | None = None
+        self._error = ""  # why it has ended; an exception would refer to all who have seen it raised
         self._paused = self._full = False
 
     # --- called by the loop ---
@@ -290,7 +245,7 @@ class SocketStream(asyncio.BufferedProtocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._error = self._error or ConnectionError(f"the connection has ended ({exc or 'closed by the other end'})")
+        self._error = self._error or f"the connection has ended ({exc or 'closed by the other end'})"
         self._changes.tell()
 
     def eof_received(self) -> bool:
@@ -322,9 +277,10 @@ class SocketStream(asyncio.BufferedProtocol):
                 self._paused = True
         self._changes.tell()
 
-    # --- Stream ---
+    # --- called by a ``Link`` ---
 
     async def read(self, size: int) -> bytes:
+        """Return exactly ``size`` bytes."""
         if size > _PAUSE:
             data = bytearray(size)
             await self.read_into(memoryview(data))
@@ -354,13 +310,14 @@ class SocketStream(asyncio.BufferedProtocol):
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds; ConnectionError: it does not, and the connection has ended."""
-        await self._changes.until(lambda: condition() or self._error is not None)
-        if self._error is not None and not condition():
-            raise self._error
+        await self._changes.until(lambda: condition() or self._error)
+        if self._error and not condition():
+            raise ConnectionError(self._error)
 
     async def write(self, head: bytes, payload: memoryview | bytes = b"") -> None:
-        if self._error is not None:
-            raise self._error
+        """Take both at once, in this order; then wait until the memory may be reused."""
+        if self._error:
+            raise ConnectionError(self._error)
         if payload:
             self._transport.writelines([head, payload])
         else:
@@ -369,7 +326,7 @@ class SocketStream(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """End the connection, after what was written."""
-        self._error = self._error or ConnectionError("the connection was closed at this end")
+        self._error = self._error or "the connection was closed at this end"
         with suppress(AttributeError):  # it was never connected
             self._transport.close()
         self._changes.tell()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import struct
 from multiprocessing.reduction import ForkingPickler
 
 import torch
@@ -19,8 +18,6 @@ from wsync.control.loop import run_blocking
 from wsync.control.session import Medium
 from wsync.control.wire import Link, Offer, Side
 from wsync.weights.layout import Buffer
-
-_INDEX = struct.Struct("<I")
 
 
 def with_index(device: str) -> torch.device:
@@ -37,7 +34,7 @@ class CudaMedium(Medium):
     def __init__(self) -> None:
         self._exported: dict[int, int] = {}  # address of a buffer -> its index; on the sender
         self._mapped: dict[int, Tensor] = {}  # index -> the sender's buffer; in the worker
-        self._said = asyncio.Queue[bytes | None]()  # by the other end; None: the connection has ended
+        self._said = asyncio.Queue[Side | None]()  # by the other end; None: the connection has ended
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
         if isinstance(payload, bytes):
@@ -49,30 +46,28 @@ class CudaMedium(Medium):
         await run_blocking("transfer", torch.cuda.synchronize, flat.device)  # the weights have been packed
         handle = b"" if known else bytes(ForkingPickler.dumps(flat))
         await link.send(replace(offer, medium=True))
-        await link.send(Side(_INDEX.pack(index) + handle))
+        await link.send(Side(index, data=handle))
         await self._next()
 
     async def receive(self, link: Link, offer: Offer, into: Buffer) -> None:
-        message = await self._next()
-        await run_blocking("transfer", self._copy, message, into.flat)
-        await link.send(Side(b""))
+        await run_blocking("transfer", self._copy, await self._next(), into.flat)
+        await link.send(Side())
 
-    def _copy(self, message: bytes, into: Tensor) -> None:
-        (index,) = _INDEX.unpack_from(message)
-        if len(message) > _INDEX.size:
-            self._mapped[index] = pickle.loads(memoryview(message)[_INDEX.size :])
-        into.copy_(self._mapped[index])
+    def _copy(self, said: Side, into: Tensor) -> None:
+        if said.data:
+            self._mapped[said.number] = pickle.loads(said.data)
+        into.copy_(self._mapped[said.number])
         torch.cuda.current_stream(into.device).synchronize()
 
-    async def _next(self) -> bytes:
+    async def _next(self) -> Side:
         said = await self._said.get()
         if said is None:
             self.close()  # ends the other waits
             raise ConnectionError("the connection has ended")
         return said
 
-    def on_side(self, data: bytes) -> None:
-        self._said.put_nowait(data)
+    def on_side(self, said: Side) -> None:
+        self._said.put_nowait(said)
 
     def close(self) -> None:
         self._said.put_nowait(None)

@@ -24,8 +24,8 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
@@ -80,7 +80,7 @@ class _LinkStore(TorchStore):
     def set(self, key: str, value: bytes | str) -> None:
         content = value.encode() if isinstance(value, str) else bytes(value)
         self.put(key, content)
-        sending = self._link.send(Side(msgspec.msgpack.encode((key, content))))
+        sending = self._link.send(Side(text=key, data=content))
         try:
             asyncio.run_coroutine_threadsafe(sending, self._loop).result(remaining(self._deadline))
         except TimeoutError:
@@ -105,9 +105,8 @@ class _LinkStore(TorchStore):
 class GroupMedium(BlockingMedium):
     """One end of a connection with a process group (``backend``: gloo or nccl) for large updates.
 
-    Args:
-        inline_bytes: updates with at most this many bytes follow their offer, unless nccl carries all.
-        timeout: seconds to form a group; None for ten minutes.
+    Updates with at most ``inline_bytes`` follow their offer, unless nccl carries all. ``timeout``: seconds to form a
+    group; None for ten minutes.
     """
 
     def __init__(self, backend: str, inline_bytes: int, timeout: float | None) -> None:
@@ -124,7 +123,7 @@ class GroupMedium(BlockingMedium):
         if isinstance(payload, bytes) or payload.layout.nbytes + len(offer.extra) <= self._inline_bytes:
             await super().send(link, offer, payload)
             return
-        await link.send(msgspec.structs.replace(offer, medium=True))
+        await link.send(replace(offer, medium=True))
         await self._carry(link, 0, payload)
 
     async def receive(self, link: Link, offer: Offer, into: Buffer) -> None:
@@ -171,11 +170,8 @@ class GroupMedium(BlockingMedium):
         if flat.is_cuda:  # there the wait is one of this thread's stream
             torch.cuda.current_stream(flat.device).synchronize()
 
-    def on_side(self, data: bytes) -> None:
-        try:
-            self._store.put(*msgspec.msgpack.decode(data, type=tuple[str, bytes]))
-        except msgspec.DecodeError as error:
-            raise ConnectionError(f"the other end has sent something unknown: {error}") from error
+    def on_side(self, said: Side) -> None:
+        self._store.put(said.text, said.data)
 
     def close(self) -> None:
         super().close()

@@ -1,6 +1,6 @@
 """The medium of a user's backend: the calls of a ``TransportBackend``, each in a thread.
 
-    trainer   Offer ─→ send_weights ─→ Sent ─┐
+    trainer   Offer ─→ send_weights ─→ Side ─┐
     worker    receive_weights ←─ Offer       └─→ receive_weights again, unless the first call has returned the update
 
 ``wsync/transport.py`` says what the calls promise, and may do.
@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from wsync.control.session import checksum_of
-from wsync.control.wire import Link, Offer, Sent, Side
+from wsync.control.wire import Changes, Link, Offer, Side
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import WeightSyncError, as_text
 from wsync.media import BlockingMedium
@@ -43,9 +43,9 @@ class TransportMedium(BlockingMedium):
         self._timeout: float | None = scheme.timeout
         self._transport: Any = None  # a ``TransportBackend``, once it is made
         self._is_set_up = False
-        self._sent = Sent(0)  # the newest such message
+        self._sent = Side()  # of which version ``send_weights`` has returned last, or why it has failed
         self._receiving: asyncio.Future[Any] | None = None  # a call of ``receive_weights`` that was not used yet
-        self._news = asyncio.Event()  # set when either has changed
+        self._changes = Changes()  # of either, and the end
 
     @property
     def waits_for_close(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -71,9 +71,9 @@ class TransportMedium(BlockingMedium):
             await asyncio.wait((self._ended,), timeout=_GRACE)
             if self._ended.done():
                 raise ConnectionError(f"the worker has gone; its transport raised {error!r}") from error
-            await link.send(Sent(offer.version, as_text(error)))
+            await link.send(Side(offer.version, as_text(error)))
             raise
-        await link.send(Sent(offer.version))
+        await link.send(Side(offer.version))
 
     # --- the worker's end ---
 
@@ -109,11 +109,11 @@ class TransportMedium(BlockingMedium):
             options = {"weights": own, "strategy": self._strategy}
             receive = self._transport.receive_weights
             self._receiving = self._start(self._transfers, lambda _=into: receive(remaining(deadline), **options))
-            self._receiving.add_done_callback(lambda _: self._news.set())
+            self._receiving.add_done_callback(lambda _: self._changes.tell())
         call = self._receiving
         await self._until(lambda: call is None or call.done() or self._has_failed(offer))
         if call is None or self._has_failed(offer):  # the call may return the next update
-            raise WeightSyncError(f"the sender could not send it: {self._sent.error}")
+            raise WeightSyncError(f"the sender could not send it: {self._sent.text}")
         self._receiving = None
         try:
             return call.result()
@@ -127,16 +127,15 @@ class TransportMedium(BlockingMedium):
 
     def _has_returned(self, offer: Offer) -> bool:
         """Whether ``send_weights`` has returned for this update, or raised."""
-        return self._sent.version >= offer.version
+        return self._sent.number >= offer.version
 
     def _has_failed(self, offer: Offer) -> bool:
-        return self._has_returned(offer) and bool(self._sent.error)
+        return self._has_returned(offer) and bool(self._sent.text)
 
     async def _until(self, ready: Callable[[], bool]) -> None:
-        while not ready():
+        await self._changes.until(lambda: ready() or self._ended.done())
+        if not ready():
             self._require_open()
-            self._news.clear()
-            await self._news.wait()
 
     # --- both ---
 
@@ -159,7 +158,7 @@ class TransportMedium(BlockingMedium):
             self._is_set_up = True
         except Exception as error:  # of a user's transport: raised again, after the other end was told
             text = f"the set-up of the transport of worker {self._worker} has failed: {as_text(error)}"
-            await link.send(Side(text.encode(errors="replace")))
+            await link.send(Side(text=text))
             asyncio.get_running_loop().call_soon(link.close, ConnectionError(text))
             raise
 
@@ -169,16 +168,15 @@ class TransportMedium(BlockingMedium):
             self._release()
         set_up(self._transport)
 
-    def on_side(self, data: bytes) -> None:
-        raise ConnectionError(data.decode(errors="replace"))
-
-    def on_sent(self, version: int, error: str) -> None:
-        self._sent = Sent(version, error)
-        self._news.set()
+    def on_side(self, said: Side) -> None:
+        if not said.number:  # the set-up has failed
+            raise ConnectionError(said.text)
+        self._sent = said
+        self._changes.tell()
 
     def close(self) -> None:
         super().close()
-        self._news.set()
+        self._changes.tell()
 
     def _release(self) -> None:
         close = getattr(self._transport, "close", None)

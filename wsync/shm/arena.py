@@ -193,16 +193,6 @@ class SenderArena:
     and ``wait``. The control thread calls ``store_header`` and ``publish`` as well, with the outlet's lock, to give a
     worker that has just connected the newest update. The others are for any thread. ``blocks``: the most connections at
     a time, those of disconnected but living workers included.
-
-    Attributes:
-        signal: the eventfd that workers signal.
-        publish: ``(blocks, version, slot, acknowledge)``: points connections to a slot, and wakes those workers that
-            have to acknowledge it or want to be woken. Returns False if the process of an open block has ended; that is
-            looked at only without ``acknowledge``.
-        wait: ``(blocks, version, timeout)``: waits until all of them have installed a version. Returns False at the
-            deadline, or if one without the version was closed, or needs ``attention``. Raises what a signal handler
-            raises.
-        attention: ends the wait for a block, or the next one: its session has ended, or has refused an update.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -217,13 +207,18 @@ class SenderArena:
                 headers = keep(os.memfd_create("wsync-headers", os.MFD_CLOEXEC))
             _allocate(words, 0, _size_of_words(blocks))
             with system_call("eventfd(2)", "shared memory"):
-                self.signal = keep(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+                self.signal = keep(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))  # what workers signal
             self.blocks = blocks
             self._slots = _Slots((words, headers), blocks)
             with system_call("epoll_create(2)", "shared memory"):
                 self._words = native.SenderWords(self._slots.control, blocks, self.signal)
+            # (blocks, version, slot, acknowledge): points connections to a slot, and wakes workers that have to answer
+            # or want to be woken; False: the process of one has ended, which is looked at only without `acknowledge`.
             self.publish: Callable[[tuple[int, ...], int, int, bool], bool] = self._words.publish
+            # (blocks, version, timeout): waits until all have installed a version. False: at the deadline; or if one
+            # without it was closed, or needs `attention`. Raises what a signal handler raises.
             self.wait: Callable[[tuple[int, ...], int, float | None], bool] = self._words.wait
+            # Ends the wait for a block, or the next one: its session has ended, or has refused an update.
             self.attention: Callable[[int], None] = self._words.attention
             opened.pop_all()
         self._workers: dict[int, int] = {}  # by block, of those that are open
@@ -327,15 +322,11 @@ class ArenaInbox(Inbox):
     """The arena in a worker.
 
     ``fds``, the two files, the trainer's eventfd and this connection's, are owned by this object from now on.
-    ``binds``: whether the model stays bound to its slot; otherwise it copies.
-
-    Attributes:
-        refuse: called with an update that could not be installed, and the error; set by the connection.
-        wake: this connection's eventfd. When it can be read, an update has come that the trainer, or a thread of this
-            process, waits for.
+    ``binds``: whether the model stays bound to its slot; otherwise it copies. ``wake`` is readable when an update has
+    come that the trainer, or a thread of this process, waits for.
     """
 
-    refuse: Callable[[Update, str], None]
+    refuse: Callable[[Update, str], None]  # called with an update that could not be installed; set by the connection
 
     def __init__(self, fds: Sequence[int], block: int, blocks: int, owner: Any, *, binds: bool) -> None:
         weights, headers, self._signal, self.wake = fds
@@ -364,7 +355,7 @@ class ArenaInbox(Inbox):
         The receiver installs all while threads wait for them, or if the worker fetches or passes on.
         """
         owner = self._owner
-        usual = not (self._waited_for or self._may_refuse or owner.on_request or owner.passes_on)
+        usual = not (self._waited_for or self._may_refuse or owner.on_request or owner.pass_on)
         self.words.usual(getattr(self._target, "installer", None) if usual else None)
 
     @property

@@ -53,19 +53,12 @@ _DTYPES = {  # by their names in safetensors files
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The newest version of a store, and how it is read.
-
-    Attributes:
-        writer: a token of the trainer that wrote it, which identifies it in ``requires``, too.
-        layout: ``Layout.encode``.
-        checksum: of the packed weights and the layout, hexadecimal.
-        requires: as in ``Update``.
-    """
+    """The newest version of a store, and how it is read."""
 
     version: Annotated[int, Meta(ge=1, lt=LAST_VERSION)]
-    writer: Annotated[str, Meta(pattern="^[0-9A-Za-z]{1,64}$")]
-    layout: bytes
-    checksum: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+    writer: Annotated[str, Meta(pattern="^[0-9A-Za-z]{1,64}$")]  # the trainer, which it identifies in ``requires``, too
+    layout: bytes  # ``Layout.encode``
+    checksum: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]  # of the packed weights and the layout
     requires: dict[str, Annotated[int, Meta(ge=0, lt=LAST_VERSION)]] = {}
 
     @property
@@ -86,14 +79,10 @@ class Store:
     """The files in the folder at a URL, on any file system that ``fsspec`` has; NotConnected: it cannot be opened.
 
     The methods for single files raise whatever the library of the file system raises.
-
-    Attributes:
-        url: as given, for messages: without user, password and query.
-        local: its path, if it is on a local file system.
     """
 
     def __init__(self, url: str) -> None:
-        self.url = re.sub(r"(?<=://)[^/]*@|\?.*", "", url) if "://" in url else url
+        self.url = re.sub(r"(?<=://)[^/]*@|\?.*", "", url) if "://" in url else url  # without user and password
         self._given_url = url
         try:
             opened, self._root = fsspec.core.url_to_fs(url)

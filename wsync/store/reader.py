@@ -35,18 +35,12 @@ _CLOSING = 2.0  # seconds that ``close`` waits for the thread, which may be read
 
 
 class Reader:
-    """Reads the newest version of a store, each once. Any thread may call.
-
-    Attributes:
-        oldest: the oldest version that may be used.
-        newest: the newest version that was read, by the trainer ``writer``; 0 for none.
-        stop: ends every wait.
-    """
+    """Reads the newest version of a store, each once. Any thread may call."""
 
     def __init__(self, store: Store, oldest: int = 1) -> None:
-        self.store, self.oldest = store, oldest
-        self.newest, self.writer = 0, ""
-        self.stop = threading.Event()
+        self.store, self.oldest = store, oldest  # the oldest version that may be used
+        self.newest, self.writer = 0, ""  # the newest version that was read, and its trainer
+        self.stop = threading.Event()  # ends every wait
         self._pool = BufferPool()
         self._lock = threading.Lock()  # guards ``newest``, ``writer`` and what follows, and reading takes long
         self._layout: Layout | None = None
@@ -89,16 +83,16 @@ class Reader:
         return Update(manifest.version, buffer, b"", checksum, manifest.requires, acknowledge=False)
 
 
-def in_time(store: Store, function: Callable[[float | None], T], deadline: float | None, until: float | None) -> T:
-    """Call ``function(until)``. If the store is not local, SyncTimeout: it has not answered by the deadline.
+def in_time(store: Store, function: Callable[[], T], deadline: float | None) -> T:
+    """Call ``function``. If the store is not local, SyncTimeout: it has not answered by the deadline.
 
     Then the call goes on, in a thread of its own.
     """
     if store.local is not None:
-        return function(until)
+        return function()
     loop, late = control_loop().acquire(), None if deadline is None else deadline + _GRACE
     try:
-        return loop.call(run_blocking("store-read", function, until), late)
+        return loop.call(run_blocking("store-read", function), late)
     except TimeoutError:
         raise SyncTimeout(f"the store {store.url} did not answer in time") from None
     finally:
@@ -172,7 +166,7 @@ class FileInbox(Inbox):
 
     def _look(self, deadline: float | None, until: float | None) -> None:
         reader = self._reader
-        in_time(reader.store, lambda until: self._stage(reader, reader.wait(until)), deadline, until)
+        in_time(reader.store, lambda: self._stage(reader, reader.wait(until)), deadline)
 
     def _stage(self, reader: Reader, update: Update | None) -> bool:
         """Stage what was read, if that is anything; not after ``close``, as the model is not gated any more."""

@@ -28,7 +28,6 @@ from typing import Any
 
 import pytest
 from tensordict import TensorDict
-from torch import nn
 
 import wsync
 import wsync.testing.commands as commands
@@ -42,7 +41,6 @@ from wsync.testing.models import (
     digest,
     fill,
     make_large,
-    named_tensors,
     nudge,
     scramble,
 )
@@ -90,16 +88,6 @@ def _threads_end() -> Iterator[None]:
 
 
 # --- commands ---
-
-
-def structure_of(model: nn.Module) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """The strides of every tensor that is not empty; whether the tied weights of an ``EveryTensorKind`` are one."""
-    strides = {name: tensor.stride() for name, tensor in named_tensors(model).items() if tensor.numel()}
-    return strides, model.get_parameter("embed.weight") is model.get_parameter("decode.weight")
-
-
-def _structure(state: WorkerState) -> object:
-    return structure_of(state.models["policy"])
 
 
 def _hold_gate(state: WorkerState) -> None:
@@ -187,7 +175,6 @@ class BackendContract(BackendHooks):
                 scramble(other, seed)
                 scheme.send(make())
                 assert session.digests() == [digest(other) | ({lacking: before[lacking]} if lacking else {})] * 2
-            assert session.workers.call(_structure) == [structure_of(model)] * 2
 
     def test_worker_ids_select_workers(self) -> None:
         with self.connected(3) as session:

@@ -129,12 +129,13 @@ def nudge(model: nn.Module, count: int | None = None) -> None:
 
 
 def digest(model: Any) -> dict[str, Any]:
-    """The model's weights as plain values: dtype, shape and a hash of the bytes of each tensor, and the extra state."""
-    result = dict[str, Any]()
+    """The model's weights as plain values: form and ties of each tensor, a hash of its bytes, and the extra state."""
+    result, first = dict[str, Any](), dict[int, str]()
     for name, tensor in named_tensors(model).items():
         dense = tensor.detach().clone(memory_format=torch.contiguous_format)
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
-        result[name] = str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(data).hexdigest()[:16]
+        form = str(tensor.dtype), tuple(tensor.shape), tensor.stride() if tensor.numel() else ()
+        result[name] = *form, first.setdefault(id(tensor), name), hashlib.sha256(data).hexdigest()[:16]
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, WithExtraState):
             result[f"{name}._extra_state".lstrip(".")] = repr(module.state)

@@ -24,11 +24,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from wsync import deadlines, workers
-from wsync.control import session
 from wsync.control.session import Medium, SessionInbox, choose
-from wsync.control.wire import Link
+from wsync.control.wire import Fits, Link
 from wsync.deadlines import deadline_in
-from wsync.update import Cause, Stage, Update
+from wsync.update import Cause, Inbox, Stage, Update
 from wsync.workers import Workers
 
 MODELS, INDICES, TIMEOUT, KEEPALIVE = ("actor", "critic"), (0, 1, 2), 5.0, 2.0
@@ -90,13 +89,13 @@ class Process:
 
 
 class Stream:
-    """One end of a connection. Bytes arrive late and in pieces, in order; a cut one loses them from any byte on."""
+    """In place of a ``SocketStream``: bytes come late and in pieces, in order; cut, it loses them from any byte on."""
 
     host = ""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, peer: Stream | None = None) -> None:
         self.process, self.world = process, process.world
-        self.peer: Stream = self
+        self.peer: Stream = peer or self
         self.received, self.in_flight, self.last, self.error = bytearray(), 0, 0.0, ""
         self.changed = asyncio.Event()
         self.lost = False
@@ -187,7 +186,7 @@ def make_outlet() -> Workers:
     return outlet
 
 
-async def welcome(outlet: Workers, index: int, there: Stream) -> None:
+async def welcome(outlet: Workers, index: int, there: Any) -> None:
     """Have the outlet accept a worker, by the trainer's end of its connection."""
 
     async def accept(fds: Sequence[int] = ()) -> None:
@@ -212,12 +211,9 @@ class Model:
         self.worker, self.sender = worker, sender
         self.version = self.seen = self.promised = 0
         self.installed: Update | None = None
-        self.inbox: SessionInbox | None = None
+        self.inbox = Inbox()
 
-    def candidates(self) -> Sequence[Update]:
-        return self.inbox.poll() if self.inbox is not None else ()
-
-    async def use_layout(self, layout: bytes, *, try_only: bool) -> str:
+    async def use_layout(self, layout: bytes) -> str:
         return ""
 
     def new_buffer(self) -> Any:
@@ -261,16 +257,15 @@ class SimulatedWorker(Process):
         """Connect, and connect again whenever the connection has ended."""
         model = self.models[name]
         while True:
-            here, there = Stream(self), Stream(self.world.trainer)
-            here.peer, there.peer = there, here
+            here: Any = Stream(self)
+            here.peer = there = Stream(self.world.trainer, peer=here)
             self.world.trainer.start(welcome(self.world.outlets[name], self.index, there))
             link = Link(here, "worker", (KEYS[1], KEYS[0]))
             try:
                 await link.receive()  # its settings
                 inbox = SessionInbox(link, Medium(), model, self.world.loop.call_soon)  # type: ignore[arg-type]
-                await link.send(session.Fits())
-                if model.inbox is not None:  # what was promised stays promised
-                    inbox._staged.extend(model.inbox.poll())
+                await link.send(Fits())
+                inbox._staged.extend(model.inbox.poll())  # what was promised stays promised
                 model.inbox = inbox
                 await inbox.run()
             except ConnectionError:

@@ -26,24 +26,17 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """Name, dtype, shape, strides and place of every tensor of a model, in one flat buffer of bytes.
 
     Entries are ordered by dtype, so that each dtype is one contiguous stretch. Tied tensors share a place.
-
-    Attributes:
-        names, shapes, strides, dtypes, offsets: of each entry; strides in elements, offsets in bytes.
-        ties: pairs ``(follower, leader)`` of entries that are one tensor.
-        nbytes: size of the flat buffer.
-        extra: names of the modules' extra states; ``None`` where the first weights could not say.
-        model_may_have_more: whether a receiving model may have more weights, which then keep their values.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    strides: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]  # in elements
     dtypes: tuple[torch.dtype, ...]
-    offsets: tuple[int, ...]
-    ties: tuple[tuple[int, int], ...]
-    nbytes: int
-    extra: frozenset[str] | None
-    model_may_have_more: bool
+    offsets: tuple[int, ...]  # in bytes
+    ties: tuple[tuple[int, int], ...]  # pairs ``(follower, leader)`` of entries that are one tensor
+    nbytes: int  # of the flat buffer
+    extra: frozenset[str] | None  # names of the modules' extra states; None where the first weights could not say
+    model_may_have_more: bool  # whether a receiving model may have more weights, which then keep their values
 
     @classmethod
     def of(cls, weights: Snapshot) -> Layout:
@@ -214,21 +207,16 @@ class Buffer(msgspec.Struct, eq=False):
     """A lease on memory for one version: a slot of the arena, or memory of a pool.
 
     The memory is not reused until the last reference to the buffer is dropped: a reader of its bytes or views keeps it.
-
-    Attributes:
-        flat: all of it, ``uint8[nbytes]``; ``views``: one tensor per entry of the layout.
-        slot: its index in the arena, where other processes read it; -1 in private memory.
-        plan: the ``native.PackPlan`` of the views; None without the C extension. PyTorch's copy of a small tensor costs
-            more in calls than in bytes; that of a large one first loads the cache lines that it overwrites.
-        formatted: the views as the transports of all workers are given them, once they were.
     """
 
     layout: Layout
-    flat: Tensor
-    views: Sequence[Tensor]
-    slot: int
+    flat: Tensor  # all of it, uint8[nbytes]
+    views: Sequence[Tensor]  # one tensor per entry of the layout
+    slot: int  # its index in the arena, where other processes read it; -1 in private memory
+    # The ``native.PackPlan`` of the views; None without the C extension. PyTorch's copy of a small tensor costs more in
+    # calls than in bytes; that of a large one first loads the cache lines that it overwrites.
     plan: Any
-    formatted: Any = None
+    formatted: Any = None  # the views as the transports of all workers are given them, once they were
 
     @classmethod
     def over(cls, layout: Layout, flat: Tensor, slot: int = -1) -> Buffer:

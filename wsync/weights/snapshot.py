@@ -25,19 +25,12 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 
 class Snapshot(NamedTuple):
-    """A model's weights by dotted name. The tensors are the source's own: nothing is copied.
+    """A model's weights by dotted name. The tensors are the source's own: nothing is copied."""
 
-    Attributes:
-        tensors: parameters and buffers.
-        extra: ``{"layer._extra_state": object}``; None where the format cannot say (a TensorDict without any).
-        optional: names that another format of the same weights may lack (non-persistent buffers).
-        model_may_have_more: whether they are a part of a model on purpose.
-    """
-
-    tensors: Mapping[str, Tensor]
-    extra: Mapping[str, Any] | None = None
-    optional: frozenset[str] = frozenset()
-    model_may_have_more: bool = False
+    tensors: Mapping[str, Tensor]  # parameters and buffers
+    extra: Mapping[str, Any] | None = None  # {"layer._extra_state": object}; None where the format cannot say
+    optional: frozenset[str] = frozenset()  # names that another format may lack: of non-persistent buffers
+    model_may_have_more: bool = False  # whether they are a part of a model on purpose
 
     def with_optional(self, names: Collection[str]) -> Snapshot:
         """Return these weights without the optional tensors that are not among ``names``."""
@@ -70,13 +63,6 @@ class ModuleIndex:
 
     So a tensor that was replaced (``.to()``, a parametrisation) is found anew at no cost. Names have no components of
     wrappers, data parallelism included. The module is not kept alive, but its children are.
-
-    Attributes:
-        places: of parameters and buffers, by name; ``parameters``: the names of the former.
-        extra: the modules with an extra state, by its name.
-        optional: the names of non-persistent buffers.
-        self_written: the names of parameters that their module's own forward writes.
-        tree: what finds all tensors, in the order of ``places``; None without the C extension.
     """
 
     def __init__(self, module: nn.Module, on_death: Callable[[Any], object] | None = None) -> None:
@@ -84,11 +70,13 @@ class ModuleIndex:
         self._links: list[tuple[dict[str, Any], str, nn.Module]] = []  # from a module to each of its children
         self._tables: list[dict[str, Any]] = []
         self._vacant: list[tuple[dict[str, Any], str]] = []  # without a tensor: a layer without bias
-        self.places: dict[str, tuple[dict[str, Any], str]] = {}
-        self.extra: dict[str, nn.Module] = {}
-        self.parameters, self.optional, self.self_written = set[str](), set[str](), set[str]()
+        self.places: dict[str, tuple[dict[str, Any], str]] = {}  # of parameters and buffers
+        self.parameters = set[str]()  # the names of the former
+        self.optional = set[str]()  # those of non-persistent buffers
+        self.self_written = set[str]()  # those of parameters that their module's own forward writes
+        self.extra: dict[str, nn.Module] = {}  # the modules with an extra state, by its name
         self._walk(module, "")
-        self.tree = self.tree_of(self.places)
+        self.tree = self.tree_of(self.places)  # what finds all tensors; None without the C extension
 
     def _walk(self, module: nn.Module, prefix: str) -> None:
         if isinstance(module, ScriptModule):

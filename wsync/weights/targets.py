@@ -87,17 +87,11 @@ def _aliased(tensors: Iterable[Tensor]) -> set[int]:
 
 
 class Target(Protocol):
-    """What takes weights of one layout. Its methods are called inside the gate.
+    """What takes weights of one layout. Its methods are called inside the gate."""
 
-    Attributes:
-        may_refuse: whether ``install`` may raise although the layout fits.
-        mixed: whether the last ``install`` has failed so that there may be weights of two versions.
-        misfit: whether the last update has found that the model has changed its structure, and does not fit.
-    """
-
-    may_refuse = True
-    mixed = False
-    misfit = False
+    may_refuse = True  # whether ``install`` may raise although the layout fits
+    mixed = False  # whether the last ``install`` has failed so that there may be weights of two versions
+    misfit = False  # whether the last update has found that the model has changed its structure, and does not fit
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Take over ``views``, in the layout's order, and extra state; what it raises reaches the trainer."""
@@ -115,9 +109,6 @@ class Binding(Target):
 
     Each tensor is bound (``p.data = view``, no copy) or copied into. Bound are parameters, if ``bind`` is true and
     nothing else has their memory, until ``detach``.
-
-    Attributes:
-        installer: the ``native.Installer`` of the model as it is now; None without the C extension.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, *, bind: bool = True) -> None:
@@ -153,7 +144,7 @@ class Binding(Target):
         self.may_refuse = bool(self._agree or layout.extra or (layout.extra is None and index.extra))
         self._index, self._tensors = index, [*tensors.values()]
         parts = tuple(self._tensors), tuple(self._bound), tuple(self._copied)
-        self.installer = native.Installer(index.tree, *parts) if native is not None else None
+        self.installer = native.Installer(index.tree, *parts) if native is not None else None  # of the model as it is
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Switch the model, or leave it as it was, unless ``mixed``.
