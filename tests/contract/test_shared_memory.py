@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from backends import SharedMemory, SharedMemoryPublished
+from backends import SharedMemory
 
 import wsync
 from wsync.testing import WorkerPool
@@ -15,12 +15,6 @@ from wsync.testing.models import Small, fill
 def shared(pool: WorkerPool) -> SharedMemory:
     SharedMemory.pool = pool
     return SharedMemory()
-
-
-@pytest.fixture
-def published(pool: WorkerPool) -> SharedMemoryPublished:
-    SharedMemoryPublished.pool = pool
-    return SharedMemoryPublished()
 
 
 # --- buffers and slots ---

@@ -83,14 +83,6 @@ def test_a_forward_inside_a_function_transform_uses_the_update(backend: BuiltIn)
             assert session.workers[0].call(gradient_through_functorch) == value
 
 
-def functional_call(state: WorkerState, value: float) -> tuple[float, float]:
-    """The output of the model with other weights, and the value of these afterwards."""
-    weights = {"weight": torch.full((4,), value)}
-    with wsync.gate():  # an update would find the other weights in the model's place
-        output = torch.func.functional_call(state.models["policy"], weights, ())[0].item()
-    return output, weights["weight"][0].item()
-
-
 def convert_to_half(state: WorkerState) -> None:
     with wsync.gate():
         state.models["policy"].half()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from programs import run_program
-from torch import Tensor
 
 pytest.importorskip("transformers", reason="the GPT-2 is one of transformers, which is not installed")
 ROOT = Path(__file__).parents[2]
@@ -45,10 +44,3 @@ def gpt2() -> Any:
 
 def bfloat16_gpt2() -> Any:
     return gpt2().bfloat16()
-
-
-def reference(trained: Any) -> Tensor:
-    with torch.no_grad():
-        copy = bfloat16_gpt2()
-        copy.load_state_dict(trained.state_dict())
-        return copy(torch.arange(32)[None]).logits.float()
