@@ -47,19 +47,6 @@ def test_slots_per_worker(shared: SharedMemory) -> None:
         assert session.outputs() == [3, 3]
 
 
-def test_published_buffers_can_be_shared_by_the_trainer(shared: SharedMemory) -> None:
-    with shared.connected(1) as session:
-        for value in range(2, 8):
-            transport = session.scheme.shared_transport
-            assert isinstance(transport, wsync.SharedMemTransport)
-            (buffers,) = transport.unique_weights
-            assert buffers.share_memory_()["weight"][0] == value - 1
-            made = session.scheme.create_transport()  # the same buffers: there is one transport
-            assert isinstance(made, wsync.SharedMemTransport) and made.unique_weights[0]["weight"][0] == value - 1
-            session.send(value)
-            assert session.outputs() == [value]
-
-
 # --- forwards and slots ---
 
 

@@ -17,19 +17,6 @@ from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, WithExtraState, digest, fill, scramble
 
 
-def replace_and_apply(state: WorkerState, value: float) -> None:
-    state.models["policy"].other = nn.Parameter(torch.zeros(4))
-    state.schemes["policy"].apply_weights(fill(TwoWeights(), value).state_dict())
-
-
-def test_weights_that_a_worker_applies_stay_in_that_worker(backend: BuiltIn) -> None:
-    with backend.connected(make=TwoWeights) as session:
-        session.workers[0].call(replace_and_apply, 9.0)
-        assert session.outputs() == [9, 1]
-        session.send(2)
-        assert session.outputs() == [2, 2]
-
-
 def train_in_place(state: WorkerState) -> None:
     """One step, by the worker alone."""
     with wsync.gate(), torch.no_grad():

@@ -86,15 +86,10 @@ def test_schedules_fall_on_a_line_and_stay() -> None:
     assert [row["epochs"] for row in rows] == [3.0, 2.0, 1.0, 1.0]
 
 
-def test_invalid_counts_and_a_reward_of_nan_are_errors() -> None:
-    for name in ("epochs", "epochs_final", "minibatch_size", "anneal_frames"):
-        with pytest.raises(ValueError, match="at least 1"):
-            learner_of(CHOICE, 0, **{name: 0})
-    learner = learner_of()
-    batch = batch_of(learner.policy, 4, 4)
-    batch["next", "reward"][0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"next.reward is not finite at \[0, 0\] of the batch"):
-        learner.update(batch)
+@pytest.mark.parametrize("name", ["epochs", "epochs_final", "minibatch_size", "anneal_frames"])
+def test_invalid_counts_are_errors(name: str) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        learner_of(CHOICE, 0, **{name: 0})
 
 
 @pytest.mark.parametrize(("key", "what"), [(("next", "reward"), "next.reward"), ("observation", "observation")])
