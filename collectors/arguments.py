@@ -189,8 +189,3 @@ def pickled(value: Any, name: str, remedy: str = REMEDY_FACTORY) -> bytes:
         raise TypeError(
             f"the {name} cannot be sent to a worker, because it cannot be pickled ({error}); {remedy}"
         ) from error
-
-
-def copy_of(policy: Any) -> Any:
-    """Return a copy of ``policy`` that shares no memory with it; raise TypeError if it cannot be pickled."""
-    return None if policy is None else cloudpickle.loads(pickled(policy, "policy"))

@@ -18,7 +18,7 @@ from omegaconf import MISSING
 
 from collectors.environments.vector import build, refuse_own_statistics, with_version
 from collectors.envs import GymEnv
-from collectors.errors import ConfigError, lines_of_user
+from collectors.errors import ConfigError
 from wsync import WeightSyncScheme
 from wsync.config import store_once
 
@@ -41,13 +41,10 @@ def instantiate_setting(setting: str, config: Any, *args: Any, **options: Any) -
     try:
         return instantiate(config, *args, **options)
     except InstantiationException as error:
-        described = ConfigError(_described(error, setting))
         first: BaseException = error
         while first.__cause__ is not None:
             first = first.__cause__
-        for line in lines_of_user(first) if first is not error else ():
-            described.add_note(line)
-        raise described from error
+        raise ConfigError(_described(error, setting), first) from error
 
 
 def _described(error: InstantiationException, setting: str) -> str:
@@ -158,10 +155,7 @@ def sample(env: EnvConfig, option: str | None = None) -> GymEnv:
             if isinstance(error, gymnasium.error.UnregisteredEnv) and ":" not in env.id:
                 detail += "; where a module of yours registers it, name that module as well: env.id=module:id"
             chosen = f"env.id={env.id}" if option is None else f"env={option} ({env.id})"
-            refused = ConfigError(f"{chosen}: {detail}")
-            for line in lines_of_user(error):
-                refused.add_note(line)
-            raise refused from error
+            raise ConfigError(f"{chosen}: {detail}", error) from error
         opened.pop_all()
     return made
 

@@ -13,13 +13,16 @@ _NOT_OF_THE_USER = (*(f"{folder}{os.sep}" for folder in (*_OURS, sys.prefix, sys
 
 
 class ConfigError(ValueError):
-    """Settings contradict each other, or there is no such environment; the message is one line."""
+    """Settings contradict each other, or there is no such environment; the message is one line.
 
+    The notes are the lines of the user's modules that were being executed when `error` was raised, the innermost last.
+    """
 
-def lines_of_user(error: BaseException) -> list[str]:
-    """Return the lines of the user's modules that were being executed when `error` was raised, the innermost last."""
-    called = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_NOT_OF_THE_USER)]
-    return [f"  {one.filename}, line {one.lineno}, in {one.name}: {one.line}" for one in called]
+    def __init__(self, message: str, error: BaseException | None = None) -> None:
+        super().__init__(message)
+        for one in traceback.extract_tb(error.__traceback__) if error is not None else ():
+            if not one.filename.startswith(_NOT_OF_THE_USER):
+                self.add_note(f"  {one.filename}, line {one.lineno}, in {one.name}: {one.line}")
 
 
 def level_of_caller() -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import cloudpickle
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
@@ -13,7 +14,7 @@ from torch import nn
 
 import wsync
 from collectors import arguments
-from collectors.arguments import EnvMaker, copy_of, make_env
+from collectors.arguments import EnvMaker, make_env
 from collectors.base import BaseCollector
 from collectors.batches import Staleness, warn_if_rounded
 from collectors.envs import GymEnv
@@ -61,7 +62,7 @@ class Collector(BaseCollector):
             raise ValueError(f"a collector in one process has one environment function, not {len(makers)}")
         (factory,) = arguments.policy_factory_of_each(policy_factory, 1)
         arguments.initialise(policy, makers[0])
-        acting = copy_of(policy) if factory is None else factory()
+        acting = cloudpickle.loads(arguments.pickled(policy, "policy")) if factory is None else factory()
         check_policy(acting)
         self.env = make_env(makers[0])
         try:

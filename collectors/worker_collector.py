@@ -121,7 +121,7 @@ class WorkerCollector(BaseCollector):
         limits = {"init_random_frames": -(-init_random_frames // count), "max_frames_per_traj": max_frames_per_traj}
         common = WorkerOptions(
             worker_idx=0,
-            frames=self._gathering.share(self.frames_per_batch, count),
+            frames=-(-self.frames_per_batch // count) if sync else self.frames_per_batch,
             buffers=self._gathering.buffers,
             acting={**limits, "exploration_type": exploration_type},
             threads=threads,

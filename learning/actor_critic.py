@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NoReturn
 
@@ -117,13 +117,15 @@ class ActorCritic(ABC):
         self.optimizer.param_groups[0]["lr"] = lr
         return lr, round(self._scheduled(self.epochs, self.epochs_final))
 
-    def _minibatch_sizes(self, sequences: int, length: int) -> list[int]:
-        """Return the sizes of the minibatches of one pass over `sequences` of `length` frames each.
+    def _minibatches(self, columns: Iterable[Any], sequences: int, length: int = 1) -> Iterator[tuple[Any, ...]]:
+        """Return each minibatch of one pass, in random order, over the columns of `sequences` of `length` frames each.
 
         There are as few as ``minibatch_size`` allows, with one sequence at least; the sizes differ by one at most.
         """
         count = max(1, math.ceil(sequences / max(1, self.minibatch_size // length)))
-        return [(sequences + i) // count for i in range(count)]
+        sizes = [(sequences + i) // count for i in range(count)]
+        order = torch.randperm(sequences, device=self.parameters[0].device)
+        return zip(*([None] * count if x is None else x[order].split(sizes) for x in columns), strict=True)
 
     def _descend(self, loss: Tensor) -> Tensor:
         """Do one gradient step on `loss`; return the norm of the gradient before it is scaled down."""

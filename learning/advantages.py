@@ -76,15 +76,10 @@ def discounted_sum(delta: Tensor, decay: Tensor) -> Tensor:
 
 
 class VTrace(NamedTuple):
-    """What `vtrace` returns, ``[*B, T]`` each.
+    """What `vtrace` returns, ``[*B, T]`` each."""
 
-    Attributes:
-        target: ``v_t``, the critic's target.
-        advantage: ``rho_t (r_t + gamma v_{t+1} - V(s_t))``, the weight of ``log pi(a_t | s_t)`` in the policy gradient.
-    """
-
-    target: Tensor
-    advantage: Tensor
+    target: Tensor  # v_t, the critic's target
+    advantage: Tensor  # rho_t (r_t + gamma v_{t+1} - V(s_t)), the weight of log pi(a_t | s_t) in the policy gradient
 
 
 @torch.no_grad()

@@ -28,11 +28,10 @@ from collectors.errors import ConfigError
 from collectors.output import keep_output_harmless
 from learning.actor_critic import Diverged, UnusableBatch
 from learning.checkpoint import CheckpointError
-from learning.options import PolicyConfig, TrainConfig
+from learning.options import PolicyConfig, TrainConfig, check, did_you_mean
 from learning.reporting.files import METRICS, FolderError
 from learning.reporting.sweep import report
 from learning.resuming import config_folders, is_override, with_earlier_overrides
-from learning.validation import check, did_you_mean
 from wsync import WeightSyncError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"

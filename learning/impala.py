@@ -71,9 +71,10 @@ class IMPALA(ActorCritic):
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
         """
         lr, epochs = self._begin_update(batch)
-        trajectories = self._prepare(batch)
-        steps = [step for _ in self._epochs(epochs) for step in self._epoch(trajectories)]
-        self.frames += int(trajectories.mask.sum())
+        x = self._prepare(batch)
+        minibatches = (one for _ in self._epochs(epochs) for one in self._minibatches(x, *x.mask.shape))
+        steps = [self._step(Trajectories(*one)) for one in minibatches]
+        self.frames += int(x.mask.sum())
         stats = dict(zip(STATS, torch.stack(steps).mean(0).tolist(), strict=True))
         self._check_diverged(stats)
         return stats | {"epochs": float(epochs), "lr": lr}
@@ -93,14 +94,6 @@ class IMPALA(ActorCritic):
         )
         flat = Trajectories(*(as_sequences(x, batch.ndim) for x in columns))
         return Trajectories(*(x[flat.mask.any(-1)] for x in flat))
-
-    def _epoch(self, trajectories: Trajectories) -> list[Tensor]:
-        """Pass once over all trajectories in random order; return the statistics of each gradient step."""
-        count, length = trajectories.mask.shape
-        order = torch.randperm(count, device=trajectories.mask.device)
-        sizes = self._minibatch_sizes(count, length)
-        shuffled = (x[order].split(sizes) for x in trajectories)
-        return [self._step(Trajectories(*minibatch)) for minibatch in zip(*shuffled, strict=True)]
 
     def _step(self, x: Trajectories) -> Tensor:
         """Do one gradient step; return the statistics named by `STATS`."""

@@ -298,6 +298,4 @@ def _do_all(steps: Iterable[Callable[[], object]], first: BaseException | None) 
 
 def resumed_seed(seed: int, frames: int) -> int:
     """Return the seed of a run that continues after `frames` frames: it must not repeat the noise of the first one."""
-    if frames == 0:
-        return seed
-    return int(np.random.SeedSequence([seed, frames]).generate_state(1)[0] >> 1)
+    return int(np.random.SeedSequence([seed, frames]).generate_state(1)[0] >> 1) if frames else seed

@@ -242,17 +242,9 @@ def make_policy(
     activation: str = "tanh",
     initial_std: float = 1.0,
 ) -> CategoricalPolicy | GaussianPolicy:
-    """Make a policy with a multilayer perceptron for an environment's actions.
+    """Make a policy with an :class:`MLP`; `observation` is the spec of an observation, or the length of a flat one.
 
-    Args:
-        observation: the spec of an observation, or the length of a flat one.
-        action_spec: the environment's; it decides about the distribution of actions.
-        hidden: widths of the hidden layers.
-        activation: one of ``tanh``, ``relu``, ``elu``, ``silu``.
-        initial_std: standard deviation of a continuous policy at the start, in units of half the action range.
-
-    Raises:
-        ValueError: an unknown `activation`, or a continuous action without bounds.
+    The action's spec decides about the distribution of actions: see :func:`make_actor_critic` for the rest, and errors.
     """
     trunk = MLP(_spec(observation), hidden, activation)
     size = feature_size(trunk, _spec(observation))

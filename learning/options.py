@@ -1,9 +1,20 @@
-"""Structured configs of a training run and its policy; ``learning.config`` makes those of classes."""
+"""Structured configs of a training run and its policy, and checks of them before anything is started.
+
+``learning.config`` makes the configs of classes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from collectors.errors import ConfigError
+from learning.summary import objective_of, summary_without_frames
 
 MISSING: Any = "???"
 """A value that has to be given, as OmegaConf spells it."""
@@ -71,3 +82,87 @@ class PolicyConfig:
     _target_: str = MISSING
     initial_std: float = 1.0
     shared: bool = False
+
+
+def _each(limit: Any, names: str) -> dict[str, TypeAdapter[Any]]:
+    return dict.fromkeys(names.split(), TypeAdapter(limit))
+
+
+LIMITS = {
+    **_each(  # infinity is a limit itself
+        Annotated[float, Field(gt=0)],
+        "num_workers num_envs total_frames timeout weight_sync.timeout env.max_episode_steps "
+        "policy.hidden policy.features policy.size algorithm.clip_rho algorithm.epochs algorithm.epochs_final "
+        "algorithm.minibatch_size algorithm.anneal_frames algorithm.max_grad_norm "
+        "algorithm.max_weight",
+    ),
+    **_each(
+        Annotated[float, Field(gt=0, allow_inf_nan=False)],
+        "collector.worker_timeout collector.timeout policy.initial_std algorithm.reward_scale algorithm.lr "
+        "algorithm.clip algorithm.adam_eps",
+    ),
+    **_each(
+        Annotated[float, Field(ge=0)],
+        "staleness checkpoint_every collector.init_random_frames collector.max_restarts collector.run_ahead "
+        "collector.max_staleness algorithm.clip_c logger.start_after logger.close_within",
+    ),
+    **_each(
+        Annotated[float, Field(ge=0, allow_inf_nan=False)],
+        "algorithm.lr_end_factor algorithm.clip_final algorithm.value_coef",
+    ),
+    **_each(Annotated[float, Field(ge=0, le=1)], "algorithm.gamma algorithm.gae_lambda algorithm.vtrace_lambda"),
+    **_each(Annotated[float, Field(allow_inf_nan=False)], "env.solved_at algorithm.entropy_coef"),
+    **_each(Annotated[int, Field(ge=0, lt=2**63)], "seed"),  # what torch, numpy and Gymnasium all take
+    **_each(Annotated[int, Field(ge=1, le=1024)], "threads"),  # OpenMP crashes if it cannot start so many
+    **_each(Annotated[int, Field(ge=0, le=65535)], "collector.port"),
+    **_each(Annotated[str, Field(min_length=1)], "weight_sync.host collector.host"),
+    **_each(Literal["update", "epoch"], "sync_each"),
+    **_each(Literal["tanh", "relu", "elu", "silu"], "policy.activation"),
+    **_each(Literal["online", "offline", "disabled"], "logger.mode"),
+}
+"""What each setting may be, beyond its type; None is possible wherever the type allows it."""
+
+
+def check(config: TrainConfig, settings: Collection[str]) -> None:
+    """Raise ConfigError for a setting that is not among `settings`, is out of range, or contradicts another one."""
+    for name, value in _values(config, settings):
+        if name in LIMITS and value is not None:
+            try:
+                LIMITS[name].validate_python(value)
+            except ValidationError as error:
+                said = error.errors()[0]["msg"].replace("Input should", "it has to")
+                raise ConfigError(f"{name}={value}: {said}") from error
+    rows = config.num_envs * (config.num_workers if getattr(config.collector, "sync", True) else 1)
+    if config.frames_per_batch < rows:
+        raise ConfigError(
+            f"frames_per_batch={config.frames_per_batch}: a batch has at least one frame of each of {rows} environments"
+        )
+    joins = getattr(config.collector, "cat_results", "stack")
+    if joins != "stack" and not (config.num_envs > 1 and joins in (0, -2)):
+        raise ConfigError(f"collector.cat_results={joins}: it has to be stack, or 0 where num_envs is above 1")
+    if config.sync_each == "epoch" and config.staleness:
+        raise ConfigError(f"staleness={config.staleness} counts updates: it cannot be combined with sync_each=epoch")
+    try:
+        objective_of(summary_without_frames(), config.objective)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _values(config: Any, settings: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each setting, and of each element of a list."""
+    known = {field.name for field in fields(config)}
+    for name, value in vars(config).items():
+        if name not in known:  # by an override with a +, which Hydra accepts for any name
+            raise ConfigError(f"no setting is called '{prefix}{name}'{did_you_mean(prefix + name, settings)}")
+        if is_dataclass(value):
+            yield from _values(value, settings, f"{prefix}{name}.")
+        else:
+            yield from ((f"{prefix}{name}", one) for one in (value if isinstance(value, list) else [value]))
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return "; did you mean …?" with the same name in another group, or else one that is spelt similarly."""
+    last = re.split("[./]", name)[-1]
+    elsewhere = [one for one in known if re.split("[./]", one)[-1] == last]
+    close = get_close_matches(name, elsewhere, n=1, cutoff=0.0) or get_close_matches(name, known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""

@@ -50,9 +50,6 @@ class PPO(ActorCritic):
         clip: at the start; a frame gives nothing more for a probability ratio beyond ``1 ± clip`` in the direction that
             its advantage favours.
         clip_final: the same, at the end of the schedule.
-        value_clip: largest change of a value prediction that its loss rewards, in scaled reward; None: no limit.
-        target_kl: no further gradient step on a batch once the policy has moved by this much, in nats, as measured on
-            the next minibatch; None: no early stop. The first step is always done.
         normalize_advantage: give a minibatch's advantages mean 0 and standard deviation 1.
         decoupled: clip the ratio to the policy before the update instead of the ratio to the policy that acted, and
             multiply each frame's objective by π_before(a|s) / π_acted(a|s) (Hilton et al. 2022,
@@ -64,8 +61,6 @@ class PPO(ActorCritic):
     gae_lambda: float = 0.95
     clip: float = 0.2
     clip_final: float | None = None
-    value_clip: float | None = None
-    target_kl: float | None = None
     normalize_advantage: bool = True
     decoupled: bool = True
     max_weight: float = 2.0
@@ -74,26 +69,22 @@ class PPO(ActorCritic):
         """Learn from one batch ``[*B, T]`` of a collector (time last); return means over the gradient steps.
 
         Keys: ``loss_policy``, ``loss_value``, ``entropy`` and ``kl`` (nats), ``clip_fraction``, ``grad_norm``,
-        ``explained_variance``, ``value`` (scaled reward), ``epochs`` (complete passes), ``lr``, ``clip``; with
-        ``decoupled`` also ``kl_acted``, from the policy that acted to the one before the update (nats).
+        ``explained_variance``, ``value`` (scaled reward), ``epochs``, ``lr``, ``clip``; with ``decoupled`` also
+        ``kl_acted``, from the policy that acted to the one before the update (nats).
 
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
         """
         lr, epochs = self._begin_update(batch)
         clip = self._scheduled(self.clip, self.clip_final)
         frames, summary = self._prepare(batch)
-        steps: list[tuple[Tensor, Tensor]] = []
-        passes = 0
-        for _ in self._epochs(epochs):
-            if not self._epoch(frames, clip, steps):
-                break
-            passes += 1
+        minibatches = (one for _ in self._epochs(epochs) for one in self._minibatches(frames, *frames.value.shape))
+        steps = [self._step(Frames(*one), clip) for one in minibatches]
         means, log_ratio = torch.stack([one for one, _ in steps]).mean(0), torch.cat([one for _, one in steps])
         clip_fraction = ((log_ratio.exp() - 1.0).abs() > clip).float().mean()
         values = torch.cat([means, torch.stack([kl_divergence(log_ratio), clip_fraction])])
         stats = dict(zip(STATS, values.tolist(), strict=True)) | summary
         self._check_diverged(stats)
-        return stats | {"epochs": float(passes), "lr": lr, "clip": clip}
+        return stats | {"epochs": float(epochs), "lr": lr, "clip": clip}
 
     @torch.no_grad()
     def _prepare(self, batch: TensorDictBase) -> tuple[Frames, dict[str, float]]:
@@ -161,41 +152,17 @@ class PPO(ActorCritic):
         value, mask = self.critic.of_features(features), frames.mask
         return self.policy.from_parameters(parameters[mask]), value[mask], _flat(frames)
 
-    def _epoch(self, frames: Frames, clip: float, steps: list[tuple[Tensor, Tensor]]) -> bool:
-        """Pass once over all frames in random order, and add to `steps`; return False if `target_kl` has ended it."""
-        order = torch.randperm(len(frames.value), device=frames.value.device)
-        length = 1 if frames.state is None else frames.value.shape[1]  # sequences are not cut
-        sizes = self._minibatch_sizes(len(order), length)
-        shuffled = frames.map(lambda x: x[order].split(sizes))
-        parts = [[None] * len(sizes) if x is None else x for x in shuffled]
-        for minibatch in zip(*parts, strict=True):
-            step = self._step(Frames(*minibatch), clip, self.target_kl if steps else None)
-            if step is None:
-                return False
-            steps.append(step)
-        return True
-
-    def _step(self, frames: Frames, clip: float, target_kl: float | None = None) -> tuple[Tensor, Tensor] | None:
-        """Do one gradient step; return the first four of `STATS`, and the log-ratios of the probabilities before it.
-
-        None, and no step is done, if the policy has moved by more than `target_kl`.
-        """
+    def _step(self, frames: Frames, clip: float) -> tuple[Tensor, Tensor]:
+        """Do one gradient step; return the first four of `STATS`, and the log-ratios of the probabilities before it."""
         distribution, value, frames = self._evaluate(frames)
         log_ratio = distribution.log_prob(frames.action) - frames.log_prob
-        if target_kl is not None and kl_divergence(log_ratio).item() > target_kl:
-            return None
         ratio = log_ratio.exp()
         advantage = frames.advantage
         if self.normalize_advantage and len(advantage) > 1:
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         objective = torch.min(advantage * ratio, advantage * ratio.clamp(1.0 - clip, 1.0 + clip))
         loss_policy = -(objective if frames.weight is None else frames.weight * objective).mean()
-
-        squared_error = (value - frames.target).square()
-        if self.value_clip is not None:
-            near = frames.value + (value - frames.value).clamp(-self.value_clip, self.value_clip)
-            squared_error = torch.max(squared_error, (near - frames.target).square())
-        loss_value = 0.5 * squared_error.mean()
+        loss_value = 0.5 * (value - frames.target).square().mean()
 
         with torch.set_grad_enabled(self.entropy_coef != 0.0):
             entropy = distribution.entropy().mean()

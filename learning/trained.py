@@ -12,7 +12,7 @@ from torch import nn
 
 from collectors import GymEnv
 from collectors.config import EnvConfig, env_factory, instantiate_setting, sample
-from collectors.errors import ConfigError, lines_of_user
+from collectors.errors import ConfigError
 from learning import checkpoint
 from learning.making import make_actor_critic
 from learning.normalization import ObservationNormalizer
@@ -70,7 +70,5 @@ def actor_critic(config: Any, env: EnvConfig) -> tuple[nn.Module, nn.Module, Obs
     try:
         return *make_actor_critic(make_network, observation, action, normalizer=normalizer, **settings), normalizer
     except (RuntimeError, TypeError, ValueError) as error:
-        refused = ConfigError(f"policy={given['_target_']} for env.id={env.id}: {' '.join(str(error).split())}")
-        for line in lines_of_user(error):
-            refused.add_note(line)
-        raise refused from error
+        message = f"policy={given['_target_']} for env.id={env.id}: {' '.join(str(error).split())}"
+        raise ConfigError(message, error) from error

@@ -38,6 +38,7 @@ from rich.table import Table
 
 from learning.config import register_configs
 from learning.reporting.plots import BLUE, INK, MUTED, ORANGE, new_figure
+from learning.summary import return_text
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, PEER = "train.py", "stable-baselines3"
@@ -106,11 +107,6 @@ def learning_curves(results: Results, title: str) -> Figure:
     return figure
 
 
-def in_digits(value: float | np.floating) -> str:
-    """Return a return for the table: with one decimal if it is below 10, as on Atari."""
-    return f"{value:.1f}" if abs(value) < 10 else f"{value:.0f}"
-
-
 def table(results: Results, title: str) -> Table:
     """Return a table of all contenders, with the peer's time over ours."""
     shown = Table("", "return", "(each)", "solved", "seconds", "(each)", "frames/s", "peer took", box=None, title=title)
@@ -121,8 +117,8 @@ def table(results: Results, title: str) -> Table:
         middle = statistics.median(seconds)
         shown.add_row(
             name,
-            f"{in_digits(np.mean(means))} ± {in_digits(np.std(means))}",
-            " ".join(map(in_digits, means)),
+            f"{return_text(statistics.mean(means))} ± {return_text(statistics.pstdev(means))}",
+            " ".join(map(return_text, means)),
             f"{sum(one['solved'] for one in outcomes)} of {len(outcomes)}",
             f"{middle:.1f}",
             " ".join(f"{one:.1f}" for one in seconds),
@@ -161,7 +157,7 @@ def main(
             pending.append(pool.submit(call))
         for (seed, name), outcome in zip(runs, (one.result() for one in pending), strict=True):
             results[name].append(outcome)
-            mean = in_digits(last_mean(outcome["returns"], outcome["frames"]))
+            mean = return_text(last_mean(outcome["returns"], outcome["frames"]))
             console.print(f"{name}, seed {seed}: return {mean} in {outcome['seconds']:.1f} s", highlight=False)
             if out is not None:
                 out.mkdir(parents=True, exist_ok=True)

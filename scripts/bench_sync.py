@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 from harness.backends import BACKENDS, takes
-from harness.console import progress_bar
 from harness.processes import WorkerError, WorkerPipes, worker_processes
 from harness.sides import Case, Round, our_side
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from learning.reporting.plots import INK, new_figure
@@ -85,29 +85,21 @@ class BenchConfig:
         return self.device == self.worker_device == "cuda"
 
 
-class BenchError(Exception):
-    """A setting is wrong; the message is for users."""
-
-
 def check(cfg: BenchConfig) -> None:
-    """Check the settings.
-
-    Raises:
-        BenchError: a setting is invalid; names the valid values.
-    """
+    """Exit with a message that names the valid values if a setting is invalid."""
     known = [*BACKENDS, *(["store", "http"] if cfg.kind == "send" else []), *(["cuda"] if cfg.on_gpus else [])]
     if unknown := set(cfg.backends) - set(known):
-        raise BenchError(f"unknown backend {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
+        sys.exit(f"unknown backend {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
     if cfg.kind not in ("send", "update", "both") or cfg.peer not in (None, "torchrl"):
-        raise BenchError(f"kind is send, update or both, not {cfg.kind}; peer is torchrl or null, not {cfg.peer}")
+        sys.exit(f"kind is send, update or both, not {cfg.kind}; peer is torchrl or null, not {cfg.peer}")
     if (cfg.device, cfg.worker_device) != ("cpu", "cpu") and cfg.kind != "send":
-        raise BenchError("device and worker_device are settings of kind=send: policies of collectors act on the CPU")
+        sys.exit("device and worker_device are settings of kind=send: policies of collectors act on the CPU")
     if cfg.tensors != "auto" and not (cfg.tensors.isdecimal() and int(cfg.tensors)):
-        raise BenchError(f"tensors is auto or a number, not {cfg.tensors}")
+        sys.exit(f"tensors is auto or a number, not {cfg.tensors}")
     if min([*cfg.mib, *cfg.policy_mib, *cfg.workers, cfg.rounds, cfg.seconds]) <= 0:
-        raise BenchError("sizes, numbers of workers, rounds and seconds are above 0")
+        sys.exit("sizes, numbers of workers, rounds and seconds are above 0")
     if cfg.peer is not None and find_spec(cfg.peer) is None:
-        raise BenchError(f"peer={cfg.peer} is not installed here: pip install -e '.[bench]'")
+        sys.exit(f"peer={cfg.peer} is not installed here: pip install -e '.[bench]'")
 
 
 def cases(cfg: BenchConfig) -> Iterator[Case]:
@@ -289,17 +281,12 @@ def picture(rows: list[Row], path: Path) -> None:
 
 
 def bench(cfg: BenchConfig, console: Console) -> list[Row]:
-    """Measure all cases, and write the results, also after an interrupt.
-
-    Raises:
-        BenchError: a setting is invalid, or the peer is not installed.
-        KeyboardInterrupt: it was interrupted; no process is left.
-    """
+    """Measure all cases, and write the results, also after an interrupt."""
     check(cfg)
     todo, rows, folder = list(cases(cfg)), list[Row](), Path(cfg.out)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with progress_bar(console) as progress:
+        with Progress(console=console, transient=True) as progress:
             task = progress.add_task("starting", total=len(todo))
             for case in todo:
                 progress.update(task, description=case.title)
@@ -330,7 +317,7 @@ def main(given: list[str]) -> None:
     try:
         cfg: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(BenchConfig), OmegaConf.from_cli(given)))
         rows = bench(cfg, console)
-    except (BenchError, OmegaConfBaseException) as error:
+    except OmegaConfBaseException as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -19,7 +19,6 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
-from functools import partial
 from itertools import product
 
 import uvicorn
@@ -37,7 +36,8 @@ CABLE = [
     *(f"{INSIDE} ip link set {FAR} up", f"{INSIDE} ip link set lo up"),
     f"tc qdisc add dev {NEAR} root tbf rate 400mbit burst 256kb latency 50ms",  # an update takes some 0.2 s
 ]
-WAYS = {"to": f"ip neigh {{}} {THERE} dev {NEAR}", "from": f"{INSIDE} ip neigh {{}} {HERE} dev {FAR}"}
+TO, FROM = f"ip neigh {{}} {THERE} dev {NEAR}", f"{INSIDE} ip neigh {{}} {HERE} dev {FAR}"
+WAYS = {"to": [TO], "from": [FROM], "both": [TO, FROM]}
 
 
 def run(*commands: str) -> None:
@@ -46,39 +46,40 @@ def run(*commands: str) -> None:
         subprocess.run(command.split(), check=True)
 
 
+def follow(model: nn.Module, scheme: str) -> None:
+    """Receive by a scheme, and connect again after each loss; without a scheme, serve as an engine."""
+    if not scheme:
+        uvicorn.run(wsync.engine_app(model, token=None), host=THERE, port=PORT, log_level="critical")
+    receiver = pickle.loads(bytes.fromhex(scheme))
+    while True:
+        with suppress(wsync.WeightSyncError):
+            receiver.init_on_receiver("policy", model=model, worker_idx=0)
+            receiver.connect()
+            while receiver.receive() is not None:
+                pass
+        receiver.shutdown()
+        time.sleep(0.1)
+
+
 def worker(scheme: str) -> None:
-    """Follow the trainer, and connect again after each loss, or serve as an engine; answer each line."""
+    """Follow the trainer, and answer each line with what was seen."""
     model, seen, before = fill(nn.Linear(1400, 1400, bias=False), 0), Counter[str](), 0.0
-
-    def follow() -> None:
-        receiver = pickle.loads(bytes.fromhex(scheme))
-        while True:
-            with suppress(wsync.WeightSyncError):
-                receiver.init_on_receiver("policy", model=model, worker_idx=0)
-                receiver.connect()
-                while receiver.receive() is not None:
-                    pass
-            receiver.shutdown()
-            time.sleep(0.1)
-
-    engine = {"app": wsync.engine_app(model, token=None), "host": THERE, "port": PORT, "log_level": "critical"}
-    threading.Thread(target=follow if scheme else partial(uvicorn.run, **engine), daemon=True).start()
+    threading.Thread(target=follow, args=(model, scheme), daemon=True).start()
     while True:
         with wsync.gate():
             low, high = model.weight.min().item(), model.weight.max().item()
         seen.update(torn=low != high, older=low < before)
         before = low
         if select.select([sys.stdin], [], [], 0.02)[0] and sys.stdin.readline():
-            print(json.dumps({**seen, "value": model.weight[0, 0].item()}), flush=True)
+            print(json.dumps({**seen, "value": low}), flush=True)
 
 
 def cut(way: str, seconds: float) -> None:
     """Have what is sent one way, or both, go to nobody, for some seconds."""
-    chosen = [command for name, command in WAYS.items() if way in (name, "both")]
     time.sleep(random.uniform(0.2, 0.5))
-    run(*(f"{command.format('replace')} lladdr 02:00:00:00:00:99 nud permanent" for command in chosen))
+    run(*(f"{command.format('replace')} lladdr 02:00:00:00:00:99 nud permanent" for command in WAYS[way]))
     time.sleep(seconds)
-    run(*(command.format("del") for command in chosen))
+    run(*(command.format("del") for command in WAYS[way]))
 
 
 def check(medium: str, lengths: list[float], rounds: int) -> None:
@@ -108,7 +109,7 @@ def check(medium: str, lengths: list[float], rounds: int) -> None:
         stack.callback(process.kill)
         scheme.connect()
         scheme.timeout = TIMEOUT
-        for _, way, seconds in product(range(rounds), ("to", "from", "both"), lengths):
+        for _, way, seconds in product(range(rounds), WAYS, lengths):
             outcomes = Counter[str]()
             (cutting := threading.Thread(target=cut, args=(way, seconds))).start()
             while cutting.is_alive():

@@ -18,29 +18,25 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
-from harness.backends import BACKENDS as ALL_BACKENDS
-from harness.backends import check as check_names
+from check_torn import Tally
+from harness import backends
 from harness.backends import collector_class
-from harness.console import progress_bar
 from harness.models import ConstantEnv, fill, revealing_policy
-from harness.torn import Tally
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from wsync import WeightSyncScheme
 
-BACKENDS = tuple(name for name in ALL_BACKENDS if name != "rpc")  # RPC's workers cannot be restarted
-WRONG = ("torn", "went back", "stale")
-"""The kinds of error that a frame may have."""
-_TIMEOUT = 60.0  # seconds in which all workers have to be active again at the end
+BACKENDS = tuple(name for name in backends.BACKENDS if name != "rpc")  # RPC's workers cannot be restarted
 
 
 def open_now() -> tuple[int, int, int]:
@@ -54,23 +50,10 @@ def open_now() -> tuple[int, int, int]:
 
 
 class Run:
-    """A collector of which workers are killed.
-
-    Args:
-        backend: its name.
-        sync: the kind of collector.
-        workers: number of workers.
-        kills: number of kills.
-
-    Attributes:
-        tally: the counts of frames; workers are counted by index.
-        kills: workers that were killed so far.
-        batches: batches that were collected.
-        longest: seconds of the longest batch.
-    """
+    """A collector of which workers are killed: the counts of frames by worker index, of kills, and of batches."""
 
     def __init__(self, backend: str, sync: bool, workers: int, kills: int) -> None:
-        self.tally, self.kills, self.batches, self.longest = Tally(), 0, 0, 0.0
+        self.tally, self.kills, self.batches, self.longest = Tally(), 0, 0, 0.0  # seconds of the longest batch
         self._policy, self._sync = revealing_policy(0.125), sync
         self._scheme = WeightSyncScheme.from_backend(backend)
         self._pids = dict[float, int]()  # by worker index, as the last batches have them
@@ -109,15 +92,8 @@ class Run:
                     self.kills += 1
 
 
-def check(
-    backend: str, sync: bool, *, kills: int, workers: int, pause: float, seed: int, tell: Callable[..., object]
-) -> Run:
-    """Run once; ``tell(completed=…)`` is called with the number of kills.
-
-    Raises:
-        AssertionError: a count is wrong.
-        wsync.WeightSyncError: the collector has raised a failure.
-    """
+def check(backend: str, sync: bool, *, kills: int, workers: int, pause: float, seed: int) -> Run:
+    """Run once; AssertionError: a count is wrong; WeightSyncError: the collector has raised a failure."""
     run, ended = Run(backend, sync, workers, kills), threading.Event()
     with run.collector as collector:
         run.turn()
@@ -127,11 +103,10 @@ def check(
         try:
             while killer.is_alive():
                 run.turn()
-                tell(completed=run.kills)
         finally:
             ended.set()
             killer.join()
-        deadline, failures = time.monotonic() + _TIMEOUT, collector.failures
+        deadline, failures = time.monotonic() + 60.0, collector.failures
         while failures.failed.total() < run.kills or len(collector.remote_workers) < workers:
             run.turn()
             assert time.monotonic() < deadline, f"{run.kills} kills, but {failures}"
@@ -144,8 +119,7 @@ def check(
         run.tally.seconds = time.monotonic() - started
         # A replacement that is killed before it has joined is not counted as restarted.
         assert failures.restarted.total() <= failures.failed.total() == run.kills, f"{run.kills} kills: {failures}"
-        delivered = run.tally.forwards
-        assert collector.frames == delivered, f"{collector.frames} frames counted, {delivered} delivered"
+        assert collector.frames == run.tally.forwards, f"{collector.frames} frames counted, not {run.tally.forwards}"
         after = open_now()
         less = backend == "ray" or all(now <= then for now, then in zip(after, before, strict=True))  # Ray's vary
         assert less, f"descriptors, threads, children: {before} before, {after} after"
@@ -162,23 +136,19 @@ def main(
     """Kill workers at random; fail if a count is wrong."""
     logging.basicConfig(level=logging.ERROR)  # a line for each kill is too many
     chosen = backend or ["shared_mem"]
-    check_names(chosen, BACKENDS)
+    backends.check(chosen, BACKENDS)
     table = Table(title=f"{workers} workers, a kill every {pause:g} s on average")
-    columns = ("backend", "collector", "kills", "batches", "frames", "updates", *WRONG)
+    columns = ("backend", "collector", "kills", "batches", "frames", "updates", "torn", "went back", "stale")
     for column in (*columns, "longest batch", "s"):
         table.add_column(column, justify="left" if column in columns[:2] else "right", no_wrap=True)
-    bad, console = 0, Console(width=140)
-    for name in chosen:
-        for sync in (True, False):
-            how = "sync" if sync else "async"
-            with progress_bar(console) as progress:
-                tell = partial(progress.update, progress.add_task(f"kills, {name}, {how}", total=kills))
-                run = check(name, sync, kills=kills, workers=workers, pause=pause, seed=seed, tell=tell)
-            tally = run.tally
-            counts = run.kills, run.batches, tally.forwards, tally.updates, tally.mixed, tally.backwards, tally.stale
-            last = (f"{run.longest * 1e3:.0f} ms", f"{tally.seconds:.0f}")
-            table.add_row(name, how, *(f"{count:,}" for count in counts), *last)
-            bad += tally.faults
+    bad, console, runs = False, Console(width=140), list(product(chosen, (True, False)))
+    for name, sync in track(runs, f"{kills} kills each", console=console, transient=True):
+        run = check(name, sync, kills=kills, workers=workers, pause=pause, seed=seed)
+        tally = run.tally
+        counts = run.kills, run.batches, tally.forwards, tally.updates, tally.mixed, tally.backwards, tally.stale
+        last = (f"{run.longest * 1e3:.0f} ms", f"{tally.seconds:.0f}")
+        table.add_row(name, "sync" if sync else "async", *(f"{count:,}" for count in counts), *last)
+        bad |= bool(tally.example)
     console.print(table)
     if bad:
         raise typer.Exit(1)

@@ -6,7 +6,7 @@
 A cell is ``send(model)`` of a standalone scheme by backend and payload, a collector's ``update_policy_weights_()`` of
 18 KiB, or what the gate adds to a forward. The cells of one backend are measured in a fresh process in the checkout,
 the checkouts in turn. A cell's figure is the median of its calls in a run, and then that of the runs. Workers check all
-values that they see. The exit status is 1 if a cell could not be measured, or new/old is above ``--limit`` in one.
+values that they see. The exit status is 1 if a cell cannot be measured, or new/old is above ``--limit`` in one.
 
 The measuring code is ``harness/sides.py`` beside this script; it uses only public names, which both checkouts have.
 """
@@ -14,7 +14,6 @@ The measuring code is ``harness/sides.py`` beside this script; it uses only publ
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -23,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import time
-import traceback
 from collections import defaultdict
 from contextlib import suppress
 from multiprocessing import forkserver
@@ -103,61 +101,48 @@ def p50(side: Any, calls: int) -> float:
 
 
 def measure_here(cells: dict[str, list[str]]) -> None:
-    """Measure the cells of some subjects in this process; print ``[subject, µs by cell or the error]`` of each."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["rich.table", "typer", "harness.sides", "collectors"]
-    )
+    """Measure the cells of some subjects in this process; print the µs of each cell."""
+    preload = ["rich.table", "typer", "harness.sides", "collectors"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     forkserver.ensure_running()  # imports while this process imports
     import wsync
 
     where = str(Path(wsync.__file__).parents[1])
     assert where == os.getcwd(), f"wsync was imported from {where}"
-    for subject, names in cells.items():
-        try:
-            found: Any = measure(subject, names)
-        except Exception:  # noqa: BLE001  the report is the parent's
-            found = traceback.format_exc()
-        print(json.dumps([subject, found]), flush=True)
+    found = [measure(subject, names) for subject, names in cells.items()]
+    print(json.dumps({cell: time_us for one in found for cell, time_us in one.items()}))
 
 
-def measure_in(checkout: Path, cells: dict[str, list[str]]) -> dict[str, dict[str, float] | str]:
-    """Measure the cells of some subjects in a fresh process in ``checkout``; return µs by cell, or why not."""
+def measure_in(checkout: Path, cells: dict[str, list[str]]) -> dict[str, float]:
+    """Measure the cells of some subjects in a fresh process in ``checkout``; return µs by cell; exit if it fails."""
     command = [sys.executable, str(HERE), str(checkout), "--measure", json.dumps(cells)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), str(HERE.parent)])}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=checkout, env=environment, start_new_session=True, **pipes) as process:
         try:
             output, errors = process.communicate(timeout=TIMEOUT)
-        except subprocess.TimeoutExpired as error:
-            output, errors = (error.stdout or b"").decode(), f"no answer within {TIMEOUT:g} s"
+        except subprocess.TimeoutExpired:
+            output, errors = "", f"no answer within {TIMEOUT:g} s"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # workers that it may have left
-    found = dict(json.loads(line) for line in output.splitlines() if line.startswith('["'))
-    return {subject: found.get(subject, errors) for subject in cells}
+    if process.returncode or not output:
+        sys.exit(f"{', '.join(cells)} failed in {checkout}:\n{errors}")
+    return json.loads(output.splitlines()[-1])
 
 
-def compare(checkouts: list[Path], cells: dict[str, list[str]], runs: int, console: Console) -> tuple[list[Times], int]:
-    """Return the times of each checkout by cell, and the number of subjects that failed.
-
-    A subject that has failed in a checkout is not measured again.
-    """
-    todo, times = dict(cells), [defaultdict[str, list[float]](list) for _ in checkouts]
+def compare(checkouts: list[Path], cells: dict[str, list[str]], runs: int, console: Console) -> list[Times]:
+    """Return the times of each checkout by cell."""
+    times = [defaultdict[str, list[float]](list) for _ in checkouts]
     for run in range(runs):
-        began = time.monotonic()
+        began, order = time.monotonic(), list(zip(checkouts, times, strict=True))
         for subjects in PROCESSES:
-            order = list(zip(checkouts, times, strict=True))
-            for checkout, into in order if run % 2 == 0 else reversed(order):
-                mine = {subject: todo[subject] for subject in subjects if subject in todo}
-                for subject, found in measure_in(checkout, mine).items() if mine else ():
-                    if isinstance(found, str):
-                        console.print(f"{subject} failed in {checkout}:\n{found}", markup=False, highlight=False)
-                        del todo[subject]
-                        continue
-                    for cell, time_us in found.items():
+            if mine := {subject: cells[subject] for subject in subjects if subject in cells}:
+                for checkout, into in order if run % 2 == 0 else reversed(order):
+                    for cell, time_us in measure_in(checkout, mine).items():
                         into[cell].append(time_us)
         console.print(f"run {run + 1} of {runs}: {time.monotonic() - began:.0f} s", highlight=False)
-    return [dict(one) for one in times], len(cells) - len(todo)
+    return [*times]
 
 
 def table_of(old: Times, new: Times, limit: float) -> tuple[Table, dict[str, float]]:
@@ -165,7 +150,7 @@ def table_of(old: Times, new: Times, limit: float) -> tuple[Table, dict[str, flo
     table, ratios = Table("cell", title="p50, median of the runs"), dict[str, float]()
     for heading in ("old µs", "new µs", "new / old"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for cell in (one for one in old if one in new):
+    for cell in old:
         before, after = statistics.median(old[cell]), statistics.median(new[cell])
         ratios[cell] = after / before
         mark = " !" if ratios[cell] > limit else ""
@@ -174,11 +159,7 @@ def table_of(old: Times, new: Times, limit: float) -> tuple[Table, dict[str, flo
 
 
 def check(checkout: Path) -> Path:
-    """Return the path of a checkout that can be measured.
-
-    Raises:
-        typer.BadParameter: it is none, or its extension is missing.
-    """
+    """Return the path of a checkout; raise BadParameter if it is none, or its extension is missing."""
     if not (checkout / "wsync" / "__init__.py").exists():
         raise typer.BadParameter(f"{checkout} is no checkout of this repository")
     if not any((checkout / "wsync").glob("*.so")):
@@ -199,21 +180,17 @@ def main(
         measure_here(json.loads(measure))
         return
     known = {subject: cells_of(subject) for subjects in PROCESSES for subject in subjects}
-    chosen = {subject: [one for one in names if re.search(cells, one)] for subject, names in known.items()}
-    chosen = {subject: names for subject, names in chosen.items() if names}
-    if not chosen:
-        raise typer.BadParameter(
-            f"no cell matches {cells!r}: {', '.join(name for names in known.values() for name in names)}"
-        )
+    found = {subject: [name for name in names if re.search(cells, name)] for subject, names in known.items()}
+    if not (chosen := {subject: names for subject, names in found.items() if names}):
+        raise typer.BadParameter(f"no cell matches {cells!r}: the subjects are {', '.join(known)}")
     console = Console(width=100)
-    (before, after), failed = compare([check(old), check(new)], chosen, runs, console)
+    before, after = compare([check(old), check(new)], chosen, runs, console)
     table, ratios = table_of(before, after, limit)
     console.print(table)
-    worst = max(ratios, key=ratios.__getitem__, default="none")
-    middle = statistics.median(ratios.values()) if ratios else math.nan
-    last = f"worst {ratios.get(worst, math.nan):.2f} ({worst}), median {middle:.2f}, {failed} failed"
+    worst = max(ratios, key=ratios.__getitem__)
+    last = f"worst {ratios[worst]:.2f} ({worst}), median {statistics.median(ratios.values()):.2f}"
     console.print(last, highlight=False)
-    if failed or ratios[worst] > limit:
+    if ratios[worst] > limit:
         raise typer.Exit(1)
 
 

@@ -54,8 +54,8 @@ def configuration() -> str:
 
 def _group(group: str) -> Iterator[str]:
     """Yield the lines of a group: the table of its options, and the settings of each of them."""
-    configs = {name: one for name, one in _stored(group).items() if isinstance(one, ConfigNode)}
-    stored = {name.removesuffix(".yaml"): one.node for name, one in configs.items()}
+    configs = ConfigStore.instance().repo[group].items()
+    stored = {name.removesuffix(".yaml"): one.node for name, one in configs if isinstance(one, ConfigNode)}
     bases = {name.removeprefix("base_"): node for name, node in stored.items() if name.startswith("base_")}
     yield from _options(group, bases)
     for name, node in bases.items():
@@ -70,10 +70,6 @@ def _users(group: str, base: str) -> str:
     """Return the options with files that begin with a structured config: "policy=gru, policy=lstm"."""
     files = sorted((CONF / group).glob("*.yaml"))
     return ", ".join(f"{group}={one.stem}" for one in files if f"- base_{base}\n" in one.read_text(encoding="utf-8"))
-
-
-def _stored(group: str) -> dict[str, Any]:
-    return ConfigStore.instance().repo[group]
 
 
 def _options(group: str, bases: dict[str, Any]) -> Iterator[str]:
@@ -156,7 +152,7 @@ def _plain(config: DictConfig, name: str) -> str:
     """Return a default as YAML has it, on one line."""
     value = OmegaConf.to_container(config, resolve=False)
     assert isinstance(value, dict)
-    return _cell(as_override(value[name]))
+    return _cell(yaml.safe_dump(value[name], default_flow_style=True).removesuffix("...\n"))
 
 
 def _type(annotation: Any) -> str:
@@ -170,23 +166,13 @@ def _seen(config: Any) -> Any:
     return get_object(found[1]) if found else None
 
 
-def _arguments(documented: Any) -> dict[str, str]:
-    """Return `explanations` for cells of a table."""
-    return {name: _cell(text) for name, text in explanations(documented).items()}
-
-
 def _cell(text: str) -> str:
     """Return text for a cell of a table: one line, without bars; with code as Markdown has it, not as Sphinx."""
     return re.sub(r":\w+:(?=`)", "", " ".join(text.split()).replace("|", "\\|").replace("``", "`"))
 
 
-def as_override(value: Any) -> str:
-    """Return a value as the command line takes it: as YAML, on one line."""
-    return " ".join(yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").split())
-
-
-def explanations(documented: Any) -> dict[str, str]:
-    """Return ``{name: text}`` of the sections Args and Attributes of a docstring, and of those of base classes.
+def _arguments(documented: Any) -> dict[str, str]:
+    """Return ``{name: cell}`` of the sections Args and Attributes of a docstring, and of those of base classes.
 
     Where the text is only "see ``Name``", with a public name of ``wsync``, it is the one there.
     """
@@ -197,8 +183,8 @@ def explanations(documented: Any) -> dict[str, str]:
             for _, body in _SECTION.findall(inspect.cleandoc(getattr(documented_here, "__doc__", None) or "") + "\n"):
                 for names, text in _ENTRY.findall(body):
                     for name in names.split(","):
-                        found.setdefault(name.strip(), " ".join(text.split()))
+                        found.setdefault(name.strip(), _cell(text))
     for name, text in found.items():
-        if (other := re.fullmatch(r"see ``(\w+)``\.", text)) and other[1] in wsync.__all__:
-            found[name] = explanations(getattr(wsync, other[1])).get(name, text)
+        if (other := re.fullmatch(r"see `(\w+)`\.", text)) and other[1] in wsync.__all__:
+            found[name] = _arguments(getattr(wsync, other[1])).get(name, text)
     return found

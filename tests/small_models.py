@@ -25,21 +25,6 @@ class Wide(nn.Linear):
         super().__init__(256, 64)
 
 
-class Refusing(nn.Linear):
-    """Refuses every extra state but zero."""
-
-    def __init__(self, state: int = 0) -> None:
-        super().__init__(2, 2)
-        self.state = state
-
-    def get_extra_state(self) -> int:
-        return self.state
-
-    def set_extra_state(self, state: int) -> None:
-        if state:
-            raise OSError(f"no room for {state}")
-
-
 def linear(value: float) -> nn.Linear:
     """Two inputs and two outputs; all parameters have this value."""
     return fill(nn.Linear(2, 2), value)

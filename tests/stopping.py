@@ -3,29 +3,7 @@
 import os
 import select
 import subprocess
-import threading
 import time
-from pathlib import Path
-
-from wsync.testing.workers import state_of
-
-
-def wait_until_asleep(thread: int, patience: float = 30.0) -> None:
-    """Return when a thread of this process, by its native id, waits in the kernel.
-
-    CPython may lose the wake-up of a signal that arrives between its last look for signals and the system call.
-    """
-    deadline = time.monotonic() + patience
-    while state_of(Path(f"/proc/self/task/{thread}")) != "S":
-        assert time.monotonic() < deadline, f"thread {thread} did not wait"
-        os.sched_yield()
-
-
-def end_of(name: str) -> None:
-    """Wait until this process has no thread ``name``."""
-    for thread in threading.enumerate():
-        if thread.name == name:
-            thread.join()
 
 
 def has_ended(process: int, within: float) -> bool:

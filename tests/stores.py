@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -30,10 +29,3 @@ def reader(url: object, model: nn.Module | None = None, **options: Any) -> wsync
         scheme.connect()
         on_error.pop_all()
     return scheme
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Replace a file in one step, as a store does."""
-    other = path.with_name("other")
-    other.write_bytes(content)
-    other.replace(path)

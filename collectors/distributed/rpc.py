@@ -7,7 +7,6 @@ which torch does not support: its per-process counters are reset for each group.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -102,43 +101,34 @@ class RpcPool(WorkerPool):
 
     def close(self) -> None:
         """End the workers, and the group."""
-        if self._joined:
-            self._joined = False
-            self._end_workers()
-            leave_group()  # before the workers: torch logs errors in the member that is left alone
-        super().close()
+        with _held_back(b"tensorpipe_agent.cpp"):  # torch logs every connection that ends
+            super().close()
+            if self._joined:
+                self._joined = False
+                rpc.shutdown(graceful=False)  # a graceful one needs all members, and works once per process
         self._store = None
 
-    def _end_workers(self) -> None:
-        """Have all workers close their environments, and say so within the grace period."""
-        for worker in self.workers:
-            worker.send("end")
-        for worker in self.workers:
-            connection = worker.connection
-            with suppress(ConnectionError):
-                while connection is not None:
-                    ready = wait([connection.fileno(), worker.sentinel], processes.SHUTDOWN_GRACE)
-                    if connection.fileno() not in ready or connection.receive()[0] == "ended":
-                        break
+
+@contextmanager
+def _held_back(marker: bytes) -> Iterator[None]:
+    """Hold back what is written to stderr's descriptor; write it at the end, without the lines that have `marker`."""
+    stderr, held = os.dup(2), os.memfd_create("wsync-stderr", os.MFD_CLOEXEC)
+    os.dup2(held, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        with os.fdopen(held, "rb") as file:
+            file.seek(0)
+            os.write(2, b"".join(line for line in file if marker not in line))
 
 
 def main(address: Address, worker_idx: int, key: bytes, size: int, store: StoreAddress, timeout: float) -> None:
-    """Run a worker in a process of its own: join the group, connect, execute commands.
-
-    The process ends once the trainer has left the group, and closes the connection.
-    """
+    """Run a worker in a process of its own: join the group, connect, execute commands."""
     join_group(f"worker{worker_idx}", worker_idx + 1, size, store, timeout)
     with closing(connect(address, worker_idx, key)) as connection:
         serve(connection)
-        if connection.told_to_end:
-            sys.stderr.flush()
-            # torch logs errors when the trainer leaves the group first; this process has nothing more to log.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            with suppress(ConnectionError):
-                connection.send("ended")
-                while True:
-                    connection.receive()
-    leave_group()
 
 
 # --- the group ---
@@ -215,21 +205,3 @@ def join_or_end(size: int, address: StoreAddress, timeout: float, sentinels: Seq
     if not ready:
         raise SyncTimeout(f"the RPC group was not complete after {timeout:g} s")
     return next(fd for fd in ready if isinstance(fd, int))
-
-
-def leave_group() -> None:
-    """Leave the group without waiting for its other members.
-
-    A graceful shutdown needs all members, and works once per process. This one makes torch log each connection that it
-    closes: these lines are held back from stderr's descriptor.
-    """
-    stderr, held = os.dup(2), os.memfd_create("wsync-stderr", os.MFD_CLOEXEC)
-    os.dup2(held, 2)
-    try:
-        rpc.shutdown(graceful=False)
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        with os.fdopen(held, "rb") as file:
-            file.seek(0)
-            os.write(2, b"".join(line for line in file if b"tensorpipe_agent.cpp" not in line))

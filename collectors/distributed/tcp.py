@@ -94,7 +94,7 @@ class TcpPool(WorkerPool):
 
     def __init__(self, count: int, *, host: str, port: int, launcher: Launcher, timeout: float) -> None:
         by_torchrun = launcher == "join" and under_torchrun()
-        by_key = shared_key if by_torchrun else lambda: key_from_environment(os.environ)
+        by_key = shared_key if by_torchrun else key_from_environment
         key = None if launcher == "local" else by_key()
         if by_torchrun and (started := int(os.environ["WORLD_SIZE"])) != count + 1:
             raise ValueError(
@@ -166,7 +166,7 @@ def join_trainer(*, timeout: float = 60.0) -> int:
         host, _, port = os.environ[TRAINER].rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"{TRAINER} is host:port, not {os.environ[TRAINER]!r}")
-        address = Address(resolved(host.strip("[]")), int(port), "", key_from_environment(os.environ))
+        address = Address(resolved(host.strip("[]")), int(port), "", key_from_environment())
         join(address, -1, timeout)
     elif is_worker():
         join(look_up(timeout), int(os.environ["RANK"]) - 1, timeout)
@@ -175,11 +175,11 @@ def join_trainer(*, timeout: float = 60.0) -> int:
     return 0
 
 
-def key_from_environment(env: Mapping[str, str]) -> bytes:
+def key_from_environment() -> bytes:
     """Return the key in ``WSYNC_AUTHKEY``."""
-    if not env.get(AUTHKEY):
+    if not (key := os.environ.get(AUTHKEY)):
         raise ValueError(f"set {AUTHKEY} to a secret of your own, the same for the trainer and its workers")
-    return env[AUTHKEY].encode()
+    return key.encode()
 
 
 def resolved(host: str) -> str:

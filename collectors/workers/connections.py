@@ -16,7 +16,7 @@ from wsync.control import Address, Channel, ChannelListener, Frame, connect_chan
 
 # What the trainer sends, then what a worker answers; a worker that joins is first "accepted" or "refused".
 KINDS = ("accepted", "refused", "build", "find", "connect", "seed", "resume", "collect", "end")
-KINDS += ("ready", "found", "connected", "batch", "error", "ended")
+KINDS += ("ready", "found", "connected", "batch", "error")
 _PURPOSE = "collector"
 _STALL_LIMIT = 60.0  # seconds: a worker that stops in the middle of a message, and keeps the trainer waiting, is gone
 

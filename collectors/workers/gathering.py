@@ -34,10 +34,6 @@ class SyncGathering:
             raise ValueError(f"cat_results is a dimension or 'stack', not {cat_results!r}")
         self._how: How = cat_results
 
-    def share(self, frames: int, workers: int) -> int:
-        """Return the frames of each worker's batch, rounded up."""
-        return -(-frames // workers)
-
     def check_shapes(self, workers: Collection[WorkerHandle], frames: int) -> None:
         """Check that the batches of ``workers`` can be joined; warn if they have more than ``frames`` rows in all.
 
@@ -86,10 +82,6 @@ class AsyncGathering:
         check_count("run_ahead", run_ahead)
         self.buffers = int(run_ahead) + 1
         self._collecting: set[WorkerHandle] = set()
-
-    def share(self, frames: int, workers: int) -> int:
-        """Return ``frames``: a batch comes from one worker."""
-        return frames
 
     def check_shapes(self, workers: Collection[WorkerHandle], frames: int) -> None:
         """Warn if the largest batch has more than ``frames`` rows. Any shapes are accepted: they are not joined."""

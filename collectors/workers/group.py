@@ -396,9 +396,7 @@ class WorkerGroup:
                 scheme.disconnect(index)
         is_dropped = self.failure_policy.on_failure == "drop"
         done = self._drop(record, cause) if is_dropped else self._schedule_restart(record, cause)
-        _log.warning("%s: %s", cause.summary, done)
-        if cause.raised:
-            _log.warning("worker %d raised:\n%s", index, cause.detail)
+        _log.warning("worker %d %s: %s", index, done, cause.message)
 
     def _drop(self, record: WorkerRecord, cause: FailureCause) -> str:
         record.state = WorkerState.DROPPED
@@ -407,7 +405,7 @@ class WorkerGroup:
         if not left:
             self.ended_by_failure = True
             raise cause.error("no worker is left; the last one: ")
-        return f"it is dropped, and {left} go on"
+        return f"is dropped, and {left} go on"
 
     def _schedule_restart(self, record: WorkerRecord, cause: FailureCause) -> str:
         pause = record.pause_before_restart()
@@ -416,7 +414,7 @@ class WorkerGroup:
             often = f"more than {self.failure_policy.max_restarts} times since its last batch"
             raise cause.error(f"worker {record.index} has failed {often}; the last time: ")
         record.state, record.restart_at = WorkerState.RESTART_DUE, time.monotonic() + pause
-        return f"a new process is started in {pause:g} s"
+        return f"is replaced in {pause:g} s"
 
     def _restart(self, record: WorkerRecord) -> None:
         try:

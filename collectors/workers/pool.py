@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 import select
@@ -24,32 +25,23 @@ from wsync import NotConnected, SyncTimeout, WorkerDied
 from wsync.control import Address, readable
 
 
-class WakeEvent:
+class WakeEvent(io.FileIO):
     """A descriptor that any thread, or a signal handler, makes readable; after ``close``, ``set`` does nothing."""
 
     def __init__(self) -> None:
-        self._file: Any = open(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", buffering=0)  # noqa: SIM115
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
-        return self._file.fileno()
+        super().__init__(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+")
 
     def set(self) -> None:
         """Make it readable."""
         with suppress(ValueError):  # it is closed
-            self._file.write((1).to_bytes(8, sys.byteorder))
+            self.write((1).to_bytes(8, sys.byteorder))
 
     def clear(self) -> None:
         """Make it not readable."""
         with suppress(ValueError):
-            self._file.read(8)
+            self.read(8)
 
-    def close(self) -> None:
-        """Close the descriptor. Idempotent."""
-        self._file.close()
-
-    def __del__(self) -> None:
-        self.close()
+    __del__ = io.FileIO.close  # without a warning
 
 
 class Event(NamedTuple):

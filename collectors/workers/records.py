@@ -79,21 +79,10 @@ class FailureCause:
     detail: str
 
     @property
-    def raised(self) -> bool:
-        """Whether the worker raised."""
-        return issubclass(self.kind, WorkerFailed)
-
-    @property
     def message(self) -> str:
         """The text of the error, which names the worker."""
-        return f"worker {self.worker} failed:\n{self.detail}" if self.raised else f"worker {self.worker} {self.detail}"
-
-    @property
-    def summary(self) -> str:
-        """The message in one line; of a traceback, its last line."""
-        first, _, rest = self.message.partition("\n")
-        last = rest.strip().rpartition("\n")[2]
-        return f"{first} {last}".rstrip()
+        raised = issubclass(self.kind, WorkerFailed)
+        return f"worker {self.worker} failed:\n{self.detail}" if raised else f"worker {self.worker} {self.detail}"
 
     def error(self, preface: str = "") -> WorkerDied | WorkerFailed | SyncTimeout:
         """Return the error to raise."""

@@ -85,16 +85,3 @@ def test_killed_at_any_moment_of_two_models(cell: Cell, backend: BuiltIn) -> Non
         timer.join()
         assert actor.outputs() == critic.outputs()
         updates_continue(cell, actor, critic)
-
-
-def test_one_of_two_models_is_refused(cell: Cell, backend: BuiltIn) -> None:
-    """One of two models is refused by one worker. No worker has either; the next ones work."""
-    with two_models(backend) as (actor, critic):
-        critic.model.state = "refuse 1"
-        with cell.detects(wsync.WorkerFailed, r"(?s)worker 1.*ArithmeticError"):
-            send_both(actor, critic, 2)
-        assert all_have(actor, critic, 1)
-        critic.model.state = "accepted"
-        with cell.recovers():
-            send_both(actor, critic, 3)
-            assert all_have(actor, critic, 3)

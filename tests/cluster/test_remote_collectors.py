@@ -21,7 +21,7 @@ import torch
 from collecting import cartpole, check_calling_conventions, chosen, policy
 from ray_workers import START_TIMEOUT
 from stopping import ends
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 import wsync
@@ -166,6 +166,71 @@ def test_a_killed_worker_is_named_by_the_update_and_no_other_one_is_left(family)
         assert collector.closed
     assert all(ends(pid) for pid in workers)
 
+
+# --- workers that come back ---
+
+
+class Telling(nn.Module):
+    """Writes down what its weight and its buffer are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("mark", torch.ones(1))
+
+    def become(self, value: int) -> None:
+        with torch.no_grad():
+            self.weight.fill_(value)
+            self.get_buffer("mark").fill_(value)
+
+    def forward(self, observation: TensorDictBase) -> TensorDictBase:
+        observation.set("told", torch.stack([self.weight[0], self.get_buffer("mark")[0]]).detach())
+        return observation.set("action", torch.tensor(0))
+
+
+def by_worker(batch) -> list[int]:
+    """The processes of a synchronous batch, by worker."""
+    return [int(pid) for pid in batch["observation"].flatten().unique_consecutive().tolist()]
+
+
+def update(collector, value):
+    collector.policy.become(value)
+    collector.update_policy_weights_()
+
+
+def until_both(collector, gone) -> list[int]:
+    for _ in range(20_000):
+        found = by_worker(next(collector))
+        assert gone not in found or not collector.failures
+        if len(found) == 2 and gone not in found:
+            return found
+    raise AssertionError("the worker did not come back")
+
+
+@pytest.mark.parametrize(("family", "victims"), [("tcp", (1, 0)), pytest.param("ray", (1,), marks=pytest.mark.slow)])
+def test_a_worker_comes_back_with_the_newest_weights(family, victims):
+    with collect_with(family, trained=Telling(), env=Pids, on_worker_failure="restart") as collector:
+        first = by_worker(next(collector))
+        for victim in victims:
+            os.kill(first[victim], signal.SIGKILL)
+            update(collector, 3)
+            second = until_both(collector, first[victim])
+            assert second[1 - victim] == first[1 - victim]
+            assert next(collector)["told"].unique().tolist() == [3]
+            update(collector, 4 + victim)
+            assert next(collector)["told"].unique().tolist() == [4 + victim]
+            first = second
+        assert collector.failures.failed == collector.failures.restarted == dict.fromkeys(victims, 1)
+
+
+def test_restart_of_workers_that_cannot_be_restarted_is_refused():
+    with pytest.raises(ValueError, match="does not take a member back"):
+        collect_with("rpc", on_worker_failure="restart")
+    with pytest.raises(ValueError, match="workers that join"):
+        collect_with("tcp", on_worker_failure="restart", launcher="join")
+
+
+# --- the end of the trainer ---
 
 SCRIPT = """
 import os, sys, torch

@@ -15,9 +15,6 @@ import wsync
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 
-TIMEOUT = 60.0
-"""Seconds for what takes milliseconds."""
-
 
 def receive_nothing(state: WorkerState) -> list[Any]:
     """Receive by the scheme's transport, before anything is sent."""

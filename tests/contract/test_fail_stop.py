@@ -160,13 +160,6 @@ def test_every_end_of_the_parent_raises_in_a_child(backend: BuiltIn) -> None:
         assert session.outputs() == [3, 3]
 
 
-def test_a_child_that_ends_disturbs_no_end_of_its_parent(backend: BuiltIn) -> None:
-    with backend.connected() as session:
-        assert in_child({"shutdown": session.scheme.shutdown})
-        session.send(2)
-        assert session.outputs() == [2, 2]
-
-
 # --- a worker disconnected but alive ---
 
 

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from backends import BuiltIn
 from tensordict import TensorDict
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import wsync
 from wsync.testing.models import Small, fill
-
-
-class Overlapping(Small):
-    """Two parameters that have two of their values in common."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        memory = torch.zeros(6)
-        self.weight, self.other = nn.Parameter(memory[:4]), nn.Parameter(memory[2:])
 
 
 @pytest.mark.usefixtures("group")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from backends import SharedMemory, SharedMemoryPublished
+from backends import SharedMemory
 
 import wsync
 from wsync.testing import WorkerPool
@@ -15,12 +15,6 @@ from wsync.testing.models import Small, fill
 def shared(pool: WorkerPool) -> SharedMemory:
     SharedMemory.pool = pool
     return SharedMemory()
-
-
-@pytest.fixture
-def published(pool: WorkerPool) -> SharedMemoryPublished:
-    SharedMemoryPublished.pool = pool
-    return SharedMemoryPublished()
 
 
 # --- buffers and slots ---
@@ -51,19 +45,6 @@ def test_slots_per_worker(shared: SharedMemory) -> None:
             assert session.outputs() == [value, value * 10]
         session.send(3)
         assert session.outputs() == [3, 3]
-
-
-def test_published_buffers_can_be_shared_by_the_trainer(shared: SharedMemory) -> None:
-    with shared.connected(1) as session:
-        for value in range(2, 8):
-            transport = session.scheme.shared_transport
-            assert isinstance(transport, wsync.SharedMemTransport)
-            (buffers,) = transport.unique_weights
-            assert buffers.share_memory_()["weight"][0] == value - 1
-            made = session.scheme.create_transport()  # the same buffers: there is one transport
-            assert isinstance(made, wsync.SharedMemTransport) and made.unique_weights[0]["weight"][0] == value - 1
-            session.send(value)
-            assert session.outputs() == [value]
 
 
 # --- forwards and slots ---

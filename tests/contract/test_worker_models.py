@@ -17,19 +17,6 @@ from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, WithExtraState, digest, fill, scramble
 
 
-def replace_and_apply(state: WorkerState, value: float) -> None:
-    state.models["policy"].other = nn.Parameter(torch.zeros(4))
-    state.schemes["policy"].apply_weights(fill(TwoWeights(), value).state_dict())
-
-
-def test_weights_that_a_worker_applies_stay_in_that_worker(backend: BuiltIn) -> None:
-    with backend.connected(make=TwoWeights) as session:
-        session.workers[0].call(replace_and_apply, 9.0)
-        assert session.outputs() == [9, 1]
-        session.send(2)
-        assert session.outputs() == [2, 2]
-
-
 def train_in_place(state: WorkerState) -> None:
     """One step, by the worker alone."""
     with wsync.gate(), torch.no_grad():
@@ -81,14 +68,6 @@ def test_a_forward_inside_a_function_transform_uses_the_update(backend: BuiltIn)
         for value in range(2, 8):
             session.send(value)
             assert session.workers[0].call(gradient_through_functorch) == value
-
-
-def functional_call(state: WorkerState, value: float) -> tuple[float, float]:
-    """The output of the model with other weights, and the value of these afterwards."""
-    weights = {"weight": torch.full((4,), value)}
-    with wsync.gate():  # an update would find the other weights in the model's place
-        output = torch.func.functional_call(state.models["policy"], weights, ())[0].item()
-    return output, weights["weight"][0].item()
 
 
 def convert_to_half(state: WorkerState) -> None:

@@ -119,7 +119,6 @@ def train(folder: Path, *options: str) -> None:
     assert told["scheme"] == "files" and told["updates"] > 0
 
 
-@pytest.mark.slow  # as tests/integration/test_train_own_backend.py does with files of its own
 def test_the_yaml_file_trains(folder: Path) -> None:
     (settings,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
     (folder / "my" / "weight_sync").mkdir(parents=True)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from programs import run_program
-from torch import Tensor
 
 pytest.importorskip("transformers", reason="the GPT-2 is one of transformers, which is not installed")
 ROOT = Path(__file__).parents[2]
@@ -31,24 +28,3 @@ def test_an_engine_of_another_class(carrier: str, precision: str, tmp_path: Path
     line = r"^version \d+: (\d+) bytes of 2675200; logits 0\.0 off the reference"
     sizes = [int(found) for found in re.findall(line, done.stdout, re.MULTILINE)]
     assert sizes == [700672 if precision == "int8" else 1337600] * 5, done.stdout
-
-
-def gpt2() -> Any:
-    """Return a small GPT-2, the same at each call, with LoRA in its attention."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    sizes = {"n_embd": 128, "n_head": 4, "n_layer": 3, "vocab_size": 512, "n_positions": 64}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
-    return model
-
-
-def bfloat16_gpt2() -> Any:
-    return gpt2().bfloat16()
-
-
-def reference(trained: Any) -> Tensor:
-    with torch.no_grad():
-        copy = bfloat16_gpt2()
-        copy.load_state_dict(trained.state_dict())
-        return copy(torch.arange(32)[None]).logits.float()

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from check_cuts import CABLE, HERE, INSIDE, NAME, run
 from listening import LOOPBACK, listening
 from torch import nn
 
@@ -76,30 +79,18 @@ def test_loopback_is_the_default() -> None:
         assert LOOPBACK in listening()
 
 
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)
-
-
 @pytest.fixture
 def namespace() -> Iterator[str]:
-    """A network namespace with a virtual cable to this one: another host, as far as the network goes."""
+    """The beginning of a command on another host, as far as the network goes: in a network namespace, with a cable."""
     if shutil.which("ip") is None:
         pytest.skip("needs iproute2's `ip`")
-    name = "wsync-test"
     try:
-        run("ip", "netns", "add", name)
+        run(*CABLE)
+        yield INSIDE
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"a network namespace cannot be made here: {error.stderr.decode().strip()}")
-    try:
-        run("ip", "link", "add", "wsync-a", "type", "veth", "peer", "name", "wsync-b", "netns", name)
-        run("ip", "addr", "add", "10.211.7.1/24", "dev", "wsync-a")
-        run("ip", "link", "set", "wsync-a", "up")
-        for arguments in (("addr", "add", "10.211.7.2/24", "dev", "wsync-b"), ("link", "set", "wsync-b", "up")):
-            run("ip", "netns", "exec", name, "ip", *arguments)
-        run("ip", "netns", "exec", name, "ip", "link", "set", "lo", "up")
-        yield name
+        pytest.skip(f"a network namespace cannot be made here: {error}")
     finally:
-        run("ip", "netns", "delete", name)
+        subprocess.run(["ip", "netns", "delete", NAME], check=False)
 
 
 REMOTE = """
@@ -125,11 +116,11 @@ OTHER_PIDS = ("unshare", "--pid", "--fork", "--mount-proc")  # as on another mac
 def test_between_two_hosts(namespace: str, apart: tuple[str, ...]) -> None:
     """A worker that does not see the trainer's process is in a group with it; one that does shares its memory."""
     model = nn.Linear(3, 2)
-    scheme = wsync.DistributedWeightSyncScheme(host="10.211.7.1", timeout=30.0)
+    scheme = wsync.DistributedWeightSyncScheme(host=HERE, timeout=30.0)
     scheme.init_on_sender("policy", model=model, num_workers=1)
     with scheme:
         travelled = pickle.dumps(scheme).hex()
-        command = ["ip", "netns", "exec", namespace, *apart, sys.executable, "-c", REMOTE, travelled]
+        command = [*namespace.split(), *apart, sys.executable, "-c", REMOTE, travelled]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as remote:
             scheme.connect()
             for value in range(4):

@@ -1,12 +1,9 @@
 """The policies that a collector takes: factories, bare modules, what is no policy; and schemes as they are given."""
 
-import warnings
-
 import pytest
 import torch
 from collecting import Scores, cartpole, chosen, policy
 from tensordict import TensorDict
-from torch import nn
 
 import wsync
 from collectors import (
@@ -79,9 +76,6 @@ def test_weights_for_some_workers_go_to_these(scheme, on_worker_failure):
         assert next(collector)["policy_version"][:, 0, 0].tolist() == [4, 5]
 
 
-# --- updaters of the older API ---
-
-
 # --- bare modules ---
 
 
@@ -103,14 +97,3 @@ def test_a_bare_module_acts(cls, bare):
             version = collector.policy_version
             assert chosen(when(collector, version)) == 0.0
         assert version == 4 and collector.get_model("policy") is trained
-
-
-# --- what is no policy ---
-
-
-def test_a_lazy_module_is_initialised_before_its_weights_are_synchronised():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of lazy modules
-        with collect_with(Collector, policy_factory=lambda: nn.LazyLinear(2)) as collector:
-            collector.update_policy_weights_(nn.Linear(4, 2))
-            assert (next(collector)["policy_version"] == 1).all()

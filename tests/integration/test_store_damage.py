@@ -16,8 +16,6 @@ from stores import reader, trainer
 import wsync
 from wsync.testing.models import Small, fill
 
-Fields = dict[str, Any]
-
 
 def manifest_of(url: Path) -> Path:
     return url / "policy" / "manifest.json"

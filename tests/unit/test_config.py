@@ -17,17 +17,15 @@ from omegaconf import DictConfig, OmegaConf
 
 import collectors.config
 import learning.config
-import learning.validation
 import wsync
 from collectors.config import EnvConfig, MultiSyncConfig, instantiate_setting, sample
 from collectors.errors import ConfigError
 from learning import CNN, MLP, PPO, RNN
 from learning.config import describe_error
-from learning.options import TrainConfig
+from learning.options import LIMITS, TrainConfig
 from learning.reporting.files import FolderError
 from learning.reporting.wandb_logger import WandbLogger
 from learning.resuming import SETTINGS, with_earlier_overrides
-from learning.validation import LIMITS
 from wsync.config import config_of
 from wsync.registry import load_backend
 
@@ -57,7 +55,7 @@ def config(*overrides: str) -> TrainConfig:
 
 
 def check(config: TrainConfig) -> None:
-    learning.validation.check(config, learning.config.settings())
+    learning.options.check(config, learning.config.settings())
 
 
 def refusal(*overrides: str) -> str:

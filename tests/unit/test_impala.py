@@ -8,7 +8,6 @@ import torch
 from bandit import batch_of
 
 from learning import IMPALA
-from learning.actor_critic import UnusableBatch
 
 learner_of = partial(bandit.learner_of, IMPALA)
 
@@ -37,11 +36,3 @@ def test_minibatches_are_whole_trajectories() -> None:
     learner.critic.register_forward_hook(lambda *call: sizes.append(len(call[-1])) if torch.is_grad_enabled() else None)
     learner.update(batch_of(learner.policy, 2, 3, 10))
     assert sizes == [3, 3]
-
-
-def test_what_is_not_finite_is_named() -> None:
-    learner = learner_of()
-    batch = batch_of(learner.policy, 2, 8)
-    batch["next", "reward"][0, 3] = torch.nan
-    with pytest.raises(UnusableBatch, match=r"^next.reward is not finite at \[0, 3\]"):
-        learner.update(batch)

@@ -29,9 +29,6 @@ def textbook_loss(learner: PPO, frames: Frames, clip: float) -> torch.Tensor:
     surrogate = (surrogate if frames.weight is None else frames.weight * surrogate).mean()
     value = learner.critic(frames.observation)
     error = (value - frames.target).square()
-    if learner.value_clip is not None:
-        near = frames.value + (value - frames.value).clamp(-learner.value_clip, learner.value_clip)
-        error = torch.max(error, (near - frames.target).square())
     entropy = distribution.entropy().mean()
     return -surrogate + learner.value_coef * 0.5 * error.mean() - learner.entropy_coef * entropy
 
@@ -40,15 +37,14 @@ def textbook_loss(learner: PPO, frames: Frames, clip: float) -> torch.Tensor:
 @given(
     spec=st.sampled_from([CHOICE, TORQUES]),
     clip=st.sampled_from([0.05, 0.2]),
-    value_clip=st.sampled_from([None, 0.1]),
     entropy_coef=st.sampled_from([0.0, 0.01]),
     weighted=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_a_gradient_step_is_that_of_the_textbook_loss(
-    spec: Spec, clip: float, value_clip: float | None, entropy_coef: float, weighted: bool, seed: int
+    spec: Spec, clip: float, entropy_coef: float, weighted: bool, seed: int
 ) -> None:
-    learner = learner_of(spec, seed, value_clip=value_clip, entropy_coef=entropy_coef, max_grad_norm=torch.inf)
+    learner = learner_of(spec, seed, entropy_coef=entropy_coef, max_grad_norm=torch.inf)
     n = 32
     with torch.no_grad():
         td = learner.policy(TensorDict({"observation": torch.randn(n, 4)}, batch_size=[n]))
@@ -90,15 +86,10 @@ def test_schedules_fall_on_a_line_and_stay() -> None:
     assert [row["epochs"] for row in rows] == [3.0, 2.0, 1.0, 1.0]
 
 
-def test_invalid_counts_and_a_reward_of_nan_are_errors() -> None:
-    for name in ("epochs", "epochs_final", "minibatch_size", "anneal_frames"):
-        with pytest.raises(ValueError, match="at least 1"):
-            learner_of(CHOICE, 0, **{name: 0})
-    learner = learner_of()
-    batch = batch_of(learner.policy, 4, 4)
-    batch["next", "reward"][0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"next.reward is not finite at \[0, 0\] of the batch"):
-        learner.update(batch)
+@pytest.mark.parametrize("name", ["epochs", "epochs_final", "minibatch_size", "anneal_frames"])
+def test_invalid_counts_are_errors(name: str) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        learner_of(CHOICE, 0, **{name: 0})
 
 
 @pytest.mark.parametrize(("key", "what"), [(("next", "reward"), "next.reward"), ("observation", "observation")])

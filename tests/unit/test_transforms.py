@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -55,15 +54,6 @@ class Judge(nn.Module):
         self.calls.append((observation, action, successor, reward))
         judged = 10 * reward + successor[:, 1:] - observation[:, 1:]
         return judged[:, 0] if self.flat else judged
-
-
-class Function(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(*inputs)
 
 
 def rows(batch: TensorDictBase, *key: str) -> Tensor:

@@ -1,3 +1,5 @@
+"""Advantages against their definitions: GAE, and V-trace."""
+
 from __future__ import annotations
 
 import math
@@ -13,13 +15,65 @@ from learning import gae, vtrace
 
 
 def experience(*shape: int, seed: int, p_end: float = 0.3) -> tuple[Tensor, ...]:
+    """What ``vtrace`` takes; ``gae`` takes all but the first, the log-ratio of the policies."""
     generator = torch.Generator().manual_seed(seed)
     drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4))
     terminated, truncated = (torch.rand(shape, generator=generator) < p_end / 2 for _ in range(2))
     return *drawn, terminated, terminated | truncated
 
 
-def reference(
+def gae_of_one(
+    reward: Tensor, value: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, gamma: float, lmbda: float
+) -> Tensor:
+    """One trajectory [T], from the definition: a sum of discounted one-step errors, up to the episode's end."""
+    advantage = torch.zeros_like(reward)
+    for start in range(len(reward)):
+        weight = 1.0
+        for t in range(start, len(reward)):
+            future = 0.0 if terminated[t] else gamma * next_value[t]
+            advantage[start] += weight * (reward[t] + future - value[t])
+            if done[t]:
+                break
+            weight *= gamma * lmbda
+    return advantage
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    leading=st.lists(st.integers(1, 3), max_size=2),
+    length=st.integers(1, 12),
+    gamma=st.floats(0.0, 1.0),
+    lmbda=st.floats(0.0, 1.0),
+    p_end=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_gae_equals_the_definition_on_every_trajectory(
+    leading: list[int], length: int, gamma: float, lmbda: float, p_end: float, seed: int
+) -> None:
+    _, *tensors = experience(*leading, length, seed=seed, p_end=p_end)
+    advantage = gae(*tensors, gamma=gamma, lmbda=lmbda)
+    assert advantage.shape == (*leading, length)
+    rows = zip(*(x.reshape(-1, length) for x in tensors), strict=True)
+    expected = torch.stack([gae_of_one(r, v, n, t, d, gamma, lmbda) for r, v, n, t, d in rows]).view_as(advantage)
+    torch.testing.assert_close(advantage, expected)
+
+
+@pytest.mark.parametrize("unknown", [math.nan, math.inf, -math.inf])
+def test_where_an_episode_has_no_future_its_value_does_not_matter(unknown: float) -> None:
+    _, reward, value, next_value, terminated, done = experience(4, 10, seed=0)
+    expected = gae(reward, value, next_value, terminated, done, gamma=0.9, lmbda=0.9)
+    next_value[terminated] = unknown
+    assert torch.equal(gae(reward, value, next_value, terminated, done, gamma=0.9, lmbda=0.9), expected)
+
+
+def test_a_slice_is_as_good_as_a_copy() -> None:
+    _, *tensors = experience(4, 3, 6, seed=0)
+    reward, value, next_value, terminated, done = (x.transpose(0, 1) for x in tensors)
+    transposed = gae(reward, value, next_value, terminated, done, gamma=0.9, lmbda=0.9)
+    torch.testing.assert_close(transposed.transpose(0, 1), gae(*tensors, gamma=0.9, lmbda=0.9))
+
+
+def vtrace_of_one(
     log_ratio: Tensor, reward: Tensor, value: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor,
     gamma: float, lmbda: float, clip_rho: float, clip_c: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -50,13 +104,13 @@ def reference(
     p_end=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 2**31),
 )
-def test_equals_the_papers_definition_on_every_trajectory(
+def test_vtrace_equals_the_papers_definition_on_every_trajectory(
     leading: list[int], length: int, gamma: float, lmbda: float, clips: tuple[float, float], p_end: float, seed: int
 ) -> None:
     tensors = experience(*leading, length, seed=seed, p_end=p_end)
     options: dict[str, Any] = {"gamma": gamma, "lmbda": lmbda, "clip_rho": clips[0], "clip_c": clips[1]}
     found = vtrace(*tensors, **options)
-    rows = [reference(*row, **options) for row in zip(*(x.reshape(-1, length) for x in tensors), strict=True)]
+    rows = [vtrace_of_one(*row, **options) for row in zip(*(x.reshape(-1, length) for x in tensors), strict=True)]
     for one, expected in zip(found, zip(*rows, strict=True), strict=True):
         torch.testing.assert_close(one, torch.stack(expected).view_as(one))
 
