@@ -190,7 +190,8 @@ def test_an_answer_that_does_not_fit_is_a_failure_of_that_engine(route: str, con
         else:
             with pytest.raises(kind, match=url):
                 trainer.__enter__()
-        assert asked.count(protocol.PAUSE) == asked.count(protocol.RESUME)  # nothing stays paused
+        begun = protocol.START in asked and kind is not None  # then it stays paused, as weights may be incomplete
+        assert asked.count(protocol.PAUSE) == asked.count(protocol.RESUME) + begun
 
 
 def test_a_transfer_of_ones_own_has_the_methods_of_vllm() -> None:
@@ -212,8 +213,9 @@ def test_a_transfer_of_ones_own_has_the_methods_of_vllm() -> None:
         assert asked[1:] == [protocol.WORLD_SIZE, protocol.INIT, protocol.PAUSE, protocol.START, protocol.UPDATE,
                              protocol.FINISH, protocol.RESUME]  # fmt: skip
         cause = trainer.send(weights(2))[0]
-        assert cause.kind == "failed" and "the transfer fails" in cause.text and asked[-1] == protocol.RESUME
-        assert not trainer.send(weights(3))
+        assert cause.kind == "failed" and "the transfer fails" in cause.text and "stays paused" in cause.text
+        assert asked[-1] == protocol.UPDATE
+        assert not trainer.send(weights(3)) and asked[-1] == protocol.RESUME
 
 
 def test_what_cannot_be_sent_is_refused() -> None:

@@ -1,0 +1,190 @@
+"""The backend ``wsync`` in each rank of a vLLM engine, called by vLLM's own phases in the thread that runs the model.
+
+    init     the names and shapes are tried on weights without memory ─→ a thread connects to the trainer
+    start    layers wait for their weights, without memory; vLLM has the old ones
+    update   the whole version arrives and is verified ─→ each layer that is complete is copied over the old one
+    finish   the rest of what vLLM does after loading
+
+A version that does not arrive leaves the old weights. One that fails while it is loaded leaves layers without memory,
+with which no forward succeeds, until another version is loaded: there are no mixed weights to serve.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+
+from wsync.control.auth import Address
+from wsync.engine.vllm import MODEL, DataScheme
+from wsync.errors import LayoutMismatch
+from wsync.weights.layout import Layout
+from wsync.weights.tensors import describe
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """``address``: of the trainer, with its key (``Address.dump``). ``layout``: ``Layout.encode`` in base64."""
+
+    address: str
+    layout: str
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """``version``: the one to load. ``timeout``: seconds that it may take to arrive; None for no limit."""
+
+    version: int
+    timeout: float | None = None
+
+
+class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Receives the versions of one trainer, and loads them."""
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._names = {name for name, _ in self.model.named_parameters()}
+        self._scheme: DataScheme | None = None
+        self._loaded = False  # in this update
+        self._unusable = False  # layers have no memory until a version is loaded
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()
+        with set_current_vllm_config(self.vllm_config):
+            self._require_fit(Layout.decode(base64.b64decode(init_info.layout)))
+        parallel, scheme = self.parallel_config, DataScheme(initiator="receiver")
+        scheme._address = Address.load(init_info.address)
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        scheme.init_on_receiver(MODEL, load=self._load, worker_idx=rank)
+        scheme.connect(wait=False)
+        self._scheme = scheme
+
+    def start_weight_update(self) -> None:
+        if self._scheme is None:
+            raise RuntimeError("wsync: POST /init_weight_transfer_engine comes first")
+        self._loaded = False
+        self._empty_layers()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():  # vLLM's own method raises on a CPU
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        assert self._scheme is not None, "start comes first"
+        try:
+            found = self._scheme.pull(update_info.timeout)
+            if found != update_info.version:
+                raise RuntimeError(f"wsync: version {found} came, and {update_info.version} was announced")
+        except BaseException:
+            # Other ranks may have loaded it: then these weights are the wrong ones.
+            self._unusable |= self.parallel_config.world_size_across_dp > 1
+            self._restore()
+            raise
+        self._loaded = True
+
+    def finish_weight_update(self) -> None:
+        if self._loaded:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._unusable = False
+        else:  # the update of a trainer that has died
+            self._restore()
+
+    def shutdown(self) -> None:
+        if self._scheme is not None:
+            self._scheme.shutdown()
+        self._scheme = None
+
+    def _load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        self._unusable = True  # until all of it is loaded
+        # vLLM keeps the tensors until a layer is complete, and these are valid during the call only.
+        self.model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in pairs)
+
+    def _empty_layers(self) -> None:
+        """Have all layers wait for weights, also those that have got some of a version that failed."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.load_numel = 0
+            info.loaded_weights.clear()
+        initialize_layerwise_reload(self.model)
+
+    def _restore(self) -> None:
+        """Give layers that wait their old weights back, unless others have new ones."""
+        if self._unusable:
+            return
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.load_numel = info.load_numel_total = 0
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def _require_fit(self, layout: Layout) -> None:
+        """Have vLLM's loaders take weights of these names and shapes, into tensors without memory.
+
+        LayoutMismatch: it has no such weights, or needs others. The second is not known of a quantized model.
+        """
+        calls, loaders = Counter[str](), list[tuple[Any, Any]]()
+
+        def trying(name: str, loader: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
+            def load(_: Tensor, *args: Any, **options: Any) -> Any:
+                calls[name] += 1
+                return loader(tensor, *args, **options)
+
+            return load
+
+        self._empty_layers()
+        try:
+            for prefix, layer in self.model.named_modules():
+                for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                    if tensor is not None:
+                        loaders.append((tensor, getattr(tensor, "weight_loader", None)))
+                        empty = tensor if tensor.is_meta else to_meta_tensor(tensor)
+                        tensor.weight_loader = trying(f"{prefix}.{key}", _get_original_loader(tensor), empty)
+            shapes = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
+            tried = list[str]()
+
+            def pairs() -> Iterable[tuple[str, Tensor]]:
+                for name, dtype, shape in shapes:
+                    tried.append(name)
+                    yield name, torch.zeros((), dtype=dtype).expand(tuple(shape))
+
+            try:
+                loaded = self.model.load_weights(pairs())
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+                raise LayoutMismatch(f"vLLM's model does not take '{tried[-1]}': {said}") from error
+        finally:
+            for tensor, loader in reversed(loaders):  # one tensor may be met twice
+                if loader is None:
+                    del tensor.weight_loader
+                else:
+                    tensor.weight_loader = loader
+            self._restore()
+        if self.model_config.quantization is not None or loaded is None:
+            return
+        parts = getattr(self.model, "packed_modules_mapping", {})
+        missing = self._names - {*loaded}
+        for one in loaded:
+            packed = parts.get(one.split(".")[-2] if "." in one else "", ())
+            if 0 < calls[one] < len(packed):
+                missing.add(f"{one} (of {', '.join(packed)})")
+        if missing:
+            raise LayoutMismatch(f"vLLM's model needs more weights than are sent: {describe(sorted(missing))}")
