@@ -82,13 +82,11 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
     def make_outlet(self, model_id: str, num_workers: int) -> Engines:
         scheme = weakref.proxy(self)  # a scheme that is dropped is closed
         clients = [EngineClient(url, self.token) for url in self.urls]
-        transfer: MakeTransfer = BodyTransfer
-        if self.transfer == "wsync":
+        transfer = self.transfer or BodyTransfer
+        if isinstance(transfer, str):
             from wsync.engine.vllm import DataTransfer  # it uses another scheme
 
             transfer = partial(DataTransfer, host=self.host)
-        elif self.transfer is not None:
-            transfer = self.transfer
         return Engines(clients, transfer, self.pause, lambda: scheme.timeout, clear_cache=self.clear_cache)
 
     def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:

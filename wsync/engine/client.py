@@ -173,7 +173,8 @@ class EngineClient:
             connection.request(method, self._path + route, body, headers)
             response = connection.getresponse()
             status, answer = response.status, response.read(_ANSWER_BYTES)
-            if response.isclosed() and not response.will_close and not health:
+            # After an exception, uvicorn answers 500 as if the connection stayed open, and closes it.
+            if status == 200 and response.isclosed() and not response.will_close and not health:
                 self._idle.append((sock, time.monotonic()))
                 sock = None
         except (HTTPException, OSError) as error:
@@ -189,7 +190,8 @@ class EngineClient:
         said = answer.decode(errors="replace").strip()[:_SHOWN]
         with suppress(msgspec.DecodeError, RecursionError):
             found = msgspec.json.decode(answer, type=dict[str, Any])
-            said = str(found.get("error") or said)
+            error = found.get("error")
+            said = str((error.get("message") if isinstance(error, dict) else error) or said)  # vLLM's is an object
         if status != 200:
             hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
             dead = status == 503 or "EngineDead" in said

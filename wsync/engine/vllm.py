@@ -64,7 +64,8 @@ class DataTransfer:
         try:
             report = self._scheme.send(dict(self._source))
         except (wsync.WorkerDied, wsync.NotConnected) as error:
-            why = f"the engine has left ({error}): started again, or taken by another trainer? readmit() it"
+            said = str(error).partition("\n")[0]
+            why = f"the engine has left ({said}): started again, or taken by another trainer? readmit() it"
             raise EngineError(f"{client.url}: phase publish: {why}") from error
         assert report is not None, "the scheme waits"
         began = time.perf_counter()

@@ -159,18 +159,19 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                         empty = tensor if tensor.is_meta else to_meta_tensor(tensor)
                         tensor.weight_loader = trying(f"{prefix}.{key}", _get_original_loader(tensor), empty)
             shapes = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
-            tried = list[str]()
+            tried = ""
 
             def pairs() -> Iterable[tuple[str, Tensor]]:
+                nonlocal tried
                 for name, dtype, shape in shapes:
-                    tried.append(name)
+                    tried = f"'{name}' of shape {tuple(shape)}"
                     yield name, torch.zeros((), dtype=dtype).expand(tuple(shape))
 
             try:
                 loaded = self.model.load_weights(pairs())
             except Exception as error:
                 said = f"{type(error).__name__}: {error}"
-                raise LayoutMismatch(f"vLLM's model does not take '{tried[-1]}': {said}") from error
+                raise LayoutMismatch(f"vLLM's model does not take {tried}: {said}") from error
         finally:
             for tensor, loader in reversed(loaders):  # one tensor may be met twice
                 if loader is None:
