@@ -72,6 +72,7 @@ def test_each_token_of_a_busy_engine_is_of_one_version(server: Server, pause: An
             first = at if number == 0 else first
         count, spanning = count + len(tokens), spanning + (at > first)
     middle = sorted(seconds)[10]
+    print([round(s, 2) for s in seconds])
     print(f"pause={pause}: {count} tokens, {spanning} answers of several versions, {middle:.3f} s ({max(seconds):.3f})")
     assert count > 1000 and bool(spanning) == (pause is None)
 

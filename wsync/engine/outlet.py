@@ -192,11 +192,10 @@ class Engine:
         if self._pause is None:
             yield
             return
-        deadline = self.client.deadline
         try:
-            await self._request("pause", self._pause_route, deadline)
+            await self._blocking(self.client.post, "pause", self._pause_route)
             yield
-            await self._request("resume", RESUME, deadline)
+            await self._blocking(self.client.post, "resume", RESUME)
         except BaseException:
             phase = self.client.phase
             if phase not in _BEGUN:

@@ -28,10 +28,19 @@ def register() -> None:
         Factory.register_engine("wsync", "wsync.engine.vllm_worker", "WsyncWeightTransferEngine")
 
 
-class DataScheme(wsync.DistributedWeightSyncScheme):
-    """Carries the weights. Its key is made for one engine, which gets it with the address."""
+class DataScheme(wsync.WeightSyncScheme):
+    """Carries the weights: in shared memory on the trainer's machine, else in the messages of the connection.
 
-    def create_rendezvous(self) -> wsync.Rendezvous:  # pyright: ignore[reportIncompatibleMethodOverride]
+    Its key is made for one engine, which gets it with the address.
+    """
+
+    arena = True
+
+    def __init__(self, host: str | None = None, timeout: float | None = 60.0) -> None:
+        super().__init__(initiator="receiver", timeout=timeout)
+        self.host = host
+
+    def create_rendezvous(self) -> wsync.Rendezvous:
         return wsync.Rendezvous(self.host)
 
 
@@ -44,7 +53,7 @@ class DataTransfer:
     def __init__(self, client: EngineClient, source: VersionSource, host: str | None = None) -> None:
         self._client, self._source = client, source
         ranks = client.get_world_size()
-        self._scheme = DataScheme(initiator="receiver", host=host or client.own_host, timeout=self._time_left())
+        self._scheme = DataScheme(host or client.own_host, self._time_left())
         self._scheme.init_on_sender(MODEL, num_workers=ranks)
         layout = base64.b64encode(source.layout.encode()).decode()
         try:

@@ -70,7 +70,7 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shutdown()
         with set_current_vllm_config(self.vllm_config):
             self._require_fit(Layout.decode(base64.b64decode(init_info.layout)))
-        parallel, scheme = self.parallel_config, DataScheme(initiator="receiver")
+        parallel, scheme = self.parallel_config, DataScheme()
         scheme._address = Address.load(init_info.address)
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         scheme.init_on_receiver(MODEL, load=self._load, worker_idx=rank)
