@@ -17,8 +17,12 @@ from stock_vllm import Server, save
 HERE = Path(__file__).parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--vllm", default="", help="further arguments of the server: '--tensor-parallel-size 2'")
+
+
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of a Qwen2 with biases and tied embeddings, with random weights; the last test kills its core."""
     folder = tmp_path_factory.mktemp("model")
     save(folder)
@@ -26,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         port = free.getsockname()[1]
     command = f"""{sys.executable} -m vllm.entrypoints.openai.api_server --model {folder} --served-model-name tiny
         --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 8
-        --worker-extension-cls faults.Faults""".split()
+        --worker-extension-cls faults.Faults {pytestconfig.getoption("--vllm")}""".split()
     options = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     environment = {**os.environ, **options, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}

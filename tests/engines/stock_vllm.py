@@ -52,7 +52,7 @@ class Server(NamedTuple):
     def post(self, route: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        method = "GET" if route.startswith("/is_paused") else "POST"
+        method = "GET" if route in ("/is_paused", "/get_world_size") else "POST"
         request = urllib.request.Request(self.url + route, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.loads(answer.read() or b"{}")

@@ -40,6 +40,7 @@ def test_each_token_of_a_busy_engine_is_of_one_version(server: Server, pause: An
 
     clients = [threading.Thread(target=generate, args=(seed,)) for seed in range(3)]
     with trainer(server, versions[1], pause=pause) as scheme:
+        server.complete(PROMPT, 2, temperature=1.0)  # vLLM compiles something then
         for client in clients:
             client.start()
         seconds = list[float]()
@@ -72,7 +73,6 @@ def test_each_token_of_a_busy_engine_is_of_one_version(server: Server, pause: An
             first = at if number == 0 else first
         count, spanning = count + len(tokens), spanning + (at > first)
     middle = sorted(seconds)[10]
-    print([round(s, 2) for s in seconds])
     print(f"pause={pause}: {count} tokens, {spanning} answers of several versions, {middle:.3f} s ({max(seconds):.3f})")
     assert count > 1000 and bool(spanning) == (pause is None)
 
@@ -116,6 +116,8 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(server: Serv
 
 
 def test_a_version_that_does_not_arrive_leaves_the_old_one(server: Server) -> None:
+    if server.post("/get_world_size")["world_size"] > 1:
+        pytest.skip("another rank may have it: the engine is not usable until it has a whole version")
     old = make(51)
     with trainer(server, old), pytest.raises(Exception, match="999 was announced"):
         client = EngineClient(server.url)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import wsync
 from wsync.deadlines import remaining
@@ -56,16 +57,16 @@ class DataTransfer:
         self._scheme = DataScheme(host or client.own_host, self._time_left())
         self._scheme.init_on_sender(MODEL, num_workers=ranks)
         layout = base64.b64encode(source.layout.encode()).decode()
+        accepting = ThreadPoolExecutor(1, "wsync-engine-connect")
+        accepted = accepting.submit(self._scheme.connect)
         try:
             client.init_weight_transfer_engine({"address": self._scheme._address.dump(), "layout": layout})
-            self._scheme.connect()
-        except wsync.SyncTimeout as error:
-            here = f"{self._scheme.host}, port {self._scheme._address.port}"
-            why = f"{error}. The engine's processes have to reach this one at {here}: is host= right?"
-            raise EngineError(f"{client.url}: phase init: {why}", "late") from error
+            accepted.result()
+        except BaseException:
+            self._scheme.shutdown()  # this ends its `connect`
+            raise
         finally:
-            if not self._scheme._as_sender("connect").connected:
-                self._scheme.shutdown()
+            accepting.shutdown()
 
     def send_weights(self) -> None:
         client = self._client

@@ -1,6 +1,6 @@
 """The backend ``wsync`` in each rank of a vLLM engine, called by vLLM's own phases in the thread that runs the model.
 
-    init     the names and shapes are tried on weights without memory ─→ a thread connects to the trainer
+    init     the names and shapes are tried on weights without memory ─→ the rank connects to the trainer
     start    layers wait for their weights, without memory; vLLM has the old ones
     update   the whole version arrives and is verified ─→ each layer that is complete is copied over the old one
     finish   the rest of what vLLM does after loading
@@ -36,6 +36,8 @@ from wsync.errors import LayoutMismatch
 from wsync.weights.layout import Layout
 from wsync.weights.tensors import describe
 
+_CONNECT_TIMEOUT = 10.0  # seconds in which the trainer has to be reached: nothing is generated meanwhile
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -70,12 +72,16 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shutdown()
         with set_current_vllm_config(self.vllm_config):
             self._require_fit(Layout.decode(base64.b64decode(init_info.layout)))
-        parallel, scheme = self.parallel_config, DataScheme()
-        scheme._address = Address.load(init_info.address)
+        parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        scheme.init_on_receiver(MODEL, load=self._load, worker_idx=rank)
-        scheme.connect(wait=False)
-        self._scheme = scheme
+        self._scheme = DataScheme(timeout=_CONNECT_TIMEOUT)
+        self._scheme._address = Address.load(init_info.address)
+        self._scheme.init_on_receiver(MODEL, load=self._load, worker_idx=rank)
+        try:
+            self._scheme.connect()
+        except BaseException:
+            self.shutdown()
+            raise
 
     def start_weight_update(self) -> None:
         if self._scheme is None:
