@@ -234,6 +234,16 @@ def test_an_update_of_a_dead_trainer_is_finished_before_another_is_begun() -> No
         assert asked[2:] == [protocol.START, protocol.FINISH, protocol.START, protocol.UPDATE, protocol.FINISH]
 
 
+def test_an_engine_that_refuses_the_layout_is_not_waited_for() -> None:
+    def answer(path: str) -> tuple[int, bytes]:
+        return (500 if path == protocol.INIT else 200), b'{"world_size": 2, "error": {"message": "no such weight"}}'
+
+    with serve(answering(answer)) as url, wsync.HTTPWeightSyncScheme(url, transfer="wsync", timeout=200.0) as scheme:
+        scheme.init_on_sender("policy", weights=weights(1))
+        with pytest.raises(WorkerFailed, match=f"{url}: phase init .*answered 500: no such weight"):
+            scheme.connect()
+
+
 @pytest.mark.parametrize("silent", [protocol.PAUSE, protocol.UPDATE])
 def test_an_engine_that_is_dead_is_named_while_a_request_waits(silent: str) -> None:
     """Its server answers, its core does not: as vLLM's ``/health`` says with 503."""

@@ -105,17 +105,22 @@ class EngineClient:
 
     def init_weight_transfer_engine(self, init_info: Fields) -> None:
         """Phase 1, once for a layout: tell the engine how weights will travel."""
-        self.post("init", protocol.INIT, {"init_info": dict(init_info)})
+        self._begin("init", protocol.INIT, {"init_info": dict(init_info)})
 
     def start_weight_update(self, fields: Fields | None = None) -> None:
-        """Phase 2: begin a version. vLLM takes no ``fields``. One that a dead trainer has begun is finished first."""
+        """Phase 2: begin a version. vLLM takes no ``fields``."""
+        self._begin("start", protocol.START, fields)
+
+    def _begin(self, phase: str, route: str, fields: Fields | None) -> None:
+        """Make a request again after an update that a dead trainer has begun is finished, if the engine has one."""
         try:
-            self.post("start", protocol.START, fields)
+            self.post(phase, route, fields)
         except EngineError as error:
             if "already active" not in str(error):
                 raise
-            self.post("start", protocol.FINISH)
-            self.post("start", protocol.START, fields)
+            with suppress(EngineError):  # of a rank that has ended it
+                self.post(phase, protocol.FINISH)
+            self.post(phase, route, fields)
 
     def update_weights(self, update_info: Fields) -> None:
         """Phase 3, for transfers beside HTTP: have the engine receive weights. One or more times."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 import base64
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import wsync
 from wsync.deadlines import remaining
 from wsync.engine.client import EngineClient, EngineError, VersionSource
+from wsync.engine.protocol import FINISH
 
 MODEL = "engine"  # the name by which both ends know the model
 
@@ -80,7 +82,12 @@ class DataTransfer:
         assert report is not None, "the scheme waits"
         began = time.perf_counter()
         client.start_weight_update()
-        client.update_weights({"version": report.version, "timeout": self._time_left()})
+        try:
+            client.update_weights({"version": report.version, "timeout": self._time_left()})
+        except EngineError:
+            with suppress(EngineError):  # the rank that has said so has ended its update; this ends that of the others
+                client.post("update", FINISH)
+            raise
         client.finish_weight_update()
         client.times = 0.0, time.perf_counter() - began
 

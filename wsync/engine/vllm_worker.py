@@ -2,7 +2,7 @@
 
     init     the names and shapes are tried on weights without memory ─→ the rank connects to the trainer
     start    layers wait for their weights, without memory; vLLM has the old ones
-    update   the whole version arrives and is verified ─→ each layer that is complete is copied over the old one
+    update   the whole version arrives and is verified ─→ in all ranks? ─→ each layer is copied over the old one
     finish   the rest of what vLLM does after loading
 
 A version that does not arrive leaves the old weights. One that fails while it is loaded leaves layers without memory,
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -65,28 +66,33 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **options)
         self._names = {name for name, _ in self.model.named_parameters()}
         self._scheme: DataScheme | None = None
-        self._loaded = False  # in this update
+        self._active = False  # between start and finish
+        self._loaded = self._has_voted = False  # in this update
         self._unusable = False  # layers have no memory until a version is loaded
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
-        with set_current_vllm_config(self.vllm_config):
-            self._require_fit(Layout.decode(base64.b64decode(init_info.layout)))
-        parallel = self.parallel_config
-        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._scheme = DataScheme(timeout=_CONNECT_TIMEOUT)
-        self._scheme._address = Address.load(init_info.address)
-        self._scheme.init_on_receiver(MODEL, load=self._load, worker_idx=rank)
+        error, parallel = None, self.parallel_config
         try:
+            if self._active:  # vLLM would say so at start, and in a rank after which it has to be read on: see _raise
+                raise RuntimeError("a weight update is already active")
+            with set_current_vllm_config(self.vllm_config):
+                self._require_fit(Layout.decode(base64.b64decode(init_info.layout)))
+            rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self._scheme = DataScheme(timeout=_CONNECT_TIMEOUT)
+            self._scheme._address = Address.load(init_info.address)
+            self._scheme.init_on_receiver(MODEL, load=self._load, worker_idx=rank)
             self._scheme.connect()
-        except BaseException:
+        except Exception as found:  # noqa: BLE001  one rank raises it again, for all
+            error = found
+        if errors := self._agree(error):
             self.shutdown()
-            raise
+            self._raise(errors, error)
 
     def start_weight_update(self) -> None:
         if self._scheme is None:
             raise RuntimeError("wsync: POST /init_weight_transfer_engine comes first")
-        self._loaded = False
+        self._loaded, self._active = False, True
         self._empty_layers()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -96,18 +102,23 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         assert self._scheme is not None, "start comes first"
+        error, self._has_voted = None, False
         try:
             found = self._scheme.pull(update_info.timeout)
             if found != update_info.version:
-                raise RuntimeError(f"wsync: version {found} came, and {update_info.version} was announced")
-        except BaseException:
-            # Other ranks may have loaded it: then these weights are the wrong ones.
-            self._unusable |= self.parallel_config.world_size_across_dp > 1
+                raise RuntimeError(f"version {found} came, and {update_info.version} was announced")
+        except Exception as found:  # noqa: BLE001  one rank raises it again, for all
+            error = found
+        if not self._has_voted:
+            self._agree(error)  # no rank loads the version
+        if errors := self._agree(error):
             self._restore()
-            raise
-        self._loaded = True
+            self._raise(errors, error)
+        else:
+            self._loaded = True
 
     def finish_weight_update(self) -> None:
+        self._active = False
         if self._loaded:
             finalize_layerwise_reload(self.model, self.model_config)
             self._unusable = False
@@ -120,9 +131,32 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._scheme = None
 
     def _load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        self._unusable = True  # until all of it is loaded
+        """Load a version that has arrived, if it has in all ranks."""
+        self._has_voted = True
+        if errors := self._agree(None):
+            raise LayoutMismatch(f"nothing was loaded, because of {errors}")
+        self._unusable = True  # until all of it is loaded, in all ranks
         # vLLM keeps the tensors until a layer is complete, and these are valid during the call only.
         self.model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in pairs)
+
+    def _agree(self, error: Exception | None) -> str:
+        """Return the errors of all ranks, when each has called this; empty if there is none."""
+        said = "" if error is None else f"{type(error).__name__}: {error}"
+        ranks = self.parallel_config.world_size_across_dp
+        if ranks == 1:
+            return said
+        all_said = [""] * ranks
+        torch.distributed.all_gather_object(all_said, said, group=get_world_group().cpu_group)
+        return "; ".join(f"rank {rank}: {said}" for rank, said in enumerate(all_said) if said)
+
+    def _raise(self, errors: str, error: Exception | None) -> None:
+        """Raise the errors of all ranks in the last one: vLLM then has read the answers of the others.
+
+        If another one raised, vLLM would take their answers for those to its next call.
+        """
+        if self.parallel_config.rank == self.parallel_config.world_size - 1:
+            self._active = False  # for vLLM as well
+            raise RuntimeError(f"wsync: {errors}") from error
 
     def _empty_layers(self) -> None:
         """Have all layers wait for weights, also those that have got some of a version that failed."""
@@ -133,7 +167,7 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def _restore(self) -> None:
-        """Give layers that wait their old weights back, unless others have new ones."""
+        """Give layers that wait their old weights back, unless some may have new ones."""
         if self._unusable:
             return
         for layer in self.model.modules():
