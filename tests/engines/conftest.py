@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,5 +50,5 @@ def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
             process.wait(20)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-        time.sleep(0.1)
+            process.wait()
         print(log.read_text()[-4000:])  # shown where a test has failed
