@@ -28,7 +28,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _get_weight_loader,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 
 from wsync.control.auth import Address
@@ -74,7 +78,7 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shutdown()
         error, parallel = None, self.parallel_config
         try:
-            if self._active:  # vLLM would say so at start, and in a rank after which it has to be read on: see _raise
+            if self._active:  # vLLM would say so at start, in the first rank: see _raise
                 raise RuntimeError("a weight update is already active")
             with set_current_vllm_config(self.vllm_config):
                 self._require_fit(Layout.decode(base64.b64decode(init_info.layout)))
@@ -83,8 +87,8 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._scheme._address = Address.load(init_info.address)
             self._scheme.init_on_receiver(MODEL, load=self._load, worker_idx=rank)
             self._scheme.connect()
-        except Exception as found:  # noqa: BLE001  one rank raises it again, for all
-            error = found
+        except Exception as raised:  # noqa: BLE001  the last rank raises it again
+            error = raised
         if errors := self._agree(error):
             self.shutdown()
             self._raise(errors, error)
@@ -107,15 +111,14 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             found = self._scheme.pull(update_info.timeout)
             if found != update_info.version:
                 raise RuntimeError(f"version {found} came, and {update_info.version} was announced")
-        except Exception as found:  # noqa: BLE001  one rank raises it again, for all
-            error = found
+        except Exception as raised:  # noqa: BLE001  the last rank raises it again
+            error = raised
         if not self._has_voted:
             self._agree(error)  # no rank loads the version
         if errors := self._agree(error):
             self._restore()
             self._raise(errors, error)
-        else:
-            self._loaded = True
+        self._loaded = not errors
 
     def finish_weight_update(self) -> None:
         self._active = False
@@ -167,9 +170,9 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def _restore(self) -> None:
-        """Give layers that wait their old weights back, unless some may have new ones."""
+        """Give layers that wait their old weights back; if any may have new ones, leave none with weights."""
         if self._unusable:
-            return
+            return self._empty_layers()
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -195,7 +198,7 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             for prefix, layer in self.model.named_modules():
                 for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
                     if tensor is not None:
-                        loaders.append((tensor, getattr(tensor, "weight_loader", None)))
+                        loaders.append((tensor, _get_weight_loader(tensor)))
                         empty = tensor if tensor.is_meta else to_meta_tensor(tensor)
                         tensor.weight_loader = trying(f"{prefix}.{key}", _get_original_loader(tensor), empty)
             shapes = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
@@ -214,10 +217,7 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise LayoutMismatch(f"vLLM's model does not take {tried}: {said}") from error
         finally:
             for tensor, loader in reversed(loaders):  # one tensor may be met twice
-                if loader is None:
-                    del tensor.weight_loader
-                else:
-                    tensor.weight_loader = loader
+                tensor.weight_loader = loader
             self._restore()
         if self.model_config.quantization is not None or loaded is None:
             return
